@@ -1,0 +1,121 @@
+"""Rows, outcomes and batches: the words that every floor shares.
+
+A row is one prompt. After generation it has exactly one outcome: a completion or a dead letter.
+Times are Unix seconds; money is US dollars.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+Task = Literal["chat", "completion", "embedding"]
+Output = str | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What all rows of a snapshot share: everything of a request except the prompt itself.
+
+    `sampling` holds OpenAI request fields (temperature, max_tokens, seed, …) passed on as they are.
+    """
+
+    task: Task
+    model: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    json_schema: Mapping[str, Any] | None = None
+    repair_tries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt of one batch.
+
+    `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
+    `completion` and `embedding`.
+    """
+
+    batch: str
+    row_id: str
+    row_key: str
+    prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who generated a row: written into the provenance columns of its outcome."""
+
+    model: str
+    engine: str
+    provider: str
+    instance_type: str
+    spot: bool
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a row: a completion (`error` is None) or a dead letter (`output` is None).
+
+    `tries` counts requests charged to the row. `usd` is None while no price is known.
+    """
+
+    row_id: str
+    row_key: str
+    output: Output | None
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    tries: int
+    error: str | None
+    error_message: str | None
+    origin: Origin
+    started_at: float
+    seconds: float
+    usd: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True for a completion, False for a dead letter."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as the feed takes it: its rows in snapshot order, and outcomes known before.
+
+    `known` maps row id to an outcome read back from the journal or copied from an earlier object;
+    those rows never meet an engine.
+    """
+
+    key: str
+    rows: tuple[Row, ...]
+    known: Mapping[str, Outcome] = field(default_factory=dict)
+
+
+def row_key(generation: Generation, prompt: Any) -> str:
+    """Sha256 (hex) of the rendered request: same key, same work.
+
+    `prompt` is the list of messages or the text. Two rows with one key ask the engine the same
+    question, so a refresh does not ask again.
+    """
+    request = {
+        "task": generation.task,
+        "model": generation.model,
+        "sampling": dict(generation.sampling),
+        "json_schema": generation.json_schema,
+        "prompt": prompt,
+    }
+    return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def data_version(rows: Iterable[tuple[str, str]]) -> str:
+    """Hash (16 hex digits) of a batch's (row id, row key) pairs in snapshot order."""
+    digest = hashlib.sha256()
+    for row_id, key in rows:
+        digest.update(orjson.dumps([row_id, key]))
+    return digest.hexdigest()[:16]
