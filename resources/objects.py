@@ -1,0 +1,376 @@
+"""Objects on a local folder or in S3, behind one small interface.
+
+The one promise everything rests on is `create`: the first writer wins and every later one is refused, at the level
+of the store itself. On S3 that is one PUT with `If-None-Match: *` (never multipart: Ceph RGW does not enforce the
+condition on CompleteMultipartUpload); on disk it is a hard link to a file that was synced before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+_TEMPORARY = ".writing-"
+
+
+class StoreError(Exception):
+    """The store cannot be used as it is: says what was expected, what was found, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object of a listing: its path below the root and its size in bytes."""
+
+    path: str
+    size: int
+
+
+class Objects(Protocol):
+    """What the platform needs of a store. Paths use `/` and are relative to the root."""
+
+    root: str
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write an object that must not exist. False when it exists already, with other content or the same."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write or replace a small object."""
+
+    def upload(self, path: str, file: Path) -> None:
+        """Write or replace an object from a local file of any size."""
+
+    def get(self, path: str) -> bytes:
+        """The whole object. Raises FileNotFoundError."""
+
+    def exists(self, path: str) -> bool:
+        """True when the object is there."""
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects below `prefix` (a folder, ending in `/`) whose path sorts after `start_after`, in order."""
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects; one that is not there is no error."""
+
+    def open(self, path: str) -> BinaryIO:
+        """The object as a seekable binary file, read in ranges. Raises FileNotFoundError."""
+
+    def uri(self, path: str) -> str:
+        """A path or `s3://` URL that Polars, DuckDB and pyarrow can read."""
+
+    def storage_options(self) -> dict[str, str]:
+        """Options for `polars.scan_parquet(uri, storage_options=…)`; empty for a local folder."""
+
+
+def open_objects(root: str) -> Objects:
+    """Objects below `root`: `s3://bucket/prefix`, `file:///folder` or a folder.
+
+    S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
+    """
+    parts = urlsplit(root)
+    if parts.scheme == "s3":
+        if not parts.netloc or parts.username or parts.query:
+            raise StoreError(
+                f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
+            )
+        return S3Objects(parts.netloc, parts.path.strip("/"))
+    if parts.scheme == "file":
+        return LocalObjects(Path(parts.path))
+    if parts.scheme and len(parts.scheme) > 1:
+        raise StoreError(f"store root: expected a folder or s3://bucket/prefix, found scheme {parts.scheme!r}")
+    return LocalObjects(Path(root))
+
+
+class LocalObjects:
+    """Objects as files below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser().resolve()
+        self.root = str(self.folder)
+
+    def _file(self, path: str) -> Path:
+        file = self.folder / path
+        if ".." in Path(path).parts or Path(path).is_absolute():
+            raise StoreError(f"object path: expected a path below the root, found {path!r}")
+        return file
+
+    @contextlib.contextmanager
+    def _written(self, path: str) -> Iterator[tuple[Path, BinaryIO]]:
+        """A synced temporary file beside its destination, removed at the end whatever happened."""
+        target = self._file(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb") as file:
+                yield temporary, file
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def _sync(file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    @staticmethod
+    def _sync_folder(folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def create(self, path: str, data: bytes) -> bool:
+        target = self._file(path)
+        if target.exists():
+            return False
+        with self._written(path) as (temporary, file):
+            file.write(data)
+            self._sync(file)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+        self._sync_folder(target.parent)
+        return True
+
+    def put(self, path: str, data: bytes) -> None:
+        with self._written(path) as (temporary, file):
+            file.write(data)
+            self._sync(file)
+            temporary.replace(self._file(path))
+        self._sync_folder(self._file(path).parent)
+
+    def upload(self, path: str, file: Path) -> None:
+        with self._written(path) as (temporary, copy):
+            with file.open("rb") as source:
+                while block := source.read(1 << 22):
+                    copy.write(block)
+            self._sync(copy)
+            temporary.replace(self._file(path))
+        self._sync_folder(self._file(path).parent)
+
+    def get(self, path: str) -> bytes:
+        return self._file(path).read_bytes()
+
+    def exists(self, path: str) -> bool:
+        return self._file(path).is_file()
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        folder = self._file(prefix)
+        if folder.is_dir():
+            yield from self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after)
+
+    def _walk(self, folder: Path, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_dir():
+                if path + "/" > start_after or start_after.startswith(path + "/"):
+                    yield from self._walk(Path(entry.path), path + "/", start_after)
+            elif path > start_after and not entry.name.startswith(_TEMPORARY):
+                with contextlib.suppress(FileNotFoundError):
+                    yield ObjectInfo(path, entry.stat().st_size)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            file = self._file(path)
+            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.parent.rmdir()
+
+    def open(self, path: str) -> BinaryIO:
+        return self._file(path).open("rb")
+
+    def uri(self, path: str) -> str:
+        return str(self._file(path))
+
+    def storage_options(self) -> dict[str, str]:
+        return {}
+
+
+class S3Objects:
+    """Objects below a prefix of an S3 bucket, through obstore (path-style on a custom endpoint)."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.bucket, self.prefix = bucket, prefix
+        self.root = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._store_handle: S3Store | None = None
+
+    @property
+    def _store(self) -> S3Store:
+        if self._store_handle is None:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+            from obstore.store import S3Store
+
+            endpoint = _s3_endpoint()
+            config: dict[str, Any] = {"region": _s3_region()}
+            if endpoint:
+                config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+            self._store_handle = S3Store(
+                self.bucket,
+                prefix=self.prefix or None,
+                credential_provider=Boto3CredentialProvider(),
+                client_options={"allow_http": bool(endpoint and endpoint.startswith("http://")), "timeout": "60s"},
+                retry_config={"max_retries": 8},
+                **config,
+            )
+        return self._store_handle
+
+    def create(self, path: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        for attempt in range(5):
+            try:
+                obstore.put(self._store, path, data, mode="create", use_multipart=False)
+                return True
+            except AlreadyExistsError:
+                # Ours when the reply to our own PUT was lost; a conflict (409) when nothing is there: PUT again.
+                with contextlib.suppress(FileNotFoundError):
+                    return self.get(path) == data
+                time.sleep(0.05 * 2**attempt)
+        raise StoreError(
+            f"{self.root}/{path}: the store answers that the object exists, and that it does not; nothing was written"
+        )
+
+    def put(self, path: str, data: bytes) -> None:
+        import obstore
+
+        obstore.put(self._store, path, data)
+
+    def upload(self, path: str, file: Path) -> None:
+        import obstore
+
+        obstore.put(self._store, path, file)
+
+    def get(self, path: str) -> bytes:
+        import obstore
+
+        return bytes(obstore.get(self._store, path).bytes())
+
+    def exists(self, path: str) -> bool:
+        import obstore
+
+        try:
+            obstore.head(self._store, path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        import obstore
+
+        for page in obstore.list(self._store, prefix.rstrip("/") or None, offset=start_after or None, chunk_size=1000):
+            for meta in page:
+                yield ObjectInfo(meta["path"], meta["size"])
+
+    def delete(self, paths: Iterable[str]) -> None:
+        import obstore
+
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, path)
+
+    def open(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(_Ranges(self, path), buffer_size=1 << 16))
+
+    def uri(self, path: str) -> str:
+        return f"{self.root}/{path}"
+
+    def storage_options(self) -> dict[str, str]:
+        import boto3
+
+        options = {"aws_region": _s3_region()}
+        if endpoint := _s3_endpoint():
+            options |= {"aws_endpoint_url": endpoint, "aws_virtual_hosted_style_request": "false"}
+            if endpoint.startswith("http://"):
+                options["aws_allow_http"] = "true"
+        credentials = boto3.Session().get_credentials()
+        if credentials is not None:
+            frozen = credentials.get_frozen_credentials()
+            options |= {"aws_access_key_id": frozen.access_key, "aws_secret_access_key": frozen.secret_key}
+            if frozen.token:
+                options["aws_session_token"] = frozen.token
+        return options
+
+
+class _Ranges(io.RawIOBase):
+    """An S3 object as a seekable file: every read is one ranged GET."""
+
+    def __init__(self, objects: S3Objects, path: str) -> None:
+        import obstore
+
+        self._objects, self._path = objects, path
+        self._size = obstore.head(objects._store, path)["size"]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        import obstore
+
+        length = min(len(buffer), self._size - self._at)
+        if length <= 0:
+            return 0
+        data = obstore.get_range(self._objects._store, self._path, start=self._at, length=length)
+        buffer[:length] = memoryview(data)
+        self._at += length
+        return length
+
+
+def _s3_endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def _s3_region() -> str:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+def self_test(objects: Objects) -> None:
+    """Prove that the store refuses a second create. Raises StoreError: no GPU is rented with nowhere safe to write."""
+    path = f"_self_test/{uuid.uuid4().hex}"
+    try:
+        first, second = objects.create(path, b"first"), objects.create(path, b"second")
+        kept = objects.get(path)
+    except OSError as error:
+        raise StoreError(f"{objects.root}: cannot write here ({type(error).__name__}: {error})") from error
+    finally:
+        with contextlib.suppress(Exception):
+            objects.delete([path])
+    if not first or second or kept != b"first":
+        raise StoreError(
+            f"{objects.root}: expected the store to refuse a second create of one object, found that it overwrote it; "
+            "use a store that enforces If-None-Match on PUT"
+        )
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str | None = None) -> Iterator[Path]:
+    """A folder for work files that is gone afterwards. BATCH_ASSETS_WORKDIR chooses the disk."""
+    with tempfile.TemporaryDirectory(
+        prefix="batch-assets-", dir=parent or os.environ.get("BATCH_ASSETS_WORKDIR")
+    ) as folder:
+        yield Path(folder)

@@ -1,0 +1,356 @@
+"""One dataset in the store: snapshots, batch objects, journal, published tables (DESIGN section 6).
+
+A batch object is data and commit in one: it exists, whole, or it does not. Everything else here can be made again
+from the batch objects and the snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
+
+from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
+from resources.objects import Objects
+from resources.tables import outcomes_from, outcomes_table
+
+FOOTER_KEY = b"batch_assets"
+_OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
+
+
+class CorruptObject(Exception):
+    """An object in the store does not say what its name promises."""
+
+
+class Shard(BaseModel):
+    """One Parquet file of a snapshot: path below the snapshot's folder, and its rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    rows: int
+
+
+class SnapshotManifest(BaseModel):
+    """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = 1
+    dataset: str
+    snapshot: str
+    previous: str | None
+    created_at: float
+    source: str
+    rows: int
+    batches: int
+    batch_rows: int
+    source_rows: int
+    rejected: int
+    duplicates: int
+    added: int
+    changed: int
+    removed: int
+    unchanged: int
+    keep_columns: list[str]
+    shards: list[Shard]
+    duplicate_shards: list[Shard] = []
+    generation: dict[str, Any]
+
+    def settings(self) -> Generation:
+        """What all rows of the snapshot share."""
+        return Generation(**self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """One batch of a snapshot: where its rows lie, and the data version that a current object must have."""
+
+    key: str
+    rows: int
+    data_version: str
+    shard: int
+    row_group: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BatchObject:
+    """A committed batch object, as named in the store."""
+
+    key: str
+    data_version: str
+    generation: int
+
+    @property
+    def name(self) -> str:
+        """Path below the dataset's `batches/` folder."""
+        return f"{self.key}/{self.data_version}-g{self.generation}.parquet"
+
+
+class BatchFooter(BaseModel):
+    """What a batch object says of itself in its Parquet footer; the ledger event is made from it alone."""
+
+    model_config = ConfigDict(frozen=True)
+    format: int = 1
+    dataset: str
+    key: str
+    snapshot: str
+    data_version: str
+    generation: int
+    epoch: int
+    run_id: str
+    rows: int
+    ok: int
+    dead: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    model: str
+    engine: str
+
+    @classmethod
+    def of(
+        cls,
+        dataset: str,
+        entry: BatchEntry,
+        outcomes: Sequence[Outcome],
+        *,
+        snapshot: str,
+        generation: int,
+        epoch: int,
+        run_id: str,
+    ) -> BatchFooter:
+        """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end."""
+        dead = sum(not outcome.ok for outcome in outcomes)
+        newest = max(outcomes, key=lambda outcome: outcome.started_at)
+        ended = max(outcome.started_at + outcome.seconds for outcome in outcomes)
+        mine = [outcome.started_at for outcome in outcomes if outcome.origin.run_id == run_id]
+        return cls(
+            dataset=dataset,
+            key=entry.key,
+            snapshot=snapshot,
+            data_version=entry.data_version,
+            generation=generation,
+            epoch=epoch,
+            run_id=run_id,
+            rows=len(outcomes),
+            ok=len(outcomes) - dead,
+            dead=dead,
+            prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+            completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),
+            seconds=max(0.0, ended - min(mine, default=ended)),
+            model=newest.origin.model,
+            engine=newest.origin.engine,
+        )
+
+
+class DatasetStore:
+    """The objects of one dataset. Safe to use from several threads."""
+
+    def __init__(self, objects: Objects, dataset: str) -> None:
+        self.objects = objects
+        self.dataset = dataset
+
+    # snapshots
+
+    def snapshot_path(self, snapshot: str, name: str) -> str:
+        """Path of a file of a snapshot."""
+        return f"{self.dataset}/snapshots/{snapshot}/{name}"
+
+    def current_snapshot(self) -> str | None:
+        """Id of the newest complete snapshot, or None before the first."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.objects.get(f"{self.dataset}/snapshots/CURRENT").decode().strip()
+        return None
+
+    def manifest(self, snapshot: str) -> SnapshotManifest:
+        """Raises FileNotFoundError when the snapshot was never completed."""
+        return SnapshotManifest.model_validate_json(self.objects.get(self.snapshot_path(snapshot, "manifest.json")))
+
+    def put_manifest(self, manifest: SnapshotManifest) -> None:
+        """Complete a snapshot whose other files are in place, and make it the current one."""
+        path = self.snapshot_path(manifest.snapshot, "manifest.json")
+        self.objects.put(path, manifest.model_dump_json(indent=1).encode())
+        self.set_current_snapshot(manifest.snapshot)
+
+    def set_current_snapshot(self, snapshot: str) -> None:
+        """Point at a snapshot that is complete (again)."""
+        self.objects.put(f"{self.dataset}/snapshots/CURRENT", snapshot.encode())
+
+    def entries(self, snapshot: str) -> list[BatchEntry]:
+        """Every batch of the snapshot in key order."""
+        table = pq.read_table(io.BytesIO(self.objects.get(self.snapshot_path(snapshot, "batches.parquet"))))
+        columns = [table.column(name).to_pylist() for name in ("key", "rows", "data_version", "shard", "row_group")]
+        return [BatchEntry(*line) for line in zip(*columns, strict=True)]
+
+    def prompt_tables(
+        self, manifest: SnapshotManifest, entries: Iterable[BatchEntry], columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[BatchEntry, pa.Table]]:
+        """The prompt rows of each batch, one row group at a time, with its shard opened once."""
+        with contextlib.ExitStack() as stack:
+            shard, reader = -1, None
+            for entry in entries:
+                if entry.shard != shard:
+                    stack.close()
+                    path = self.snapshot_path(manifest.snapshot, manifest.shards[entry.shard].path)
+                    file = stack.enter_context(self.objects.open(path))
+                    reader, shard = stack.enter_context(pq.ParquetFile(file)), entry.shard
+                assert reader is not None
+                yield entry, reader.read_row_group(entry.row_group, columns=columns)
+
+    def rows(
+        self, manifest: SnapshotManifest, entries: Iterable[BatchEntry]
+    ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
+        for entry, table in self.prompt_tables(manifest, entries, ("row_id", "row_key", "prompt")):
+            ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
+            if data_version(zip(ids, keys, strict=True)) != entry.data_version:
+                raise CorruptObject(
+                    f"{self.dataset} snapshot {manifest.snapshot} batch {entry.key}: expected data version "
+                    f"{entry.data_version}, found other rows; materialize prompts again"
+                )
+            yield entry, tuple(Row(entry.key, *line) for line in zip(ids, keys, prompts, strict=True))
+
+    # batch objects
+
+    def batch_path(self, batch: BatchObject) -> str:
+        """Path of a batch object."""
+        return f"{self.dataset}/batches/{batch.name}"
+
+    def objects_by_batch(self, first: str = "", last: str = "~") -> dict[str, list[BatchObject]]:
+        """All objects of the batches from `first` to `last`, oldest generation first within a data version."""
+        prefix = f"{self.dataset}/batches/"
+        found: dict[str, list[BatchObject]] = defaultdict(list)
+        for info in self.objects.list(prefix, start_after=prefix + first if first else ""):
+            if match := _OBJECT_NAME.match(info.path[len(prefix) :]):
+                if match["key"] > last:
+                    break
+                found[match["key"]].append(BatchObject(match["key"], match["version"], int(match["generation"])))
+        return {key: sorted(batch) for key, batch in found.items()}
+
+    def current_objects(self, entries: Sequence[BatchEntry]) -> dict[str, BatchObject]:
+        """The object with the highest generation at each entry's data version; entries without one are missing."""
+        if not entries:
+            return {}
+        found = self.objects_by_batch(entries[0].key, entries[-1].key)
+        current: dict[str, BatchObject] = {}
+        for entry in entries:
+            matching = [batch for batch in found.get(entry.key, ()) if batch.data_version == entry.data_version]
+            if matching:
+                current[entry.key] = matching[-1]
+        return current
+
+    def commit(self, footer: BatchFooter, outcomes: Sequence[Outcome], task: Task) -> tuple[BatchFooter, bool]:
+        """Write a batch object, create-only.
+
+        Returns its footer and True, or the footer of the object that was there first and False: that one holds valid
+        work of the same rows and is adopted.
+        """
+        batch = BatchObject(footer.key, footer.data_version, footer.generation)
+        found = data_version((outcome.row_id, outcome.row_key) for outcome in outcomes)
+        if found != footer.data_version or len(outcomes) != footer.rows:
+            raise CorruptObject(
+                f"{self.batch_path(batch)}: refused to commit outcomes of other rows (data version {found})"
+            )
+        table = outcomes_table(outcomes, task).replace_schema_metadata({FOOTER_KEY: footer.model_dump_json()})
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd")
+        if self.objects.create(self.batch_path(batch), buffer.getvalue()):
+            return footer, True
+        return self.footer(batch), False
+
+    def footer(self, batch: BatchObject) -> BatchFooter:
+        """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
+        path = self.batch_path(batch)
+        try:
+            with self.objects.open(path) as file:
+                metadata = pq.read_metadata(file)
+            footer = BatchFooter.model_validate_json((metadata.metadata or {})[FOOTER_KEY])
+        except (pa.ArrowInvalid, KeyError, ValueError) as error:
+            raise CorruptObject(f"{path}: not a whole batch object ({type(error).__name__})") from error
+        if (footer.key, footer.data_version, footer.generation) != (batch.key, batch.data_version, batch.generation):
+            raise CorruptObject(
+                f"{path}: its footer names batch {footer.key} {footer.data_version} g{footer.generation}"
+            )
+        if metadata.num_rows != footer.rows:
+            raise CorruptObject(f"{path}: expected {footer.rows} rows, found {metadata.num_rows}")
+        return footer
+
+    def batch_table(self, batch: BatchObject) -> pa.Table:
+        """The whole batch object."""
+        path = self.batch_path(batch)
+        try:
+            return pq.read_table(io.BytesIO(self.objects.get(path)))
+        except pa.ArrowInvalid as error:
+            raise CorruptObject(f"{path}: cannot be read ({error})") from error
+
+    def outcomes(self, batch: BatchObject) -> list[Outcome]:
+        """The outcomes of a batch object in row order."""
+        return list(outcomes_from(self.batch_table(batch)))
+
+    # journal
+
+    def append_journal(
+        self,
+        key_range: tuple[str, str],
+        run_id: str,
+        sequence: int,
+        batches: Mapping[str, Sequence[Outcome]],
+        task: Task,
+    ) -> str:
+        """Write one segment of finished rows of open batches; returns its path."""
+        tables = []
+        for key, outcomes in batches.items():
+            table = outcomes_table(outcomes, task)
+            tables.append(table.append_column("batch", pa.array([key] * len(outcomes), pa.string())))
+        sink = io.BytesIO()
+        whole = pa.concat_tables(tables)
+        with pa.ipc.new_stream(sink, whole.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(whole)
+        path = f"{self.dataset}/journal/{key_range[0]}-{key_range[1]}/{run_id}-{sequence:06d}.arrow"
+        self.objects.put(path, sink.getvalue())
+        return path
+
+    def journal_segments(self, key_range: tuple[str, str]) -> list[str]:
+        """Segments of every run whose range overlaps `key_range`."""
+        prefix = f"{self.dataset}/journal/"
+        segments = []
+        for info in self.objects.list(prefix):
+            folder = info.path[len(prefix) :].partition("/")[0]
+            first, _, last = folder.partition("-")
+            if first <= key_range[1] and last >= key_range[0]:
+                segments.append(info.path)
+        return segments
+
+    def read_journal(self, path: str) -> dict[str, list[Outcome]]:
+        """Outcomes of one segment by batch key; empty when it is torn or gone (its rows are generated again)."""
+        try:
+            table = pa.ipc.open_stream(io.BytesIO(self.objects.get(path))).read_all()
+        except (FileNotFoundError, pa.ArrowInvalid, OSError):
+            return {}
+        batches: dict[str, list[Outcome]] = defaultdict(list)
+        for key, outcome in zip(table.column("batch").to_pylist(), outcomes_from(table), strict=True):
+            batches[key].append(outcome)
+        return dict(batches)
+
+    # published tables
+
+    def published_path(self, version: str, name: str) -> str:
+        """Path of a file of a published table."""
+        return f"{self.dataset}/published/{version}/{name}"
+
+    def current_published(self) -> str | None:
+        """Version that readers see, or None before the first publication."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.objects.get(f"{self.dataset}/published/CURRENT").decode().strip()
+        return None
+
+    def publish(self, version: str) -> None:
+        """Switch readers to a version whose files are all in place."""
+        self.objects.put(f"{self.dataset}/published/CURRENT", version.encode())

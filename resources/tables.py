@@ -1,0 +1,92 @@
+"""Outcomes as Arrow tables: the columns of a batch object, a journal segment and the published table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from gpu_runner.rows import Origin, Outcome, Task
+
+PROVENANCE = ("model", "engine", "provider", "instance_type", "spot", "run_id")
+
+OUTCOME_COLUMNS: tuple[str, ...] = (
+    "row_id",
+    "row_key",
+    "output",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "tries",
+    "error",
+    "error_message",
+    *PROVENANCE,
+    "started_at",
+    "seconds",
+    "usd",
+)
+
+
+def outcome_schema(task: Task) -> pa.Schema:
+    """Schema of a batch object. `output` is text (or JSON text), and a list of float32 for embeddings."""
+    return pa.schema(
+        [
+            pa.field("row_id", pa.string(), nullable=False),
+            pa.field("row_key", pa.string(), nullable=False),
+            pa.field("output", pa.list_(pa.float32()) if task == "embedding" else pa.string()),
+            pa.field("finish_reason", pa.string()),
+            pa.field("prompt_tokens", pa.int64(), nullable=False),
+            pa.field("completion_tokens", pa.int64(), nullable=False),
+            pa.field("tries", pa.int32(), nullable=False),
+            pa.field("error", pa.string()),
+            pa.field("error_message", pa.string()),
+            pa.field("model", pa.string()),
+            pa.field("engine", pa.string()),
+            pa.field("provider", pa.string()),
+            pa.field("instance_type", pa.string()),
+            pa.field("spot", pa.bool_()),
+            pa.field("run_id", pa.string()),
+            pa.field("started_at", pa.timestamp("us", tz="UTC")),
+            pa.field("seconds", pa.float64()),
+            pa.field("usd", pa.float64()),
+        ]
+    )
+
+
+def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
+    """One line per outcome, in the order given."""
+    columns: dict[str, list[Any]] = {
+        name: [getattr(outcome, name) for outcome in outcomes]
+        for name in OUTCOME_COLUMNS
+        if name not in PROVENANCE and name != "started_at"
+    }
+    for name in PROVENANCE:
+        columns[name] = [getattr(outcome.origin, name) for outcome in outcomes]
+    columns["started_at"] = [datetime.fromtimestamp(outcome.started_at, UTC) for outcome in outcomes]
+    return pa.Table.from_pydict(columns, schema=outcome_schema(task))
+
+
+def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
+    """The outcomes of a table made by `outcomes_table`; extra columns are ignored."""
+    origins: dict[tuple[Any, ...], Origin] = {}
+    for line in table.select(OUTCOME_COLUMNS).to_pylist():
+        source = tuple(line[name] for name in PROVENANCE)
+        origin = origins.setdefault(source, Origin(*source))
+        output = line["output"]
+        yield Outcome(
+            row_id=line["row_id"],
+            row_key=line["row_key"],
+            output=tuple(output) if isinstance(output, list) else output,
+            finish_reason=line["finish_reason"],
+            prompt_tokens=line["prompt_tokens"],
+            completion_tokens=line["completion_tokens"],
+            tries=line["tries"],
+            error=line["error"],
+            error_message=line["error_message"],
+            origin=origin,
+            started_at=line["started_at"].timestamp(),
+            seconds=line["seconds"],
+            usd=line["usd"],
+        )
