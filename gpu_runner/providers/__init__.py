@@ -1,0 +1,1 @@
+"""Where engines run: one file per provider."""

@@ -1,0 +1,97 @@
+"""Engines as processes of this machine: the simulator, `vllm serve`, or any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from gpu_runner.providers.guard import GRACE_SECONDS
+
+
+class EngineStartError(Exception):
+    """The engine did not become ready: says why, and where its log is."""
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineProcess:
+    """One engine as a child process group under the guard: it ends when this object is closed, or when we die.
+
+    `command` may contain `{port}` and `{model}`. The engine's output goes to `log`, never to ours.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        model: str,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = [word.format(port=self.port, model=model) for word in command]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpu_runner.providers.guard", "--", *words],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """False once the engine's process has ended."""
+        return self._process.poll() is None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.endpoint}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait_ready(self, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
+        """Wait until /health answers 200. Raises EngineStartError when the process ends or the time is over."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise EngineStartError(
+                    f"the engine ended with status {self._process.returncode} before it was ready; its log: {self.log}"
+                )
+            if self._answers():
+                return
+            pause(0.05)
+        raise EngineStartError(f"the engine was not ready after {seconds:.0f} s; its log: {self.log}")
+
+    def close(self) -> None:
+        """End the engine and everything it started."""
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=GRACE_SECONDS + 2)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait(timeout=GRACE_SECONDS + 2)

@@ -1,0 +1,218 @@
+"""The fleet as a Dagster resource: a run asks for an engine that serves its model, and gives it back.
+
+What there is to lease stands in `fleet.yaml` (`FleetConfig`). Without one there is a single embedded engine: the
+simulator, as a child process of the run, so that everything works on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import dagster as dg
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gpu_runner.fleet import FleetBook
+from gpu_runner.heart import Heart
+from gpu_runner.providers.local import EngineProcess, EngineStartError
+from gpu_runner.rows import Task
+
+__all__ = [
+    "EngineConfig",
+    "EngineStartError",
+    "FleetConfig",
+    "FleetConfigError",
+    "GpuFleet",
+    "LeasedEngine",
+    "Requirement",
+]
+
+VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
+
+
+class FleetConfigError(Exception):
+    """fleet.yaml is not what it should be."""
+
+
+class EngineConfig(BaseModel):
+    """One engine that may be leased, by one run at a time.
+
+    `simulated` and `process` engines are started for a lease and ended with it; an `endpoint` runs already.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    kind: Literal["simulated", "process", "endpoint"]
+    url: str | None = None
+    command: list[str] = VLLM_COMMAND
+    environment: dict[str, str] = {}
+    api_key_env: str | None = None
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
+    speed: float = Field(default=20.0, gt=0, description="simulated only: how much faster than the modelled GPU")
+    arguments: list[str] = Field(default=[], description="simulated only: further arguments of gpu_runner.simulator")
+    provider: str = "local"
+    instance_type: str = "local"
+
+    @model_validator(mode="after")
+    def _endpoint_has_url(self) -> EngineConfig:
+        if (self.kind == "endpoint") != (self.url is not None):
+            raise ValueError("url: expected for kind endpoint, and for no other kind")
+        return self
+
+
+class FleetConfig(BaseModel):
+    """What fleet.yaml holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    engines: list[EngineConfig] = Field(min_length=1)
+
+    @classmethod
+    def embedded(cls) -> FleetConfig:
+        """One simulated engine: what a newcomer has."""
+        engine = EngineConfig(
+            name="embedded", kind="simulated", max_num_seqs=256, provider="simulated", instance_type="simulated-h200"
+        )
+        return cls(engines=[engine])
+
+    @classmethod
+    def load(cls, path: Path) -> FleetConfig:
+        """Read fleet.yaml. Raises FleetConfigError naming file, key, expected and found."""
+        if not path.exists():
+            return cls.embedded()
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()))
+        except (ValidationError, yaml.YAMLError) as error:
+            problems = (
+                [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
+                if isinstance(error, ValidationError)
+                else [str(error)]
+            )
+            raise FleetConfigError(f"{path}: " + "; ".join(problems)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`."""
+
+    dataset: str
+    model: str
+    task: Task
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedEngine:
+    """An engine that is ours now. `epoch` fences everything written in its name."""
+
+    name: str
+    endpoint: str
+    api_key: str | None
+    max_num_seqs: int | None
+    provider: str
+    instance_type: str
+    spot: bool
+    epoch: int
+
+
+class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """Leases engines. `database` is a SQLAlchemy URL; `home` keeps engine logs."""
+
+    database: str
+    home: str
+    config_path: str
+    ttl: float = 15.0
+    beat: float = 2.0
+
+    def book(self) -> FleetBook:
+        """The fleet's tables."""
+        return FleetBook(self.database)
+
+    def heart(self, book: FleetBook, run_id: str) -> Heart:
+        """The heartbeat of one run."""
+        return Heart(book, run_id, ttl=self.ttl, interval=self.beat)
+
+    def engines(self, need: Requirement) -> list[EngineConfig]:
+        """Engines that may serve the requirement."""
+        if need.endpoint:
+            key = "BATCH_ASSETS_API_KEY" if os.environ.get("BATCH_ASSETS_API_KEY") else None
+            address = need.endpoint.split("://")[-1].strip("/").replace("/", "-").replace(":", "-").lower()
+            return [EngineConfig(name=address[:63], kind="endpoint", url=need.endpoint, api_key_env=key, provider="endpoint",
+                                 instance_type="endpoint")]  # fmt: skip
+        return FleetConfig.load(Path(self.config_path)).engines
+
+    @contextlib.contextmanager
+    def lease(
+        self,
+        need: Requirement,
+        book: FleetBook,
+        heart: Heart,
+        *,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> Iterator[LeasedEngine]:
+        """Wait, visibly, for a free engine; hold it while the body runs; give it back once.
+
+        Raises EngineStartError when a process engine does not come up. Calls `pause` in steps of at most half a second.
+        """
+        engines = self.engines(need)
+        while True:
+            for engine in engines:
+                if book.leases_of(need.dataset) >= max(1, book.instances(need.dataset)):
+                    heart.note = f"waiting: {need.dataset} already holds all instances it may lease"
+                    break
+                if held := book.try_lease(engine.name, heart.run_id, need.dataset, self.ttl):
+                    heart.hold(held)
+                    heart.note = f"on {engine.name}"
+                    try:
+                        with self._running(engine, need, heart.run_id, pause) as endpoint:
+                            yield _leased(engine, endpoint, held.epoch)
+                    finally:
+                        heart.let_go()
+                        book.release(held)
+                    return
+                heart.note = f"waiting: {engine.name} is held by run {book.holder(engine.name)}"
+            pause(0.5)
+
+    @contextlib.contextmanager
+    def _running(
+        self, engine: EngineConfig, need: Requirement, run_id: str, pause: Callable[[float], None]
+    ) -> Iterator[str]:
+        if engine.kind == "endpoint":
+            assert engine.url is not None
+            yield engine.url
+            return
+        process = EngineProcess(
+            _simulator_command(engine) if engine.kind == "simulated" else engine.command,
+            model=need.model,
+            log=Path(self.home) / "engines" / f"{engine.name}-{run_id[:8]}.log",
+            environment={"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120", **engine.environment},
+        )
+        with contextlib.closing(process):
+            process.wait_ready(engine.start_seconds, pause)
+            yield process.endpoint
+
+
+def _simulator_command(engine: EngineConfig) -> list[str]:
+    command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "{model}", "--port", "{port}"]
+    command += ["--max-num-seqs", str(engine.max_num_seqs or 256), "--speed", str(engine.speed)]
+    return command + engine.arguments
+
+
+def _leased(engine: EngineConfig, endpoint: str, epoch: int) -> LeasedEngine:
+    return LeasedEngine(
+        name=engine.name,
+        endpoint=endpoint,
+        api_key=os.environ.get(engine.api_key_env) if engine.api_key_env else None,
+        max_num_seqs=engine.max_num_seqs,
+        provider=engine.provider,
+        instance_type=engine.instance_type,
+        spot=False,
+        epoch=epoch,
+    )
