@@ -1,0 +1,12 @@
+"""An engine that behaves like vLLM without a GPU: `python -m gpu_runner.simulator --model NAME`.
+
+    scheduler.py  continuous batching as a pure model of time, slots and KV cache
+    engine.py     the model driven by the wall clock
+    text.py       deterministic outputs; schema.py and pattern.py make JSON that fits a schema
+    requests.py   OpenAI request bodies, read and checked as vLLM does; replies.py writes the answers
+    faults.py     scripted failures
+    metrics.py    vLLM's metric names; request_log.py the engine's own log of what it was asked
+    server.py     the HTTP face
+
+It says everywhere that it is a simulation: the version, the owner of its model, `simulated` in /v1/models.
+"""

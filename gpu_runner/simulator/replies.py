@@ -1,0 +1,205 @@
+"""Answers: what a request gets to read, and the bodies that carry it in vLLM's shape."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import orjson
+
+from gpu_runner.simulator import text
+from gpu_runner.simulator.pattern import matching
+from gpu_runner.simulator.requests import ApiError, Prompt, Request
+from gpu_runner.simulator.schema import instance
+
+OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished text. `tokens` counts the end token when `finish_reason` is stop, as vLLM does."""
+
+    text: str
+    finish_reason: str
+    tokens: int
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Who answers: everything outside the request that its text depends on."""
+
+    model: str
+    max_model_len: int
+    lengths: text.Lengths
+    seed: int
+    dimensions: int
+
+
+def answers(voice: Voice, request: Request) -> list[Answer]:
+    """The texts of a request: `n` for each prompt. Raises ApiError when its grammar cannot be met."""
+    return [_answer(voice, request, prompt, index) for prompt in request.prompts for index in range(request.n)]
+
+
+def _key(voice: Voice, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
+    model = voice.model if not voice.seed else f"{voice.model}#{voice.seed}"
+    return text.request_key(model, prompt.digest if not index else f"{prompt.digest}/{index}", seed)
+
+
+def _answer(voice: Voice, request: Request, prompt: Prompt, index: int) -> Answer:
+    key = _key(voice, prompt, request.seed, index)
+    room = voice.max_model_len - prompt.tokens
+    limit = room if request.max_tokens is None else min(request.max_tokens, room)
+    if request.grammar is not None:
+        return _cut(_structured(request, key), limit, request.stop)
+    natural = max(text.natural_length(key, voice.lengths), request.min_tokens + 1)
+    if request.ignore_eos or natural > limit:
+        return _cut_at_stop(Answer(text.words(key, limit), "length", limit), request.stop)
+    return _cut_at_stop(Answer(text.words(key, natural - 1), "stop", natural), request.stop)
+
+
+def _structured(request: Request, key: bytes) -> str:
+    """The text that the request's grammar allows."""
+    rng = Random(key)
+    grammar = request.grammar or {}
+    try:
+        if "regex" in grammar:
+            return matching(grammar["regex"], rng)
+        if "choice" in grammar:
+            return str(rng.choice(grammar["choice"]))
+        schema = grammar.get("json", {"type": "object", "properties": {"text": {"type": "string"}}})
+        return orjson.dumps(instance(schema, rng)).decode()
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ApiError(400, f"Grammar error: {error}") from error
+
+
+def _cut(full: str, limit: int, stop: tuple[str, ...]) -> Answer:
+    """Structured text in tokens of four characters, cut off where the limit is."""
+    needed = text.count_tokens(full) + 1
+    if needed > limit:
+        return _cut_at_stop(Answer(full[: 4 * limit], "length", limit), stop)
+    return _cut_at_stop(Answer(full, "stop", needed), stop)
+
+
+def _cut_at_stop(answer: Answer, stop: tuple[str, ...]) -> Answer:
+    found = [(at, word) for word in stop if (at := answer.text.find(word)) >= 0]
+    if not found:
+        return answer
+    at, word = min(found)
+    share = (at + len(word)) / len(answer.text)
+    return Answer(answer.text[:at], "stop", max(1, round(answer.tokens * share)), word)
+
+
+def without_schema(answer: Answer, key_text: str) -> Answer:
+    """The same length of prose where JSON was asked for: what an engine gives that ignores the schema."""
+    prose = "Sure! " + text.words(key_text.encode(), max(1, answer.tokens - 1))
+    return Answer(prose, answer.finish_reason, answer.tokens)
+
+
+def vectors(voice: Voice, request: Request) -> list[list[float]]:
+    """One unit vector per input. Raises ApiError when other dimensions are asked for."""
+    if request.dimensions not in (None, voice.dimensions):
+        message = (
+            f"Model '{voice.model}' does not support Matryoshka embeddings; dimensions must be unset "
+            f"(received dimensions={request.dimensions})."
+        )
+        raise ApiError(400, message)
+    return [text.unit_vector(_key(voice, prompt, None), voice.dimensions) for prompt in request.prompts]
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Token counts as every answer carries them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+
+
+def completion_body(
+    request: Request, found: list[Answer], model: str, name: str, created: int, *, finished: bool = True
+) -> bytes:
+    """The body of a chat or text completion. `finished=False` leaves the finish reasons out."""
+    choices = []
+    for index, answer in enumerate(found):
+        choice: dict[str, Any] = {"index": index}
+        if request.endpoint == "chat":
+            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None, "reasoning": None}
+        else:
+            choice["text"] = answer.text
+        choice["logprobs"] = None
+        choice["finish_reason"] = answer.finish_reason if finished else None
+        choice["stop_reason"] = answer.stop_reason
+        choices.append(choice)
+    tokens = sum([answer.tokens for answer in found])
+    return orjson.dumps(
+        {
+            "id": name,
+            "object": OBJECTS[request.endpoint],
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": "simulated",
+            "usage": usage(request.prompt_tokens, tokens),
+        }
+    )
+
+
+def embedding_body(request: Request, found: list[list[float]], model: str, name: str, created: int) -> bytes:
+    """The body of an embedding answer, as numbers or base64 of little-endian float32."""
+    data = []
+    for index, vector in enumerate(found):
+        packed = base64.b64encode(array("f", vector).tobytes()).decode() if request.base64 else vector
+        data.append({"index": index, "object": "embedding", "embedding": packed})
+    tokens = usage(request.prompt_tokens, 0)
+    return orjson.dumps(
+        {"id": name, "object": "list", "created": created, "model": model, "data": data, "usage": tokens}
+    )
+
+
+class Chunks:
+    """The server-sent events of one streamed answer."""
+
+    def __init__(self, request: Request, answer: Answer, model: str, name: str, created: int) -> None:
+        self.request = request
+        self.answer = answer
+        self.sent = 0
+        kind = "chat.completion.chunk" if request.endpoint == "chat" else "text_completion"
+        self.head = {"id": name, "object": kind, "created": created, "model": model}
+
+    def first(self) -> bytes:
+        """The event that opens a chat answer; nothing for a text completion."""
+        if self.request.endpoint != "chat":
+            return b""
+        return self._event({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def progress(self, generated: int) -> bytes:
+        """The text between what was sent and the first `generated` tokens."""
+        end = len(self.answer.text) * generated // max(1, self.answer.tokens)
+        if end <= self.sent:
+            return b""
+        piece, self.sent = self.answer.text[self.sent : end], end
+        return self._event(self._choice(piece, None))
+
+    def last(self, *, finished: bool = True) -> Iterator[bytes]:
+        """The end of the text with its finish reason, the usage if asked for, and [DONE]."""
+        piece = self.answer.text[self.sent :]
+        yield self._event(self._choice(piece, self.answer.finish_reason if finished else None))
+        if self.request.include_usage:
+            tokens = usage(self.request.prompt_tokens, self.answer.tokens)
+            yield b"data: " + orjson.dumps({**self.head, "choices": [], "usage": tokens}) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, piece: str, reason: str | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"delta": {"content": piece}} if self.request.endpoint == "chat" else {"text": piece}
+        return {"index": 0, **body, "logprobs": None, "finish_reason": reason}
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return b"data: " + orjson.dumps({**self.head, "choices": [choice]}) + b"\n\n"
