@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gpu_runner.fleet import FleetBook
 from gpu_runner.heart import Heart
-from gpu_runner.providers.local import EngineProcess, EngineStartError
+from gpu_runner.providers.local import EngineProcess, EngineStartError, wait_reachable
 from gpu_runner.rows import Task
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Requirement",
 ]
 
+ENDPOINT_SECONDS = 600.0
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
 
 
@@ -131,9 +132,14 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
     ttl: float = 15.0
     beat: float = 2.0
 
-    def book(self) -> FleetBook:
-        """The fleet's tables."""
-        return FleetBook(self.database)
+    @contextlib.contextmanager
+    def open_book(self) -> Iterator[FleetBook]:
+        """The fleet's tables, for as long as the body runs."""
+        book = FleetBook(self.database)
+        try:
+            yield book
+        finally:
+            book.close()
 
     def heart(self, book: FleetBook, run_id: str) -> Heart:
         """The heartbeat of one run."""
@@ -144,8 +150,8 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         if need.endpoint:
             key = "BATCH_ASSETS_API_KEY" if os.environ.get("BATCH_ASSETS_API_KEY") else None
             address = need.endpoint.split("://")[-1].strip("/").replace("/", "-").replace(":", "-").lower()
-            return [EngineConfig(name=address[:63], kind="endpoint", url=need.endpoint, api_key_env=key, provider="endpoint",
-                                 instance_type="endpoint")]  # fmt: skip
+            own = EngineConfig(name=address[:63], kind="endpoint", url=need.endpoint, api_key_env=key)
+            return [own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint"})]
         return FleetConfig.load(Path(self.config_path)).engines
 
     @contextlib.contextmanager
@@ -186,6 +192,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
     ) -> Iterator[str]:
         if engine.kind == "endpoint":
             assert engine.url is not None
+            wait_reachable(engine.url, min(engine.start_seconds, ENDPOINT_SECONDS), pause)
             yield engine.url
             return
         process = EngineProcess(

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
-from resources.objects import Objects
+from resources.objects import Objects, open_objects
 from resources.tables import outcomes_from, outcomes_table
 
 FOOTER_KEY = b"batch_assets"
@@ -105,6 +106,7 @@ class BatchFooter(BaseModel):
     generation: int
     epoch: int
     run_id: str
+    root_run_id: str
     rows: int
     ok: int
     dead: int
@@ -125,6 +127,7 @@ class BatchFooter(BaseModel):
         generation: int,
         epoch: int,
         run_id: str,
+        root_run_id: str,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end."""
         dead = sum(not outcome.ok for outcome in outcomes)
@@ -139,6 +142,7 @@ class BatchFooter(BaseModel):
             generation=generation,
             epoch=epoch,
             run_id=run_id,
+            root_run_id=root_run_id,
             rows=len(outcomes),
             ok=len(outcomes) - dead,
             dead=dead,
@@ -260,7 +264,7 @@ class DatasetStore:
             )
         table = outcomes_table(outcomes, task).replace_schema_metadata({FOOTER_KEY: footer.model_dump_json()})
         buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd")
+        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
         if self.objects.create(self.batch_path(batch), buffer.getvalue()):
             return footer, True
         return self.footer(batch), False
@@ -268,12 +272,12 @@ class DatasetStore:
     def footer(self, batch: BatchObject) -> BatchFooter:
         """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
         path = self.batch_path(batch)
-        try:
-            with self.objects.open(path) as file:
+        with self.objects.open(path) as file:
+            try:
                 metadata = pq.read_metadata(file)
-            footer = BatchFooter.model_validate_json((metadata.metadata or {})[FOOTER_KEY])
-        except (pa.ArrowInvalid, KeyError, ValueError) as error:
-            raise CorruptObject(f"{path}: not a whole batch object ({type(error).__name__})") from error
+                footer = BatchFooter.model_validate_json((metadata.metadata or {})[FOOTER_KEY])
+            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+                raise CorruptObject(f"{path}: not a whole batch object ({type(error).__name__})") from error
         if (footer.key, footer.data_version, footer.generation) != (batch.key, batch.data_version, batch.generation):
             raise CorruptObject(
                 f"{path}: its footer names batch {footer.key} {footer.data_version} g{footer.generation}"
@@ -283,11 +287,13 @@ class DatasetStore:
         return footer
 
     def batch_table(self, batch: BatchObject) -> pa.Table:
-        """The whole batch object."""
+        """The whole batch object, its page checksums verified. Raises CorruptObject, FileNotFoundError."""
         path = self.batch_path(batch)
+        data = pa.BufferReader(self.objects.get(path))
         try:
-            return pq.read_table(io.BytesIO(self.objects.get(path)))
-        except pa.ArrowInvalid as error:
+            with pq.ParquetFile(data, page_checksum_verification=True) as file:
+                return file.read(use_threads=False)
+        except (pa.ArrowException, OSError) as error:
             raise CorruptObject(f"{path}: cannot be read ({error})") from error
 
     def outcomes(self, batch: BatchObject) -> list[Outcome]:
@@ -299,12 +305,16 @@ class DatasetStore:
     def append_journal(
         self,
         key_range: tuple[str, str],
+        purpose: str,
         run_id: str,
         sequence: int,
         batches: Mapping[str, Sequence[Outcome]],
         task: Task,
     ) -> str:
-        """Write one segment of finished rows of open batches; returns its path."""
+        """Write one segment of finished rows of open batches; returns its path.
+
+        `purpose` is empty for ordinary work; a regenerate or re-drive keeps a journal of its own under its root run id.
+        """
         tables = []
         for key, outcomes in batches.items():
             table = outcomes_table(outcomes, task)
@@ -313,18 +323,19 @@ class DatasetStore:
         whole = pa.concat_tables(tables)
         with pa.ipc.new_stream(sink, whole.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(whole)
-        path = f"{self.dataset}/journal/{key_range[0]}-{key_range[1]}/{run_id}-{sequence:06d}.arrow"
+        folder = "-".join((*key_range, purpose) if purpose else key_range)
+        path = f"{self.dataset}/journal/{folder}/{run_id}-{sequence:06d}.arrow"
         self.objects.put(path, sink.getvalue())
         return path
 
-    def journal_segments(self, key_range: tuple[str, str]) -> list[str]:
-        """Segments of every run whose range overlaps `key_range`."""
+    def journal_segments(self, key_range: tuple[str, str], purpose: str = "") -> list[str]:
+        """Segments of every run with this purpose whose range overlaps `key_range`."""
         prefix = f"{self.dataset}/journal/"
         segments = []
         for info in self.objects.list(prefix):
             folder = info.path[len(prefix) :].partition("/")[0]
-            first, _, last = folder.partition("-")
-            if first <= key_range[1] and last >= key_range[0]:
+            first, last, found = (*folder.split("-", 2), "")[:3]
+            if first <= key_range[1] and last >= key_range[0] and found == purpose:
                 segments.append(info.path)
         return segments
 
@@ -354,3 +365,13 @@ class DatasetStore:
     def publish(self, version: str) -> None:
         """Switch readers to a version whose files are all in place."""
         self.objects.put(f"{self.dataset}/published/CURRENT", version.encode())
+
+
+class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """The store as a Dagster resource. `root` is a folder or s3://bucket/prefix; keys come from the environment."""
+
+    root: str
+
+    def dataset(self, name: str) -> DatasetStore:
+        """The objects of one dataset."""
+        return DatasetStore(open_objects(self.root), name)

@@ -1,0 +1,35 @@
+"""Root of the code location: every dataset of `defs/`, and what they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+
+from batch_assets import settings
+from batch_assets.sensors import watchdog
+from resources.fleet import GpuFleet
+from resources.store import BatchStore
+
+
+@dg.definitions
+def defs() -> dg.Definitions:
+    """All definitions."""
+    datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+    return dg.Definitions.merge(datasets, platform())
+
+
+def platform() -> dg.Definitions:
+    """Resources, watchdog and executor: the same for every dataset."""
+    return dg.Definitions(
+        sensors=[watchdog],
+        executor=dg.in_process_executor,
+        resources={
+            "store": BatchStore(root=settings.store_root()),
+            "fleet": GpuFleet(
+                database=settings.fleet_database(),
+                home=str(settings.dagster_home()),
+                config_path=str(settings.fleet_config()),
+            ),
+        },
+    )

@@ -1,0 +1,71 @@
+"""What to start next for a dataset, from what the catalog and the store say. Pure decisions; sensors.py asks for them.
+
+A *request* is a successful run tagged `batch/refresh` (make the current snapshot complete) or `batch/redrive` (try the
+dead letters again). The runs started for it carry its run id in `batch/request`, so the catalog alone tells how far it
+is: nothing else has to remember.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from batch_assets.packing import KeyRange, pack
+
+REFRESH_TAG = "batch/refresh"
+REDRIVE_TAG = "batch/redrive"
+REQUEST_TAG = "batch/request"
+ATTEMPTS = 3
+
+RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRunRecord:
+    """A run over a range of batches, as the catalog knows it."""
+
+    run_id: str
+    keys: KeyRange
+    outcome: RunOutcome
+    request: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Ranges to start now, and one sentence on why these and no others."""
+
+    ranges: list[KeyRange]
+    reason: str
+
+
+def plan_launch(
+    request: str,
+    keys: Sequence[str],
+    wanted: Mapping[str, object],
+    runs: Sequence[RangeRunRecord],
+    *,
+    backfill_open: bool,
+    batches_per_run: int,
+    room: int,
+) -> Launch:
+    """Ranges for the wanted keys of a request.
+
+    Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
+    canceled, and no batch a fourth time: three failed runs are an answer.
+    """
+    own = [run for run in runs if run.request == request]
+    if not wanted:
+        return Launch([], "nothing is missing")
+    if backfill_open:
+        return Launch([], "a backfill of these batches is open")
+    if any(run.outcome == "canceled" for run in own):
+        return Launch([], "a run of this request was canceled: start it again to go on")
+    busy = [run.keys for run in runs if run.outcome == "unfinished"]
+    failures = Counter(key for run in own if run.outcome == "failed" for key in wanted if key in run.keys)
+    left = {key for key in wanted if failures[key] < ATTEMPTS}
+    ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
+    if not left:
+        return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs")
+    return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")

@@ -1,0 +1,276 @@
+"""One range of batches on its way through engines: rows from the store, outcomes into journal and batch objects.
+
+No Dagster here. The op (rows.py) owns the lease and the ledger; this owns what happens between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from gpu_runner.engine import EngineClient
+from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
+
+from gpu_runner.rows import Batch, Origin, Outcome
+from resources.fleet import LeasedEngine
+from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+
+Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit."""
+
+    entry: BatchEntry
+    generation: int
+    keep: tuple[BatchObject, ...] = ()
+    keep_dead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RangePlan:
+    """What is done already (footers to report again) and what is to do, in key order."""
+
+    done: list[BatchFooter]
+    todo: list[Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Why a run was started. `root_run_id` stays the same over its retries, so that they continue it."""
+
+    root_run_id: str
+    regenerate: bool = False
+    redrive: bool = False
+
+    @property
+    def purpose(self) -> Purpose:
+        """Name of the journal that this run's retries read."""
+        return self.root_run_id if self.regenerate or self.redrive else ""
+
+
+def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Intent) -> RangePlan:
+    """Compare the snapshot's batches with the store. Lists and reads footers; writes nothing.
+
+    A torn object at the current data version is never overwritten: the next generation replaces it.
+    """
+    if not entries:
+        return RangePlan([], [])
+    found = store.objects_by_batch(entries[0].key, entries[-1].key)
+    plan = RangePlan([], [])
+    with ThreadPoolExecutor(8) as pool:
+        for footer, work in pool.map(
+            lambda entry: _plan_batch(store, entry, found.get(entry.key, []), intent), entries
+        ):
+            if footer is not None:
+                plan.done.append(footer)
+            if work is not None:
+                plan.todo.append(work)
+    return plan
+
+
+def _plan_batch(
+    store: DatasetStore, entry: BatchEntry, objects: list[BatchObject], intent: Intent
+) -> tuple[BatchFooter | None, Work | None]:
+    current = [batch for batch in objects if batch.data_version == entry.data_version]
+    if not current:
+        return None, Work(entry, 0, tuple(objects))
+    newest = current[-1]
+    try:
+        footer = store.footer(newest)
+    except CorruptObject:
+        earlier = tuple(batch for batch in objects if batch != newest)
+        return None, Work(entry, newest.generation + 1, earlier)
+    if footer.root_run_id == intent.root_run_id:
+        return footer, None
+    if intent.regenerate:
+        return None, Work(entry, newest.generation + 1)
+    if intent.redrive and footer.dead:
+        return None, Work(entry, newest.generation + 1, (newest,), keep_dead=False)
+    return footer, None
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """Which run this is, and the range that names its journal."""
+
+    run_id: str
+    intent: Intent
+    key_range: tuple[str, str]
+
+
+@dataclass
+class _Journal:
+    """Finished rows of open batches that no segment holds yet, and the segments written so far."""
+
+    waiting: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
+    segments: list[tuple[str, frozenset[str]]] = field(default_factory=list)
+    sequence: int = 0
+
+
+class RangeRun:
+    """Feeds one range's rows to one engine after another until every batch is committed.
+
+    All methods but `serve` may be called from any thread. `committed` receives the footer of every batch that this
+    run committed or found committed, for the ledger.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        manifest: SnapshotManifest,
+        plan: RangePlan,
+        identity: RunIdentity,
+        *,
+        policy: FeedPolicy | None = None,
+        journal_seconds: float = 2.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.store, self.manifest, self.identity = store, manifest, identity
+        self.generation = manifest.settings()
+        self.committed: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
+        self.epoch = 0
+        self._work = {work.entry.key: work for work in plan.todo}
+        self._journal_seconds = journal_seconds
+        self._journal = _Journal()
+        self._journaled: dict[str, dict[str, Outcome]] = {}
+        self._committed_keys: set[str] = {footer.key for footer in plan.done}
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
+        self._feed = Feed(
+            self._batches(),
+            on_row=self._on_row,
+            on_batch=self._on_batch,
+            policy=policy or FeedPolicy(),
+            rng=rng or random.Random(),
+        )
+
+    def progress(self) -> FeedProgress:
+        """Where the feed stands."""
+        return self._feed.progress()
+
+    @property
+    def batches(self) -> int:
+        """Batches of the range that have rows."""
+        return len(self._work.keys() | self._committed_keys)
+
+    def missing(self) -> list[str]:
+        """Keys that are not committed."""
+        return [key for key in self._work if key not in self._committed_keys]
+
+    async def serve(self, leased: LeasedEngine) -> None:
+        """Generate on this engine until all is committed. Raises EngineLost, and may be called again with the next."""
+        self.epoch = leased.epoch
+        async with EngineClient(leased.endpoint, self.generation, api_key=leased.api_key) as engine:
+            info = await engine.info()
+            origin = Origin(
+                model=f"{info.model} (simulated)" if info.simulated else info.model,
+                engine=info.version,
+                provider=leased.provider,
+                instance_type=leased.instance_type,
+                spot=leased.spot,
+                run_id=self.identity.run_id,
+            )
+            flushing = asyncio.create_task(self._flush_often())
+            try:
+                await self._feed.serve(engine, origin, leased.max_num_seqs)
+            finally:
+                flushing.cancel()
+                await asyncio.gather(flushing, return_exceptions=True)
+
+    async def flush(self) -> None:
+        """Write what waits for the journal; called often, and once more when a run stands down."""
+        waiting, self._journal.waiting = self._journal.waiting, defaultdict(list)
+        open_rows = {key: rows for key, rows in waiting.items() if key not in self._committed_keys}
+        if open_rows:
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._write_segment, open_rows)
+
+    def close(self) -> None:
+        """Drop segments whose batches are all committed; the others stay for whoever continues."""
+        finished = [path for path, keys in self._journal.segments if keys <= self._committed_keys]
+        self.store.objects.delete(finished)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # what the feed calls
+
+    def _batches(self) -> Iterator[Batch]:
+        """The range's batches in order, with what is known of each; pulled by the feed in a thread."""
+        self._journaled = self._read_journal()
+        works = list(self._work.values())
+        for entry, rows in self.store.rows(self.manifest, [work.entry for work in works]):
+            keys = {row.row_id: row.row_key for row in rows}
+            known: dict[str, Outcome] = {}
+            for outcome in (*self._kept(self._work[entry.key]), *self._journaled.pop(entry.key, {}).values()):
+                if keys.get(outcome.row_id) == outcome.row_key:
+                    known[outcome.row_id] = outcome
+            yield Batch(entry.key, rows, known)
+
+    def _kept(self, work: Work) -> Iterator[Outcome]:
+        """Outcomes of earlier objects, dead ones first so that a completion of the same row wins."""
+        outcomes: list[Outcome] = []
+        for batch in work.keep:
+            try:
+                outcomes += self.store.outcomes(batch)
+            except (CorruptObject, FileNotFoundError):
+                continue  # verify names it; its rows are generated again
+        return iter(sorted((o for o in outcomes if o.ok or work.keep_dead), key=lambda outcome: outcome.ok))
+
+    def _read_journal(self) -> dict[str, dict[str, Outcome]]:
+        found: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        for path in self.store.journal_segments(self.identity.key_range, self.identity.intent.purpose):
+            outcomes = self.store.read_journal(path)
+            self._journal.segments.append((path, frozenset(outcomes)))
+            for key, rows in outcomes.items():
+                if key in self._work:
+                    found[key].update({outcome.row_id: outcome for outcome in rows})
+        return found
+
+    def _on_row(self, key: str, outcome: Outcome) -> None:
+        self._journal.waiting[key].append(outcome)
+
+    async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
+        footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+        self._committed_keys.add(key)
+        self._journal.waiting.pop(key, None)
+        self.committed.put(footer)
+
+    def _commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        work = self._work[key]
+        footer = BatchFooter.of(
+            self.store.dataset,
+            work.entry,
+            outcomes,
+            snapshot=self.manifest.snapshot,
+            generation=work.generation,
+            epoch=self.epoch,
+            run_id=self.identity.run_id,
+            root_run_id=self.identity.intent.root_run_id,
+        )
+        return self.store.commit(footer, outcomes, self.generation.task)[0]
+
+    # journal
+
+    async def _flush_often(self) -> None:
+        while True:
+            started = time.monotonic()
+            await self.flush()
+            await asyncio.sleep(max(0.1, self._journal_seconds - (time.monotonic() - started)))
+
+    def _write_segment(self, batches: Mapping[str, Sequence[Outcome]]) -> None:
+        identity, journal = self.identity, self._journal
+        journal.sequence += 1
+        path = self.store.append_journal(
+            identity.key_range,
+            identity.intent.purpose,
+            identity.run_id,
+            journal.sequence,
+            batches,
+            self.generation.task,
+        )
+        journal.segments.append((path, frozenset(batches)))

@@ -1,0 +1,28 @@
+"""Where things are on this machine, read from the environment once per use. No secrets here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def dagster_home() -> Path:
+    """Folder of Dagster's own state: DAGSTER_HOME, else `.dagster_home` in the project."""
+    return Path(os.environ.get("DAGSTER_HOME") or PROJECT / ".dagster_home").resolve()
+
+
+def store_root() -> str:
+    """Root of the store: BATCH_ASSETS_STORE (a folder or s3://bucket/prefix), else `data` in the project."""
+    return os.environ.get("BATCH_ASSETS_STORE") or str(PROJECT / "data")
+
+
+def fleet_database() -> str:
+    """SQLAlchemy URL of the fleet's tables: BATCH_ASSETS_FLEET_DB, else SQLite in DAGSTER_HOME."""
+    return os.environ.get("BATCH_ASSETS_FLEET_DB") or f"sqlite:///{dagster_home() / 'fleet.db'}"
+
+
+def fleet_config() -> Path:
+    """The fleet's configuration: BATCH_ASSETS_FLEET, else `fleet.yaml` in DAGSTER_HOME."""
+    return Path(os.environ.get("BATCH_ASSETS_FLEET") or dagster_home() / "fleet.yaml")

@@ -1,0 +1,221 @@
+"""Dagster on one machine: code server, daemon and webserver as children that cannot outlive us.
+
+Each child runs under `gpu_runner.providers.guard`: when this process ends, however it ends, they end. A child that dies
+is started again, which is what a service manager does in a real deployment. One stack per DAGSTER_HOME, by a file lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from batch_assets import settings
+from gpu_runner.providers.local import free_port
+
+START_SECONDS = 120.0
+RESTARTS = 20
+
+
+class StackError(Exception):
+    """Dagster could not be started, or another stack holds this DAGSTER_HOME."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackAddress:
+    """Where a running stack answers."""
+
+    url: str
+    port: int
+    pid: int
+
+
+def prepare_home() -> Path:
+    """DAGSTER_HOME with a dagster.yaml in it; a file that is there already is left as it is."""
+    home = settings.dagster_home()
+    home.mkdir(parents=True, exist_ok=True)
+    os.environ["DAGSTER_HOME"] = str(home)
+    if not (home / "dagster.yaml").exists():
+        shutil.copy(settings.PROJECT / "deploy" / "local" / "dagster.yaml", home / "dagster.yaml")
+    return home
+
+
+def running_stack(home: Path) -> StackAddress | None:
+    """The stack that holds this home now, or None."""
+    path = home / "stack.lock"
+    if not path.exists():
+        return None
+    with path.open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with contextlib.suppress(ValueError, TypeError):
+                return StackAddress(**json.loads(lock.read()))
+            return None
+    return None
+
+
+@dataclass
+class _Child:
+    name: str
+    command: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    starts: list[float] = field(default_factory=list)
+
+
+class Stack:
+    """The three processes. Use as a context manager; leaving it ends them and everything they started."""
+
+    def __init__(self, home: Path, *, port: int | None = None) -> None:
+        self.home = home
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._lock: IO[str] | None = None
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="stack", daemon=True)
+        code_port = free_port()
+        workspace = home / "workspace.yaml"
+        self._workspace_text = (
+            "load_from:\n  - grpc_server:\n"
+            f"      host: 127.0.0.1\n      port: {code_port}\n      location_name: batch_assets\n"
+        )
+        self._workspace = workspace
+        self._children = [
+            _Child("code-server", [*_dagster("dagster"), "code-server", "start", "-h", "127.0.0.1", "-p", str(code_port),
+                                   "-m", "batch_assets.definitions", "-d", str(settings.PROJECT)]),
+            _Child("daemon", [*_dagster("dagster._daemon"), "run", "-w", str(workspace)]),
+            _Child("webserver", [*_dagster("dagster_webserver"), "-h", "127.0.0.1", "-p", str(self.port),
+                                 "-w", str(workspace)]),
+        ]  # fmt: skip
+
+    def __enter__(self) -> Stack:
+        self._lock = (self.home / "stack.lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise StackError(
+                f"Dagster already runs on {self.home}; end it first, or use another DAGSTER_HOME"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(json.dumps({"url": self.url, "port": self.port, "pid": os.getpid()}))
+        self._lock.flush()
+        self._workspace.write_text(self._workspace_text)
+        for child in self._children:
+            self._start(child)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join(timeout=5)
+        for child in reversed(self._children):
+            _end(child)
+        if self._lock:
+            self._lock.truncate(0)
+            self._lock.close()
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+        """Wait until the webserver has loaded the definitions. Raises StackError with what the code server said."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            state = _location_state(self.url)
+            if state == "loaded":
+                return
+            if state is not None and state != "loading":
+                raise StackError(f"the definitions do not load:\n{state}")
+            if any(len(child.starts) > 3 for child in self._children):
+                break
+            time.sleep(0.2)
+        raise StackError(f"Dagster did not start within {seconds:.0f} s; its logs: {self.home / 'logs'}")
+
+    def pids(self) -> dict[str, int]:
+        """Process id of each child's guard."""
+        return {child.name: child.process.pid for child in self._children if child.process}
+
+    def _start(self, child: _Child) -> None:
+        logs = self.home / "logs"
+        logs.mkdir(exist_ok=True)
+        child.starts.append(time.monotonic())
+        with (logs / f"{child.name}.log").open("ab") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "gpu_runner.providers.guard", "--", *child.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=settings.PROJECT,
+                env={**os.environ, "DAGSTER_HOME": str(self.home)},
+                start_new_session=True,
+            )
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.5):
+            for child in self._children:
+                if child.process and child.process.poll() is not None and len(child.starts) < RESTARTS:
+                    if child.process.stdin:
+                        child.process.stdin.close()
+                    self._start(child)
+
+
+def _dagster(module: str) -> list[str]:
+    return [sys.executable, "-m", module]
+
+
+def _end(child: _Child) -> None:
+    if child.process is None:
+        return
+    if child.process.stdin:
+        with contextlib.suppress(OSError):
+            child.process.stdin.close()
+    try:
+        child.process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        child.process.terminate()
+        child.process.wait(timeout=10)
+
+
+def _location_state(url: str) -> str | None:
+    """ "loaded", "loading", an error text, or None while nobody answers."""
+    query = (
+        "{ workspaceOrError { ... on Workspace { locationEntries { loadStatus locationOrLoadError { __typename "
+        "... on PythonError { message } } } } } }"
+    )
+    request = urllib.request.Request(
+        f"{url}/graphql", json.dumps({"query": query}).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            entries = json.loads(answer.read())["data"]["workspaceOrError"]["locationEntries"]
+    except (OSError, KeyError, ValueError):
+        return None
+    if not entries or any(entry["loadStatus"] != "LOADED" for entry in entries):
+        return "loading"
+    for entry in entries:
+        found = entry["locationOrLoadError"]
+        if found and found["__typename"] == "PythonError":
+            return None if "Could not reach user code server" in found["message"] else str(found["message"])
+    return "loaded"
+
+
+@contextlib.contextmanager
+def stack(*, port: int | None = None) -> Iterator[StackAddress]:
+    """The stack of this DAGSTER_HOME: the one that runs already, or one of our own for as long as the body runs."""
+    home = prepare_home()
+    if found := running_stack(home):
+        yield found
+        return
+    with Stack(home, port=port) as own:
+        own.wait_ready()
+        yield StackAddress(own.url, own.port, os.getpid())
