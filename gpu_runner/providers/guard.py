@@ -2,7 +2,7 @@
 
 `python -m gpu_runner.providers.guard -- COMMAND …`: the owner holds our standard input. When it closes (the owner gave
 the engine back, or was killed with SIGKILL), the whole group gets SIGTERM and, five seconds later, SIGKILL. A killed
-vLLM API server leaves its workers alive, so only the group counts. Exits with the command's status. Imports nothing heavy.
+vLLM API server leaves its workers alive, so only the group counts. Exits with the command's status.
 """
 
 from __future__ import annotations

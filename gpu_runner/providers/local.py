@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from gpu_runner.providers.guard import GRACE_SECONDS
 
@@ -24,6 +25,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
+    """Wait until something accepts connections at the address. Raises EngineStartError when the time is over."""
+    parts = urlsplit(endpoint)
+    address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise EngineStartError(
+                    f"nobody answers at {address[0]}:{address[1]} for {seconds:.0f} s ({type(error).__name__}); "
+                    "expected an OpenAI-compatible server there"
+                ) from None
+        pause(0.5)
 
 
 class EngineProcess:
