@@ -1,0 +1,293 @@
+"""HTTP client of one OpenAI-compatible inference server (normally `vllm serve`).
+
+One `EngineClient` per engine, used by one event loop. It sends single requests and says what came of each;
+it never retries a row, with one exception that is no try: a kept-alive connection that the server had
+already closed. vLLM closes idle connections after 5 s (services.md section 1), and on a loaded machine the
+client learns of it only by the reset that its next request meets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import resource
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+from typing import Self
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from gpu_runner.rows import Generation
+from gpu_runner.wire import (
+    PATHS,
+    Completion,
+    EngineError,
+    EngineLoad,
+    EngineLost,
+    EngineRefused,
+    Repair,
+    Requests,
+    RowRejected,
+    Transient,
+    error_of,
+    parse_metrics,
+    read_answer,
+)
+
+__all__ = [
+    "Completion",
+    "EngineClient",
+    "EngineError",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineLost",
+    "EngineRefused",
+    "Repair",
+    "RowRejected",
+    "TimeOuts",
+    "Transient",
+]
+
+# Below the 5 s after which uvicorn closes an idle connection, so that we mostly close first.
+KEEP_ALIVE_SECONDS = 4.0
+# A close in idleness meets a request within a moment of sending; a later reset broke a request at work.
+IDLE_CLOSE_SECONDS = 5.0
+# aiohttp warns from 1 MiB on that writing a body at once may block the loop; prompts of that size are rare.
+LARGE_BODY = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOuts:
+    """Seconds. `connect`: a listening server accepts within milliseconds, a full backlog retries the SYN after
+    1, 3 and 7 s. `request`: a row may wait behind three times the engine's slots and then write thousands of
+    tokens, so the limit only catches rows that never end. `info`: small pages, but a busy API server has been
+    seen to stall for 5 s.
+    """
+
+    connect: float = 10.0
+    request: float = 1800.0
+    info: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What serves us. `version` is empty when the server does not tell; `simulated` is its own word."""
+
+    model: str
+    version: str
+    max_model_len: int | None
+    simulated: bool
+
+
+class EngineClient:
+    """One engine. Async context manager; `generate` may be called from any number of tasks at once.
+
+    `endpoint` is the server's address with or without the trailing `/v1`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        generation: Generation,
+        *,
+        api_key: str | None = None,
+        time_outs: TimeOuts = TimeOuts(),
+    ) -> None:
+        base = URL(endpoint.rstrip("/"))
+        if base.scheme not in ("http", "https") or not base.host:
+            raise ValueError("expected an engine endpoint like http://host:8000 or https://host/v1")
+        api = base if base.name == "v1" else base / "v1"
+        self.generation = generation
+        self._requests = Requests(generation)
+        self._root = api.parent
+        self._api = api
+        self._generate_url = URL(str(api) + PATHS[generation.task], encoded=True)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._time_outs = time_outs
+        self._has_metrics = True
+        self._session: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        allow_open_files()
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(_note_new_connection)
+        self._session = self._open(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=300), [trace]
+        )
+        self._fresh = self._open(aiohttp.TCPConnector(limit=0, force_close=True), [])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; requests still under way end with an error."""
+        sessions = [s for s in (self._session, self._fresh) if s is not None]
+        self._session = self._fresh = None
+        for session in sessions:
+            await session.close()
+
+    def _open(self, connector: aiohttp.TCPConnector, traces: list[aiohttp.TraceConfig]) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=self._time_outs.request, sock_connect=self._time_outs.connect),
+            trace_configs=traces,
+        )
+
+    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion:
+        """Asks for one row. Raises RowRejected, Transient or EngineRefused."""
+        return await self._ask(self._requests.body(prompt, repair))
+
+    async def canary(self) -> None:
+        """Has the engine generate one token: proof that it works. Raises like `generate`."""
+        await self._ask(self._requests.canary())
+
+    async def _ask(self, body: bytes) -> Completion:
+        if self._session is None or self._fresh is None:
+            raise RuntimeError("EngineClient is not open: use `async with`")
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        context = _Sending()
+        try:
+            return await self._post(self._session, body, context)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if context.new_connection or loop.time() - started > IDLE_CLOSE_SECONDS or _never_connected(error):
+                raise _failure(error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _failure(error) from error
+        try:
+            return await self._post(self._fresh, body, context)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _failure(error) from error
+
+    async def _post(self, session: aiohttp.ClientSession, body: bytes, context: _Sending) -> Completion:
+        data = body if len(body) < LARGE_BODY else io.BytesIO(body)
+        async with session.post(
+            self._generate_url, data=data, allow_redirects=False, trace_request_ctx=context
+        ) as answer:
+            return read_answer(self.generation.task, answer.status, answer.headers, await answer.read())
+
+    async def info(self) -> EngineInfo:
+        """Asks who serves here. Raises EngineRefused when the wanted model is not served, EngineLost when
+        nothing answers, Transient when the server is not ready.
+        """
+        wanted = self.generation.model
+        body = await self._page(URL(f"{self._api}/models", encoded=True))
+        try:
+            models = {str(entry["id"]): entry for entry in orjson.loads(body)["data"]}
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise EngineRefused("expected a list of models at /v1/models, found something else") from error
+        if wanted not in models:
+            found = ", ".join(sorted(models)[:5]) or "none"
+            raise EngineRefused(
+                f"expected model {wanted}, found {found}: start the engine with this model or correct the dataset's"
+            )
+        entry = models[wanted]
+        version = await self._version()
+        longest = entry.get("max_model_len")
+        simulated = "simulat" in f"{version} {entry.get('owned_by')}".lower() or entry.get("simulated") is True
+        return EngineInfo(wanted, version, longest if isinstance(longest, int) else None, simulated)
+
+    async def _version(self) -> str:
+        try:
+            answer = orjson.loads(await self._page(URL(f"{self._root}".rstrip("/") + "/version", encoded=True)))
+        except (EngineRefused, RowRejected, orjson.JSONDecodeError):
+            return ""
+        return str(answer.get("version", "")) if isinstance(answer, dict) else ""
+
+    async def load(self) -> EngineLoad | None:
+        """The engine's load from /metrics; None for ever when the server has no vLLM metrics.
+
+        Raises Transient or EngineLost when the page cannot be had now.
+        """
+        if not self._has_metrics:
+            return None
+        try:
+            load = parse_metrics(await self._page(URL(f"{self._root}".rstrip("/") + "/metrics", encoded=True)))
+        except (EngineRefused, RowRejected):
+            load = None
+        self._has_metrics = load is not None
+        return load
+
+    async def healthy(self) -> bool:
+        """Whether the server answers /health without a server error. It says nothing about progress."""
+        try:
+            await self._page(URL(f"{self._root}".rstrip("/") + "/health", encoded=True))
+        except (EngineRefused, RowRejected):
+            return True  # a server without this page: it answers
+        except (Transient, EngineLost):
+            return False
+        return True
+
+    async def _page(self, url: URL) -> bytes:
+        if self._session is None:
+            raise RuntimeError("EngineClient is not open: use `async with`")
+        limit = aiohttp.ClientTimeout(total=self._time_outs.info)
+        try:
+            async with self._session.get(
+                url, allow_redirects=False, timeout=limit, trace_request_ctx=_Sending()
+            ) as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    raise error_of(answer.status, answer.headers, body)
+                return body
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            failure = _failure(error)
+            if isinstance(failure, Transient) and not failure.taken:
+                raise EngineLost("unreachable", failure.code) from error
+            raise failure from error
+
+
+class _Sending:
+    """What became known while a request was sent."""
+
+    __slots__ = ("new_connection",)
+
+    def __init__(self) -> None:
+        self.new_connection = False
+
+
+async def _note_new_connection(
+    session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceConnectionCreateEndParams
+) -> None:
+    context.trace_request_ctx.new_connection = True
+
+
+def _never_connected(error: BaseException) -> bool:
+    return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+
+
+def _failure(error: BaseException) -> EngineError:
+    """The error of ours for a failure below HTTP. Its text names the kind only: addresses may be secret."""
+    if isinstance(error, aiohttp.ClientSSLError):
+        return EngineRefused("expected a valid TLS certificate, found one that fails verification: check the address")
+    if _never_connected(error):
+        return Transient("connect_failed", type(error).__name__, taken=False)
+    if isinstance(error, TimeoutError):
+        return Transient("timeout", "no answer within the time-out")
+    if isinstance(error, aiohttp.InvalidURL):
+        return EngineRefused("expected a valid engine endpoint: check the address")
+    return Transient("connection_lost", type(error).__name__)
+
+
+def allow_open_files(wanted: int = 65_536) -> int:
+    """Raises this process's soft limit of open files as far as allowed (one connection per row in flight).
+
+    Returns the limit in force.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        soft = target
+    return wanted if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,309 @@
+"""The row feed: rows of many open batches flow through engines continuously; full batches are handed on.
+
+The durable unit is the batch, never the scheduling unit (peers.md, rule 1). State survives the loss of an
+engine: call `serve` again with the next one, or with two at once.
+
+Who does what: `work.py` knows where every row is, `lane.py` brings rows through one engine, this module reads
+batches, hands complete ones on, and ends the lanes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gpu_runner.lane import Engine, FeedPolicy, Lane
+from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.window import Window
+from gpu_runner.wire import EngineLost
+from gpu_runner.work import Counts, OpenBatch, Work, end_tasks
+
+__all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedProgress:
+    """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted."""
+
+    rows_done: int
+    known: int
+    ok: int
+    dead: int
+    in_flight: int
+    queued: int
+    open_batches: int
+    batches_done: int
+    prompt_tokens: int
+    completion_tokens: int
+    requests: int
+    engine_deaths: int
+    window: int
+    finished: bool
+
+
+class Feed:
+    """Brings every row of `batches` to exactly one outcome.
+
+    `batches` is read in a thread, only as far ahead as the windows need. `on_row(batch key, outcome)` is called
+    on the loop for every outcome of an engine and must be quick. `on_batch(batch key, outcomes in row order)`
+    may wait: a bounded number run at once, and reading stops while too many batches wait for it. It is called
+    again for a batch whose call was cancelled.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        *,
+        on_row: Callable[[str, Outcome], None],
+        on_batch: Callable[[str, list[Outcome]], Awaitable[None]],
+        policy: FeedPolicy | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._batches = batches
+        self._on_batch = on_batch
+        self._policy = policy or FeedPolicy()
+        self._rng = rng or random.Random()
+        self._work = Work(on_row)
+        self._work.on_low = self._check_room
+        self._work.low = self._policy.ahead
+        self._failure: BaseException | None = None
+        self._lanes: list[Lane] = []
+        self._exhausted = False
+        self._reading: Future[Batch | None] | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._read_task: asyncio.Task[None] | None = None
+        self._room = asyncio.Event()
+        self._commits: dict[asyncio.Task[None], OpenBatch] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True when every row has its outcome and every batch was handed on."""
+        return self._exhausted and self._work.open_batches == 0
+
+    @property
+    def counts(self) -> Counts:
+        """Counters since the feed began."""
+        return self._work.counts
+
+    def progress(self) -> FeedProgress:
+        """Where the feed stands; cheap."""
+        counts, work = self._work.counts, self._work
+        return FeedProgress(
+            rows_done=counts.known + counts.ok + counts.dead,
+            known=counts.known,
+            ok=counts.ok,
+            dead=counts.dead,
+            in_flight=sum(len(lane.in_flight) for lane in self._lanes),
+            queued=work.queued,
+            open_batches=work.open_batches,
+            batches_done=counts.batches,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            requests=counts.requests,
+            engine_deaths=counts.engine_deaths,
+            window=sum(lane.window.size for lane in self._lanes),
+            finished=self.finished,
+        )
+
+    async def serve(
+        self,
+        engine: Engine,
+        origin: Origin,
+        max_num_seqs: int | None = None,
+        *,
+        stop: asyncio.Event | None = None,
+    ) -> None:
+        """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
+
+        Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
+        EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
+        Cancel at any moment: no request, task or thread hand-over is left behind.
+        """
+        if self.finished:
+            return
+        window = Window(self._policy.window, max_num_seqs)
+        lane = Lane(engine, origin, self._work, self._policy, self._rng, window, self._wake)
+        self._lanes.append(lane)
+        watcher = None if stop is None else asyncio.create_task(_drain_at(stop, lane))
+        in_order = False
+        try:
+            lane.start()
+            self._start_reading()
+            self._wake()
+            await lane.ended.wait()
+            in_order = lane.error is None or isinstance(lane.error, EngineLost)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            await self._leave(lane, in_order)
+        if lane.error is not None and not self.finished:
+            raise lane.error
+
+    async def prepare(self) -> bool:
+        """Reads up to the first row that needs an engine, handing on batches that are complete without one.
+
+        Returns False when nothing is left to do: no engine need be rented. Not to be called beside `serve`.
+        """
+        try:
+            while not self._work.queued and not self._exhausted:
+                if self._has_room():
+                    self._take_in(await self._next_batch())
+                    self._start_commits()
+                else:
+                    await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+            in_order = True
+        except BaseException:
+            in_order = False
+            raise
+        finally:
+            await self._rest(in_order)
+        return not self.finished
+
+    async def _leave(self, lane: Lane, in_order: bool) -> None:
+        try:
+            await lane.close()
+        finally:
+            self._lanes.remove(lane)
+            if self._lanes:
+                self._wake()
+            else:
+                await self._rest(in_order)
+
+    async def _rest(self, in_order: bool) -> None:
+        """Nobody is served any more: stops reading. Complete batches are still handed on, or, when we are
+        cancelled or failed, their calls are cancelled.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        reading, self._read_task = self._read_task, None
+        try:
+            await end_tasks([] if reading is None else [reading])
+            while in_order and (self._commits or self._work.complete) and self._failure is None:
+                self._start_commits()
+                await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._reader is not None:
+                self._reader.shutdown(wait=False)
+                self._reader = None
+            await end_tasks(self._commits)
+        if in_order:
+            self._raise_failure()
+
+    # --- movement ---
+
+    def _wake(self) -> None:
+        """Moves whatever can move: due rows, free slots, complete batches, room to read."""
+        if not self._lanes:
+            return
+        loop = asyncio.get_running_loop()
+        self._work.promote(loop.time())
+        for lane in self._lanes:
+            lane.fill()
+        self._start_commits()
+        self._work.low = max(self._policy.ahead, sum(lane.window.size for lane in self._lanes) // 4)
+        self._check_room()
+        self._arm_timer(loop)
+        if self.finished:
+            for lane in self._lanes:
+                lane.end()
+
+    def _arm_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = self._work.next_due
+        if self._timer is not None and (due is None or self._timer.when() != due or self._timer.cancelled()):
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and self._timer is None:
+            self._timer = loop.call_at(due, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for lane in self._lanes:
+            lane.end(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- reading ---
+
+    def _has_room(self) -> bool:
+        work, policy = self._work, self._policy
+        window = sum(lane.window.size for lane in self._lanes)
+        return (
+            len(work.ready) < work.low
+            and work.open_rows < max(policy.open_rows, policy.open_windows * window)
+            and len(work.complete) + len(self._commits) < policy.commit_backlog
+        )
+
+    def _check_room(self) -> None:
+        if self._has_room():
+            self._room.set()
+
+    def _start_reading(self) -> None:
+        if self._read_task is None and not self._exhausted:
+            self._read_task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while not self._exhausted:
+                while not self._has_room():
+                    self._room.clear()
+                    await self._room.wait()
+                self._take_in(await self._next_batch())
+                self._wake()
+        except Exception as error:
+            self._fail(error)
+
+    def _take_in(self, batch: Batch | None) -> None:
+        if batch is None:
+            self._exhausted = True
+        else:
+            self._work.open(batch)
+
+    async def _next_batch(self) -> Batch | None:
+        """The source's next batch; a read that a cancel interrupted is taken up again by the next call."""
+        if self._reading is None or self._reading.cancelled():
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+            self._reading = self._reader.submit(next, self._batches, None)
+        batch = await asyncio.wrap_future(self._reading)
+        self._reading = None
+        return batch
+
+    # --- handing on ---
+
+    def _start_commits(self) -> None:
+        while self._work.complete and len(self._commits) < self._policy.commits:
+            batch = self._work.complete.popleft()
+            task = asyncio.create_task(self._commit(batch))
+            self._commits[task] = batch
+            task.add_done_callback(self._committed)
+
+    async def _commit(self, batch: OpenBatch) -> None:
+        await self._on_batch(batch.key, [outcome for outcome in batch.outcomes if outcome is not None])
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        batch = self._commits.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._work.complete.appendleft(batch)
+            if error is not None:
+                self._fail(error)
+            return
+        self._work.close(batch)
+        self._wake()
+
+
+async def _drain_at(stop: asyncio.Event, lane: Lane) -> None:
+    await stop.wait()
+    lane.drain()

@@ -1,0 +1,113 @@
+"""How many rows to keep submitted to one engine. Pure: fed with load readings and refusals, no clock, no I/O.
+
+An engine that always has three times as many rows waiting as running refills every freed slot at once
+(peers.md, rule 1). Where `max_num_seqs` is unknown the window finds that point itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from gpu_runner.wire import EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPolicy:
+    """Rows, and shares of 1. `blind` is the fixed window for servers that show no load."""
+
+    per_slot: int = 4
+    start: int = 64
+    blind: int = 64
+    smallest: int = 16
+    largest: int = 8192
+    kv_limit: float = 0.9
+    shrink: float = 0.7
+    grow: float = 1.15
+    refused_share: float = 0.1
+    refused_least: int = 5
+
+
+class Window:
+    """The window of one engine; `size` is what holds now."""
+
+    def __init__(self, policy: WindowPolicy, max_num_seqs: int | None) -> None:
+        self._policy = policy
+        self._known = max_num_seqs is not None
+        first = policy.per_slot * max_num_seqs if max_num_seqs is not None else policy.start
+        self._wanted = max(1, min(first, policy.largest))
+        self._cap: float | None = None  # while the server refuses rows
+        self._pressure: float | None = None  # while the KV cache is too full
+        self._running: deque[int] = deque(maxlen=10)
+        self._preemptions: int | None = None
+        self._refused = 0.0
+        self._fresh_refusals = 0
+        self._served = 0.0
+        self.size = self._wanted
+
+    @property
+    def throttled(self) -> bool:
+        """True while the server refuses so many rows that the window is held down."""
+        return self._cap is not None
+
+    def on_served(self) -> None:
+        """One row was answered."""
+        self._served += 1
+
+    def on_refused(self, in_flight: int) -> bool:
+        """One row was refused for the first time with 429 or 503. True when this begins or renews throttling."""
+        self._refused += 1
+        self._fresh_refusals += 1
+        many = self._refused >= self._policy.refused_least
+        if not many or self._refused <= self._policy.refused_share * (in_flight + self._served):
+            return False
+        if self._cap is None or self._fresh_refusals == 1:
+            held = min(self.size * self._policy.shrink, max(in_flight, self._running[-1] if self._running else 0))
+            self._cap = max(float(min(self._policy.smallest, self._wanted)), held)
+            self._apply()
+        return True
+
+    def on_tick(self, load: EngineLoad | None, in_flight: int) -> None:
+        """Once a second or so, with the engine's load where it shows one."""
+        self._refused *= 0.8
+        self._served *= 0.8
+        if self._cap is not None and self._fresh_refusals == 0:
+            self._cap = self._cap * self._policy.grow + 1
+            if self._cap >= self._wanted:
+                self._cap = None
+        self._fresh_refusals = 0
+        if load is not None:
+            self._on_load(load, in_flight)
+        elif not self._known:
+            self._wanted = self._policy.blind
+        self._apply()
+
+    def _on_load(self, load: EngineLoad, in_flight: int) -> None:
+        self._running.append(load.running)
+        if not self._known:
+            self._find(load, in_flight)
+        preempted = self._preemptions is not None and load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        if load.kv_usage > self._policy.kv_limit and preempted:
+            self._pressure = max(float(load.running), self.size * self._policy.shrink, 1.0)
+        elif self._pressure is not None and not preempted:
+            self._pressure = self._pressure * self._policy.grow + 1
+            if self._pressure >= self._wanted:
+                self._pressure = None
+
+    def _find(self, load: EngineLoad, in_flight: int) -> None:
+        """Doubles while nothing waits, then settles at `per_slot` times what runs."""
+        used = in_flight >= 0.8 * self.size
+        if load.waiting == 0:
+            if used and load.running >= 0.5 * self.size:
+                self._wanted = min(self._policy.largest, self._wanted * 2)
+            return
+        target = self._policy.per_slot * max(self._running)
+        if target > self._wanted:
+            self._wanted = min(self._policy.largest, self._wanted * 2, target)
+        elif len(self._running) == self._running.maxlen and used:
+            self._wanted = max(self._policy.start, target, int(self._wanted * 0.8))
+
+    def _apply(self) -> None:
+        limits = [float(self._wanted), *(x for x in (self._cap, self._pressure) if x is not None)]
+        self.size = max(1, int(min(limits)))
