@@ -1,0 +1,158 @@
+"""JSONL and CSV, read line by line in blocks; a line that cannot be read becomes a Reject with its number."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import orjson
+
+from batch_assets.source import BLOCK_ROWS, Block
+from batch_assets.source_errors import Reject, SourceError, no_column
+
+MAX_LINE = 16 << 20
+READ_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_TOO_LONG = f"the line is longer than {MAX_LINE >> 20} MiB"
+_KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
+
+
+def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
+    """Lines without their newline, a block at a time. A line over MAX_LINE comes as None and is never held whole."""
+    rest, skipping, first = b"", False, True
+    while data := stream.read(READ_BYTES):
+        if first:
+            data, first = data.removeprefix(_BOM), False
+        lines: list[bytes | None] = [*(rest + data).split(b"\n")]
+        rest = lines.pop() or b""
+        if lines and (skipping or len(lines[0] or b"") > MAX_LINE):
+            lines[0], skipping = None, False
+        if len(rest) > MAX_LINE or skipping:
+            rest, skipping = b"", True
+        if lines:
+            yield lines
+    if rest or skipping:
+        yield [None if skipping else rest]
+
+
+def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Block]:
+    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null."""
+    number, seen, checked = 0, dict[str, None](), False
+    for lines in line_blocks(stream):
+        rows: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        rejects: list[Reject] = []
+        for line in lines:
+            number += 1
+            if line is None:
+                rejects.append(Reject(file, number, _TOO_LONG))
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                if line.strip():
+                    rejects.append(Reject(file, number, _json_reason(line, error)))
+                continue
+            if type(row) is dict:
+                rows.append(row)
+                numbers.append(number)
+            else:
+                rejects.append(Reject(file, number, f"expected a JSON object, found {_KINDS[type(row)]}"))
+        if not checked and rows:
+            for row in rows:
+                seen.update(dict.fromkeys(row))
+            no_column(file, columns, list(seen))
+            checked = True
+        yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
+
+
+def _json_reason(line: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError as bad:
+        return f"not valid UTF-8 at byte {bad.start + 1}"
+    return f"not valid JSON: {error.msg.partition(': line ')[0]} at character {error.pos + 1}"
+
+
+class _CsvLines:
+    """Text lines for csv.reader, and the numbers of those that are not to be trusted."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.number = 0
+        self.bad: dict[int, str] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        for lines in line_blocks(self._stream):
+            for line in lines:
+                self.number += 1
+                yield self._text(line)
+
+    def _text(self, line: bytes | None) -> str:
+        if line is None:
+            self.bad[self.number] = _TOO_LONG
+            return "\n"
+        try:
+            return line.decode() + "\n"
+        except UnicodeDecodeError as error:
+            self.bad[self.number] = f"not valid UTF-8 at byte {error.start + 1}"
+            return line.decode(errors="replace") + "\n"
+
+
+def read_csv(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Block]:
+    """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null."""
+    csv.field_size_limit(MAX_LINE)
+    lines = _CsvLines(stream)
+    reader = csv.reader(iter(lines), strict=True)
+    header = _header(file, reader, lines)
+    if header is None:
+        return
+    no_column(file, columns, header)
+    places = [header.index(name) for name in columns]
+    block = Block(file, [], {name: [] for name in columns})
+    for number, fields in _csv_rows(file, reader, lines, block):
+        if len(fields) != len(header):
+            block.rejects.append(Reject(file, number, f"expected {len(header)} fields, found {len(fields)}"))
+            continue
+        block.lines.append(number)
+        for name, place in zip(columns, places, strict=True):
+            block.columns[name].append(fields[place] or None)
+        if len(block.lines) + len(block.rejects) >= BLOCK_ROWS:
+            yield Block(file, block.lines, block.columns, rejects=list(block.rejects))
+            block.lines, block.columns = [], {name: [] for name in columns}
+            block.rejects.clear()
+    yield block
+
+
+def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
+    try:
+        header: list[str] = next(reader)
+    except StopIteration:
+        return None
+    except csv.Error as error:
+        raise SourceError(f"{file}, line 1: expected a header line, found text that is no CSV ({error})") from error
+    if lines.bad:
+        raise SourceError(f"{file}, line 1: expected a header line; {next(iter(lines.bad.values()))}")
+    if repeated := {name for name in header if header.count(name) > 1}:
+        raise SourceError(f"{file}, line 1: expected each column name once, found {sorted(repeated)[0]!r} twice")
+    return header
+
+
+def _csv_rows(file: str, reader: Any, lines: _CsvLines, block: Block) -> Iterator[tuple[int, list[str]]]:
+    """(line number, fields) of each record; what csv refuses, or what touches a bad line, goes to the rejects."""
+    while True:
+        first = lines.number + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            block.rejects.append(Reject(file, first, f"not valid CSV: {error}"))
+            lines.bad.clear()
+            continue
+        if lines.bad:
+            block.rejects.append(Reject(file, first, next(iter(lines.bad.values()))))
+            lines.bad.clear()
+        elif fields:
+            yield first, fields

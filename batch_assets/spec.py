@@ -1,0 +1,406 @@
+"""What a user writes in `attributes:` of a defs.yaml, as pydantic models. Unknown keys are refused at every level.
+
+`load_spec` turns the parsed YAML into a GeneratedDatasetSpec or raises one SpecError that names every wrong place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from batch_assets.cron import cron_problem
+from batch_assets.spec_errors import SpecError, Unusable, explain, show
+from batch_assets.templates import Template, TemplateProblem
+from gpu_runner.rows import Generation, Task
+from resources.tables import OUTCOME_COLUMNS
+
+__all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
+
+# Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
+OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id"})
+MAX_SCHEMA_BYTES = 100_000
+_OWN_REQUEST_FIELDS = frozenset(
+    {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "echo", "logprobs", "user"}
+    | {"response_format", "structured_outputs", "guided_json"}
+)
+# Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
+_NOT_PER_ROW = re.compile(
+    r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
+    r"|lag|lead|ntile|over)\s*\(",
+    re.IGNORECASE,
+)
+_SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
+_TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
+_TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
+_OWNER = re.compile(r"team:\S+|[^@\s]+@[^@\s]+\.[^@\s]+")
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise Unusable(
+            "1 to 63 characters of a-z, 0-9 and _, starting with a letter or digit",
+            show(value),
+            "It becomes the asset group, the pool and a folder in the store.",
+        )
+    return value
+
+
+def _cron(value: str) -> str:
+    if problem := cron_problem(value):
+        raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
+    return value
+
+
+def _template(value: str) -> str:
+    try:
+        Template(value)
+    except TemplateProblem as error:
+        raise Unusable("a Jinja template", show(value), f"{error}.") from error
+    return value
+
+
+def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
+    import jsonschema_rs
+    import orjson
+
+    try:
+        size = len(orjson.dumps(value))
+    except TypeError as error:
+        raise Unusable("a JSON schema", show(value), f"It holds what JSON cannot: {error}.") from error
+    if size > MAX_SCHEMA_BYTES:
+        raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
+    for reference in _references(value):
+        if not str(reference).startswith("#"):
+            raise Unusable("references within the schema (#/$defs/…)", f"$ref {show(reference)}", "Nothing is fetched.")
+    try:
+        jsonschema_rs.meta.validate(value)
+        jsonschema_rs.validator_for(value)
+    except (jsonschema_rs.ValidationError, ValueError) as error:
+        raise Unusable("a valid JSON schema", show(value), f"{str(error).splitlines()[0]}.") from error
+    return value
+
+
+def _references(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        own = [value[key] for key in ("$ref", "$dynamicRef") if key in value]
+        return own + [found for inner in value.values() for found in _references(inner)]
+    if isinstance(value, list):
+        return [found for inner in value for found in _references(inner)]
+    return []
+
+
+def _where(value: str) -> str:
+    import polars as pl
+
+    if found := _NOT_PER_ROW.search(_SQL_TEXT.sub("''", value)):
+        raise Unusable("a condition on one row at a time", show(value), f"{found[1]}() looks at many rows.")
+    try:
+        columns = pl.sql_expr(value).meta.root_names()
+    except Exception as error:  # Polars has no one class for what its SQL parser refuses
+        reason = f"{str(error).splitlines()[0]}."
+        raise Unusable("a SQL condition over the row's columns", show(value), reason) from error
+    if not columns:
+        raise Unusable("a SQL condition that names a column", show(value))
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
+    return value
+
+
+def _extra(value: dict[str, Any]) -> dict[str, Any]:
+    for key in value:
+        if key in _OWN_REQUEST_FIELDS or key in SamplingSpec.model_fields:
+            hint = "Write it under sampling itself." if key in SamplingSpec.model_fields else ""
+            raise Unusable("request fields that this platform does not set itself", show(key), hint)
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=1 << 20), AfterValidator(_template)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Column = Annotated[str, Field(min_length=1, max_length=255)]
+Scalar = Annotated[
+    Any,
+    AfterValidator(_scalar),
+    WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class GridColumn(_Strict):
+    """One list of a grid, read from a column of a CSV file."""
+
+    csv: str = Field(min_length=1, description="CSV file with a header line.")
+    column: Column = Field(description="Column of that file; every line is one value.")
+
+
+def _grid_kind(value: Any) -> str:
+    return "csv" if isinstance(value, Mapping | GridColumn) else "list"
+
+
+GridValues = Annotated[
+    Annotated[list[Scalar], Tag("list")] | Annotated[GridColumn, Tag("csv")], Discriminator(_grid_kind)
+]
+
+
+class SourceSpec(_Strict):
+    """Where the rows come from: exactly one of `path` and `grid`."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Parquet, JSONL or CSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
+    )
+    grid: dict[Column, GridValues] | None = Field(
+        default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
+    )
+    format: Literal["parquet", "jsonl", "csv"] | None = Field(
+        default=None, description="Format of the files; otherwise taken from their ending (.gz and .zst may follow)."
+    )
+    where: Annotated[str, AfterValidator(_where)] | None = Field(
+        default=None,
+        description="SQL condition over the columns, e.g. score > 3 AND lang = 'en'; other rows are left out.",
+    )
+    limit: int | None = Field(default=None, ge=1, description="Only the first rows that `where` lets through.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.grid is None):
+            found = "neither" if self.path is None else "both"
+            raise Unusable("exactly one of path and grid", found)
+        if self.grid is not None and self.format is not None:
+            raise Unusable("no format beside a grid", show(self.format), key="format")
+        for name, values in (self.grid or {}).items():
+            if isinstance(values, list) and not values:
+                raise Unusable("at least one value", "an empty list", key=f"grid.{name}")
+        return self
+
+
+class MessageSpec(_Strict):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
+    content: Text = Field(description="Jinja template over the row's columns.")
+
+
+class PromptSpec(_Strict):
+    """The prompt: Jinja templates over the row's columns."""
+
+    system: Text | None = Field(default=None, description="System message (chat).")
+    user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
+    messages: list[MessageSpec] | None = Field(
+        default=None, min_length=1, description="A whole conversation (chat), instead of system and user."
+    )
+    text: Text | None = Field(default=None, description="The whole prompt (completion and embedding).")
+
+    def templates(self) -> list[tuple[str, str, str]]:
+        """(key in the spec, role, template) of every message; the role of a plain text is empty."""
+        if self.messages is not None:
+            return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
+        parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
+        return [(key, role, template) for key, role, template in parts if template is not None]
+
+
+class SamplingSpec(_Strict):
+    """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 = always the likeliest token.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Most tokens per row. Default 1024 for chat and completion."
+    )
+    min_tokens: int | None = Field(default=None, ge=0, description="Fewest tokens per row.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int | None = Field(default=None, ge=-1, description="Only the k likeliest tokens; -1 = all.")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="Least probability relative to the likeliest token."
+    )
+    seed: int | None = Field(default=None, ge=0, description="Makes a request repeatable on engines that honour it.")
+    stop: list[str] | None = Field(
+        default=None, min_length=1, max_length=16, description="Texts that end the generation."
+    )
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, by count.")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
+    dimensions: int | None = Field(default=None, ge=1, description="Length of the vectors (embedding).")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
+    )
+    extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(
+        default=None, description="Any other request field, sent as it is."
+    )
+
+    def request(self) -> dict[str, Any]:
+        """The request fields that were set."""
+        fields = self.model_dump(exclude_none=True, exclude={"extra"})
+        return fields | dict(self.extra or {})
+
+
+class OutputSpec(_Strict):
+    """What the engine must return."""
+
+    json_schema: Annotated[dict[str, Any], AfterValidator(_json_schema)] | None = Field(
+        default=None, description="JSON schema of each output: sent as structured output and validated on return."
+    )
+    repair_tries: int = Field(
+        default=1, ge=0, le=5, description="Times a row is asked again when its output misses the schema."
+    )
+
+
+class ChecksSpec(_Strict):
+    """Thresholds of the asset checks. Leave a rate empty (null) to switch its check off."""
+
+    max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
+    min_schema_valid_rate: Rate | None = Field(default=0.99, description="Fewest outputs that match the JSON schema.")
+    max_empty_rate: Rate | None = Field(default=0.01, description="Most outputs that are empty or blank.")
+    max_repeated_rate: Rate | None = Field(default=None, description="Most outputs that repeat another row's output.")
+
+
+class GeneratedDatasetSpec(_Strict):
+    """A dataset that a model writes, one output per row of a source."""
+
+    name: Annotated[str, AfterValidator(_name)] = Field(
+        description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store."
+    )
+    source: SourceSpec = Field(description="Where the rows come from.")
+    task: Task = Field(default="chat", description="chat, completion or embedding.")
+    prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
+    model: str = Field(min_length=1, max_length=255, description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
+    sampling: SamplingSpec = Field(default=SamplingSpec(), description="Temperature, max_tokens and so on.")
+    output: OutputSpec = Field(default=OutputSpec(), description="Structure of the outputs.")
+    id: Column | None = Field(
+        default=None,
+        description="Column that names a row for life (text or whole numbers, unique). Without it rows are "
+        "recognised by their content, and a changed row counts as a new one.",
+    )
+    keep_columns: list[Column] = Field(
+        default=[], max_length=200, description="Source columns to carry into the table."
+    )
+    dedupe: bool | None = Field(
+        default=None, description="Ask each distinct prompt once. Default: on when the temperature is 0, off otherwise."
+    )
+    on_bad_row: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="fail: a row that cannot be used stops the snapshot; skip: it is listed as a reject.",
+    )
+    batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
+    batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
+    checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
+    schedule: Annotated[str, AfterValidator(_cron)] | None = Field(
+        default=None, description="Cron schedule of the refresh."
+    )
+    owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
+    tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")
+    description: str | None = Field(
+        default=None, description="What the dataset is for; shown in the catalog and on its card."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_prompt(self.task, self.prompt)
+        _check_task(self)
+        _check_columns(self)
+        _check_labels(self)
+        return self
+
+    @property
+    def dedupe_effective(self) -> bool:
+        """Whether equal prompts are asked once: as written, else on exactly when the temperature is 0."""
+        return self.dedupe if self.dedupe is not None else self.sampling.temperature == 0
+
+    def generation(self) -> Generation:
+        """What all rows share: everything of a request except the prompt itself."""
+        sampling = self.sampling.request()
+        if self.task != "embedding":
+            sampling.setdefault("max_tokens", 1024)
+        return Generation(self.task, self.model, sampling, self.output.json_schema, self.output.repair_tries)
+
+
+def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
+    """The spec in a parsed YAML mapping. Raises SpecError; `file` is only named in it."""
+    try:
+        return GeneratedDatasetSpec.model_validate(attributes)
+    except ValidationError as error:
+        raise explain(error, GeneratedDatasetSpec, attributes, file) from error
+
+
+def _check_prompt(task: Task, prompt: PromptSpec) -> None:
+    given = [key for key in ("system", "user", "messages", "text") if getattr(prompt, key) is not None]
+    allowed: tuple[list[str], ...] = (["text"], ["user"])
+    expected = "prompt.text (or prompt.user) alone"
+    if task == "chat":
+        allowed = (["user"], ["system", "user"], ["messages"])
+        expected = "prompt.user, prompt.system and prompt.user, or prompt.messages"
+    if given not in allowed:
+        raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
+    if prompt.messages is not None and prompt.messages[-1].role != "user":
+        last = len(prompt.messages) - 1
+        raise Unusable("a last message of role user", prompt.messages[-1].role, key=f"prompt.messages.{last}.role")
+
+
+def _check_task(spec: GeneratedDatasetSpec) -> None:
+    sampling = spec.sampling
+    if spec.task == "embedding":
+        if spec.output.json_schema is not None:
+            raise Unusable("no JSON schema for task embedding", "a schema", key="output.json_schema")
+        for field in sorted(sampling.model_fields_set - {"dimensions", "extra"}):
+            if getattr(sampling, field) is not None:
+                raise Unusable(
+                    "only dimensions for task embedding", show(getattr(sampling, field)), key=f"sampling.{field}"
+                )
+    elif sampling.dimensions is not None:
+        raise Unusable(
+            "no dimensions unless the task is embedding", show(sampling.dimensions), key="sampling.dimensions"
+        )
+    if sampling.chat_template_kwargs is not None and spec.task != "chat":
+        raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
+    if (sampling.min_tokens or 0) > (sampling.max_tokens or 1024):
+        raise Unusable(
+            f"at most max_tokens ({sampling.max_tokens or 1024})", show(sampling.min_tokens), key="sampling.min_tokens"
+        )
+
+
+def _check_columns(spec: GeneratedDatasetSpec) -> None:
+    seen: set[str] = set()
+    for index, column in enumerate(spec.keep_columns):
+        # DuckDB and others do not tell column names apart by case.
+        if column.lower() in OWN_COLUMNS:
+            raise Unusable(
+                "a column name that the table does not use itself",
+                show(column),
+                "Give the column another name in the source.",
+                key=f"keep_columns.{index}",
+            )
+        if column.lower() in seen:
+            raise Unusable("each column once", show(column), key=f"keep_columns.{index}")
+        seen.add(column.lower())
+
+
+def _check_labels(spec: GeneratedDatasetSpec) -> None:
+    for index, owner in enumerate(spec.owners):
+        if not _OWNER.fullmatch(owner):
+            raise Unusable("an e-mail address or team:name", show(owner), key=f"owners.{index}")
+    for key, value in spec.tags.items():
+        if not _TAG_KEY.fullmatch(key) or not _TAG_VALUE.fullmatch(value):
+            raise Unusable(
+                "a tag of letters, digits, _ . and -, at most 63 each", f"{show(key)}: {show(value)}", key="tags"
+            )
