@@ -1,0 +1,41 @@
+# make demo | test | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
+
+PYTHON ?= python3
+ENV := .venv
+BIN := $(ENV)/bin
+STAMP := $(ENV)/installed
+PORT ?= 3000
+
+# uv does not read pip's settings; a folder or page of further wheels is passed on when pip has one.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+
+.PHONY: env demo test ui lint
+
+env: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(ENV)
+	@awk '/^uv==/ { found = 1 } found { print } found && !/\\$$/ { exit }' requirements.lock > $(ENV)/uv.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(ENV)/uv.lock
+	$(BIN)/uv pip install --quiet -p $(BIN)/python --require-hashes --compile-bytecode -r requirements.lock
+	$(BIN)/uv pip install --quiet -p $(BIN)/python --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q batch_assets resources gpu_runner
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/batch-assets demo
+
+ui: $(STAMP)
+	@$(BIN)/batch-assets ui --port $(PORT)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
