@@ -281,7 +281,9 @@ class Scheduler:
         steps = min(steps, max(1, (self.model.kv_tokens - self.kv_used) // running))
         head = self._head()
         if head is not None and head.arrived_at > self.clock and running < self.model.max_num_seqs:
-            steps = min(steps, self._steps_within(head.arrived_at - self.clock) + 1)
+            wait = head.arrived_at - self.clock
+            fitting = self._steps_within(wait)
+            steps = min(steps, fitting if fitting and self._decode_seconds(fitting) == wait else fitting + 1)
         self.clock += self._decode_seconds(steps)
         self.steps += steps
         self._count_decoded(steps)

@@ -164,7 +164,8 @@ class SimulatorServer:
         tokens = sum([answer.tokens for answer in texts])
         outcome = texts[0].finish_reason
         if request.stream:
-            return await self._stream(job, texts[0]), outcome, tokens
+            response, whole = await self._stream(job, texts[0])
+            return response, outcome if whole else "error", tokens
         sizes = [prompt.tokens for prompt in request.prompts for _ in range(request.n)]
         await self._run([(size, answer.tokens) for size, answer in zip(sizes, texts, strict=True)])
         finished = job.fault_kind != "broken_finish"
@@ -193,7 +194,8 @@ class SimulatorServer:
             body = body[: len(body) // 2] + b"\x00<oops>"
         return web.Response(body=body, headers=JSON)
 
-    async def _stream(self, job: Job, answer: replies.Answer) -> web.StreamResponse:
+    async def _stream(self, job: Job, answer: replies.Answer) -> tuple[web.StreamResponse, bool]:
+        """Stream an answer; also says whether it got to its end."""
         chunks = replies.Chunks(job.request, answer, self.voice.model, job.name, job.created)
         sequence = self.engine.submit(job.request.prompts[0].tokens, answer.tokens)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -211,10 +213,10 @@ class SimulatorServer:
         except EngineDead:
             # vLLM ends a broken stream like a good one, but for the error and the missing finish reason.
             await response.write(b"data: " + orjson.dumps(DEAD.body) + b"\n\ndata: [DONE]\n\n")
-            raise
+            return response, False
         finally:
             self.engine.abort(sequence)
-        return response
+        return response, True
 
     # Faults
 
