@@ -1,6 +1,7 @@
-"""The four assets of a dataset: prompts → rows → dataset, dead_letters. Policy that they share stands here once."""
+"""The four assets of a dataset: prompts → rows → dataset, dead_letters. Policy that they share stands here once.
 
-from __future__ import annotations
+No postponed annotations in modules with Dagster decorators: Dagster reads the classes of config and resources.
+"""
 
 import time
 from collections.abc import Iterator
@@ -9,12 +10,13 @@ from typing import Any
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.checks import CHECK_NAMES, check_results
+from batch_assets.card import Card
+from batch_assets.checks import CHECKS, check_results
 from batch_assets.dead_letters import dead_letters
 from batch_assets.prompts import build_snapshot
-from batch_assets.publish import IncompleteSnapshot, publish
+from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
-from batch_assets.source import SourceError
+from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from resources.fleet import GpuFleet
 from resources.objects import self_test, temporary_folder
@@ -49,7 +51,9 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str) -> dg.AssetsDef
         code_version=code_version,
         **_about(spec, "The source, rendered into prompts and cut into batches.", {"parquet", "jinja"}),
     )
-    def prompts(context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet) -> Any:
+    def prompts(
+        context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
+    ) -> dg.MaterializeResult:
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
         data = store.dataset(spec.name)
         self_test(data.objects)
@@ -87,25 +91,19 @@ def ensure_pool(instance: dg.DagsterInstance, pool: str, slots: int) -> None:
 
 def snapshot_metadata(store: DatasetStore, manifest: SnapshotManifest) -> dict[str, Any]:
     """Counts of the snapshot; numbers stay numbers, Dagster plots them."""
+
+    def file(name: str) -> dg.PathMetadataValue:
+        return dg.MetadataValue.path(store.objects.uri(store.snapshot_path(manifest.snapshot, name)))
+
     counts = ("rows", "batches", "source_rows", "rejected", "duplicates", "added", "changed", "removed", "unchanged")
-    return {
+    found: dict[str, Any] = {
         **{name: getattr(manifest, name) for name in counts},
         "dagster/row_count": manifest.rows,
         "snapshot": manifest.snapshot,
         "model": str(manifest.generation["model"]),
-        "manifest": dg.MetadataValue.path(
-            store.objects.uri(store.snapshot_path(manifest.snapshot, "manifest.json")),
-        ),
-        **(
-            {
-                "rejects": dg.MetadataValue.path(
-                    store.objects.uri(store.snapshot_path(manifest.snapshot, "rejects.parquet"))
-                )
-            }
-            if manifest.rejected
-            else {}
-        ),
+        "manifest": file("manifest.json"),
     }
+    return found | ({"rejects": file("rejects.parquet")} if manifest.rejected else {})
 
 
 def rows_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
@@ -136,25 +134,54 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     @dg.asset(
         key=key,
         deps=[ledger.rows_key(spec.name)],
-        check_specs=[dg.AssetCheckSpec(name, asset=key, description=text) for name, text in CHECK_NAMES.items()],
+        check_specs=[dg.AssetCheckSpec(name, asset=key, description=text) for name, text in CHECKS.items()],
         **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
     )
-    def dataset(context: dg.AssetExecutionContext, store: BatchStore) -> Any:
+    def dataset(context: dg.AssetExecutionContext, store: BatchStore) -> dg.MaterializeResult:
         data = store.dataset(spec.name)
         manifest = current_manifest(data)
+        card = Card(spec.description or "", spec.owners, [f"{key}:{value}" for key, value in spec.tags.items()])
+        journal = data.ordinary_journal()  # garbage if the snapshot is complete now; what comes later is not ours
         try:
             with temporary_folder() as folder:
-                table = publish(data, manifest, spec, now=time.time(), workdir=folder)
-                checks = check_results(
-                    spec, data, manifest, table, ledger.ledger_versions(context.instance, spec.name), folder
-                )
+                table = publish(data, manifest, card=card, now=time.time(), workdir=folder)
+                versions = ledger.ledger_versions(context.instance, spec.name)
+                checks = list(check_results(spec, data, manifest, table, versions, folder))
         except IncompleteSnapshot as error:
             raise dg.Failure(str(error), allow_retries=False) from None
+        data.objects.delete(journal)
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(table.version), metadata=table_metadata(table), check_results=checks
+            data_version=dg.DataVersion(table.version), metadata=table_metadata(data, table), check_results=checks
         )
 
     return dataset
+
+
+def current_manifest(store: DatasetStore) -> SnapshotManifest:
+    """The snapshot that is current now. Raises dg.Failure before the first."""
+    snapshot = store.current_snapshot()
+    if snapshot is None:
+        raise dg.Failure(
+            f"{store.dataset}: no snapshot in the store; materialize {store.dataset}/prompts first",
+            allow_retries=False,
+        )
+    return store.manifest(snapshot)
+
+
+def table_metadata(store: DatasetStore, table: PublishedTable) -> dict[str, Any]:
+    """Counts, schema, cost and places of a published table."""
+    counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
+    columns = [dg.TableColumn(column.name, column.type) for column in table.columns]
+    found: dict[str, Any] = {
+        **{name: getattr(table, name) for name in counts},
+        "dagster/row_count": table.rows,
+        "dagster/column_schema": dg.TableSchema(columns),
+        "dagster/uri": table.uri(store.objects),
+        "snapshot": table.snapshot,
+        "files": dg.MetadataValue.path(table.glob(store.objects)),
+        "simulated": table.simulated,
+    }
+    return found | ({"usd": table.usd} if table.usd is not None else {})
 
 
 def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
@@ -165,9 +192,20 @@ def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         deps=[ledger.rows_key(spec.name)],
         **_about(spec, "Rows without a completion, with reason, tries and instance.", {"parquet"}),
     )
-    def dead_letters_(context: dg.AssetExecutionContext, store: BatchStore) -> Any:
+    def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore) -> dg.MaterializeResult:
         data = store.dataset(spec.name)
         found = dead_letters(data, current_manifest(data))
-        return dg.MaterializeResult(metadata=found_metadata(found))
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(found.version),
+            metadata={
+                "rows": found.rows,
+                "dagster/row_count": found.rows,
+                "batches": len(found.batches),
+                "by_error": dg.MetadataValue.json(dict(found.by_error)),
+                "by_instance_type": dg.MetadataValue.json(dict(found.by_instance_type)),
+                "file": dg.MetadataValue.path(data.objects.uri(found.path)),
+                "snapshot": found.snapshot,
+            },
+        )
 
-    return dead_letters_
+    return dead_letter_list

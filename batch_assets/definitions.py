@@ -7,6 +7,8 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import settings
+from batch_assets.declared import declared_specs, foreign_folder
+from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.sensors import watchdog
 from resources.fleet import GpuFleet
 from resources.store import BatchStore
@@ -15,7 +17,10 @@ from resources.store import BatchStore
 @dg.definitions
 def defs() -> dg.Definitions:
     """All definitions."""
-    datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+    if foreign_folder() is None:
+        datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+    else:
+        datasets = dg.Definitions.merge(*(dataset_definitions(spec) for spec in declared_specs().values()))
     return dg.Definitions.merge(datasets, platform())
 
 

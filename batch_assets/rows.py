@@ -1,7 +1,5 @@
 """The GPU op: a contiguous range of batches in, one ledger entry per committed batch out (DESIGN section 5)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

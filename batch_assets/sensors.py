@@ -1,7 +1,5 @@
 """The sensors: launcher and publisher of each dataset, and one watchdog for all. Thin: they read, decide, and say why."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 

@@ -271,13 +271,34 @@ class DatasetStore:
 
     def footer(self, batch: BatchObject) -> BatchFooter:
         """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
-        path = self.batch_path(batch)
-        with self.objects.open(path) as file:
+        with self.objects.open(self.batch_path(batch)) as file:
             try:
                 metadata = pq.read_metadata(file)
-                footer = BatchFooter.model_validate_json((metadata.metadata or {})[FOOTER_KEY])
-            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-                raise CorruptObject(f"{path}: not a whole batch object ({type(error).__name__})") from error
+            except (pa.ArrowException, OSError) as error:
+                raise self._not_whole(batch, error) from error
+        return self._footer(batch, metadata)
+
+    def read_batch(self, batch: BatchObject) -> tuple[pa.Table, BatchFooter]:
+        """The whole object and its footer in one read, page checksums verified.
+
+        Raises CorruptObject, FileNotFoundError.
+        """
+        data = pa.BufferReader(self.objects.get(self.batch_path(batch)))
+        try:
+            with pq.ParquetFile(data, page_checksum_verification=True) as file:
+                return file.read(use_threads=False), self._footer(batch, file.metadata)
+        except (pa.ArrowException, OSError) as error:
+            raise self._not_whole(batch, error) from error
+
+    def _not_whole(self, batch: BatchObject, error: Exception) -> CorruptObject:
+        return CorruptObject(f"{self.batch_path(batch)}: not a whole batch object ({type(error).__name__}: {error})")
+
+    def _footer(self, batch: BatchObject, metadata: pq.FileMetaData) -> BatchFooter:
+        path = self.batch_path(batch)
+        try:
+            footer = BatchFooter.model_validate_json((metadata.metadata or {})[FOOTER_KEY])
+        except (KeyError, ValueError) as error:
+            raise self._not_whole(batch, error) from error
         if (footer.key, footer.data_version, footer.generation) != (batch.key, batch.data_version, batch.generation):
             raise CorruptObject(
                 f"{path}: its footer names batch {footer.key} {footer.data_version} g{footer.generation}"
@@ -287,14 +308,8 @@ class DatasetStore:
         return footer
 
     def batch_table(self, batch: BatchObject) -> pa.Table:
-        """The whole batch object, its page checksums verified. Raises CorruptObject, FileNotFoundError."""
-        path = self.batch_path(batch)
-        data = pa.BufferReader(self.objects.get(path))
-        try:
-            with pq.ParquetFile(data, page_checksum_verification=True) as file:
-                return file.read(use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise CorruptObject(f"{path}: cannot be read ({error})") from error
+        """The rows of a batch object. Raises CorruptObject, FileNotFoundError."""
+        return self.read_batch(batch)[0]
 
     def outcomes(self, batch: BatchObject) -> list[Outcome]:
         """The outcomes of a batch object in row order."""
@@ -349,6 +364,12 @@ class DatasetStore:
         for key, outcome in zip(table.column("batch").to_pylist(), outcomes_from(table), strict=True):
             batches[key].append(outcome)
         return dict(batches)
+
+    def ordinary_journal(self) -> list[str]:
+        """Every segment of ordinary work: garbage once all batches of the snapshot are committed."""
+        prefix = f"{self.dataset}/journal/"
+        folders = ((info.path, info.path[len(prefix) :].partition("/")[0]) for info in self.objects.list(prefix))
+        return [path for path, folder in folders if folder.count("-") == 1]
 
     # published tables
 

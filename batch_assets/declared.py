@@ -1,0 +1,48 @@
+"""The datasets that are declared: every `defs.yaml` of a folder that asks for our component.
+
+The folder is `batch_assets/defs`, loaded by Dagster's own component loader, or BATCH_ASSETS_DEFS: datasets that live in
+another repository (and those of tests) need no copy of this project.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from batch_assets import settings
+from batch_assets.spec import GeneratedDatasetSpec, load_spec
+from batch_assets.spec_errors import Problem, SpecError
+
+COMPONENT = "batch_assets.GeneratedDataset"
+
+
+def foreign_folder() -> Path | None:
+    """Folder named by BATCH_ASSETS_DEFS, or None."""
+    named = os.environ.get("BATCH_ASSETS_DEFS")
+    return Path(named).resolve() if named else None
+
+
+def declared_specs() -> dict[str, GeneratedDatasetSpec]:
+    """Every declared dataset by name. Raises SpecError for the first file that is wrong, or a name used twice."""
+    specs: dict[str, GeneratedDatasetSpec] = {}
+    files: dict[str, Path] = {}
+    for file in sorted((foreign_folder() or settings.PROJECT / "batch_assets" / "defs").rglob("defs.yaml")):
+        for spec in _specs_of(file):
+            if spec.name in specs:
+                found = f"{spec.name!r}, which {files[spec.name]} has already"
+                raise SpecError(file, [Problem("name", "a name of its own", found, "Rename one of them.")])
+            specs[spec.name], files[spec.name] = spec, file
+    return specs
+
+
+def _specs_of(file: Path) -> Iterator[GeneratedDatasetSpec]:
+    try:
+        documents = list(yaml.safe_load_all(file.read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(file, [Problem("", "YAML", str(error), "")]) from None
+    for document in documents:
+        if isinstance(document, dict) and document.get("type") == COMPONENT:
+            yield load_spec(document.get("attributes") or {}, file)
