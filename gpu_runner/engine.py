@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import io
 import resource
+import socket
 from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import orjson
@@ -117,9 +118,12 @@ class EngineClient:
         trace = aiohttp.TraceConfig()
         trace.on_connection_create_end.append(_note_new_connection)
         self._session = self._open(
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=300), [trace]
+            aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=300, socket_factory=_watched_socket
+            ),
+            [trace],
         )
-        self._fresh = self._open(aiohttp.TCPConnector(limit=0, force_close=True), [])
+        self._fresh = self._open(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_watched_socket), [])
         return self
 
     async def __aexit__(
@@ -246,6 +250,21 @@ class EngineClient:
             if isinstance(failure, Transient) and not failure.taken:
                 raise EngineLost("unreachable", failure.code) from error
             raise failure from error
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose kernel asks after 10 s of silence whether the peer is there, and gives up after 25 s.
+
+    A request waits for minutes without a byte; middleboxes drop such connections without telling anybody.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # not on every system
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
 
 class _Sending:

@@ -15,11 +15,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from gpu_runner.lane import Engine, FeedPolicy, Lane
+from gpu_runner.engine import allow_open_files
+from gpu_runner.lane import Lane
+from gpu_runner.policy import FeedPolicy
 from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.watchdog import Engine
 from gpu_runner.window import Window
 from gpu_runner.wire import EngineLost
 from gpu_runner.work import Counts, OpenBatch, Work, end_tasks
+
+# Open files that are no connection to an engine: store, database, logs.
+OTHER_FILES = 256
 
 __all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
 
@@ -123,9 +129,10 @@ class Feed:
         EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
         Cancel at any moment: no request, task or thread hand-over is left behind.
         """
+        self._raise_failure()
         if self.finished:
             return
-        window = Window(self._policy.window, max_num_seqs)
+        window = Window(self._policy.window, max_num_seqs, most=max(1, allow_open_files() - OTHER_FILES))
         lane = Lane(engine, origin, self._work, self._policy, self._rng, window, self._wake)
         self._lanes.append(lane)
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, lane))

@@ -1,4 +1,4 @@
-"""One engine serving a feed: its rows in flight, its failures not yet judged, its watchdog.
+"""One engine serving a feed: its rows in flight, and its failures that are not judged yet.
 
 A freed slot takes its next row at once, in the task that freed it. A failed request keeps its slot until it is
 judged (retry.py): so no more rows than one window can fail before somebody knows whether the engine lives,
@@ -11,66 +11,19 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
-from gpu_runner.retry import Proof, RetryPolicy, backoff, judge
-from gpu_runner.rows import Generation, Origin, Outcome, Output
+from gpu_runner.policy import FeedPolicy
+from gpu_runner.retry import backoff, judge
+from gpu_runner.rows import Origin, Outcome, Output
 from gpu_runner.schema import Check, compile_check
 from gpu_runner.suspects import Group
-from gpu_runner.window import Window, WindowPolicy
-from gpu_runner.wire import (
-    Completion,
-    EngineError,
-    EngineLoad,
-    EngineLost,
-    EngineRefused,
-    Repair,
-    RowRejected,
-    Transient,
-)
+from gpu_runner.watchdog import Engine, Watchdog
+from gpu_runner.window import Window
+from gpu_runner.wire import Completion, EngineLost, EngineRefused, Repair, RowRejected, Transient
 from gpu_runner.work import Item, Work, end_tasks
-
-
-class Engine(Protocol):
-    """What a feed needs of an engine; `EngineClient` is one."""
-
-    @property
-    def generation(self) -> Generation: ...
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion: ...
-    async def canary(self) -> None: ...
-    async def load(self) -> EngineLoad | None: ...
-    async def healthy(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FeedPolicy:
-    """Seconds, rows and counts; the defaults suit real engines, tests use smaller ones.
-
-    `stall_seconds` without progress end an engine; one that shows no metrics gets `blind_factor` times that.
-    An engine is lost when /health failed `health_tries` times in a row over at least `dead_seconds`.
-    `suspect_deaths`: engine deaths after which a row is tried alone. `alone_deaths`: deaths alone that make a
-    dead letter; two, because an engine may also die by chance.
-    `commits` on_batch calls run at once; no batch is read while `commit_backlog` wait for one, nor while more
-    rows are open than `open_windows` windows (at least `open_rows`). `ahead` rows are read in advance.
-    """
-
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    window: WindowPolicy = field(default_factory=WindowPolicy)
-    poll_seconds: float = 1.0
-    stall_seconds: float = 120.0
-    blind_factor: float = 5.0
-    health_tries: int = 3
-    dead_seconds: float = 2.0
-    suspect_deaths: int = 2
-    alone_deaths: int = 2
-    commits: int = 4
-    commit_backlog: int = 16
-    open_windows: int = 8
-    open_rows: int = 16_000
-    ahead: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +49,24 @@ class Lane:
         wake: Callable[[], None],
     ) -> None:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
-        self.in_flight: dict[Item, float] = {}
+        self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
         self.undecided: deque[Failure] = deque()
         self.group: Group[Item] | None = None
         self.draining = False
         self.error: BaseException | None = None
         self.ended = asyncio.Event()
+        self.watchdog = Watchdog(engine, self, window, policy, rng)
         self._rng, self._wake = rng, wake
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         schema = engine.generation.json_schema
         self._check: Check | None = None if schema is None else compile_check(schema)
-        self._proof = Proof()
-        self._progress_at = self._loop.time()
-        self._tokens = -1
-        self._paused_until = 0.0
-        self._outage_at = float("-inf")
-        self._trouble_since: float | None = None
-        self._canary_task: asyncio.Task[None] | None = None
-        self._next_canary = 0.0
-        self._canary_failures = 0
-        self._canary_useless = False
-        self._blind = False
-        self._bad_health: list[float] = []
-        self._kick = asyncio.Event()
 
     # --- life ---
 
     def start(self) -> None:
         """Begins to take rows."""
-        self._spawn(self._watch())
+        self._spawn(self.watchdog.run(self._wake, self._spawn))
         self.fill()
 
     def drain(self) -> None:
@@ -146,6 +87,13 @@ class Lane:
             await end_tasks(self._tasks)
         finally:
             self._return_rows()
+            self.work.counts.canaries += self.watchdog.canaries
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _return_rows(self) -> None:
         held = [*self.in_flight, *(failure.item for failure in self.undecided)]
@@ -160,10 +108,9 @@ class Lane:
         else:
             for item in blamed:
                 item.deaths += 1
-            suspects = [item for item in blamed if item.deaths >= self.policy.suspect_deaths]
+            suspects = {item for item in blamed if item.deaths >= self.policy.suspect_deaths}
             self.work.suspect(suspects)
-            marked = set(suspects)
-            self.work.give_back(item for item in held if item not in marked)
+            self.work.give_back(item for item in held if item not in suspects)
         self.group = None
         if self.work.trial is self:
             self.work.trial = None
@@ -182,28 +129,28 @@ class Lane:
             item.tries += 1
             if item.alone_deaths >= self.policy.alone_deaths:
                 blamed = []
-                self.work.settle(item, self._dead(item, "engine_killed", f"{item.alone_deaths} times: {self.error}", 0))
+                message = f"alone in flight at {item.alone_deaths} engine deaths, the last: {self.error}"
+                self.work.settle(item, self._dead(item, "engine_killed", message, 0))
         self.work.suspects.died(group, blamed, rest)
-
-    def _spawn(self, work: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # --- rows ---
 
     def fill(self) -> None:
         """Gives every free slot a row."""
         while (item := self._take()) is not None:
-            self._spawn(self._work(item))
+            self.in_flight[item] = self._spawn(self._work(item))
 
-    async def _work(self, item: Item | None) -> None:
+    async def _work(self, item: Item) -> None:
         """One slot: rows one after the other, until there is none to take."""
+        slot = asyncio.current_task()
         try:
-            while item is not None:
+            while True:
                 await self._try(item)
-                item = self._take()
+                following = self._take()
+                if following is None:
+                    break
+                item = following
+                self.in_flight[item] = slot
         except Exception as error:
             self.end(error)
         self._end_if_drained()
@@ -212,7 +159,7 @@ class Lane:
         if self.draining or self.ended.is_set() or len(self.in_flight) + len(self.undecided) >= self.window.size:
             return None
         now = self._loop.time()
-        if now < self._paused_until:
+        if now < self.watchdog.resting_until:
             return None
         work = self.work
         if self.group is not None or (work.suspects and work.trial in (None, self)):
@@ -220,7 +167,8 @@ class Lane:
         else:
             item = work.take()
         if item is not None:
-            self.in_flight[item] = now
+            item.sent = now
+            self.in_flight[item] = None
         return item
 
     def _take_suspect(self) -> Item | None:
@@ -233,32 +181,35 @@ class Lane:
         return self.group.waiting.popleft() if self.group.waiting else None
 
     async def _try(self, item: Item) -> None:
-        sent = self.in_flight[item]
         if item.started_at == 0.0:
             item.started_at = time.time()
         self.work.counts.requests += 1
         try:
             completion = await self.engine.generate(item.row.prompt, repair=item.repair)
         except RowRejected as error:
-            # The API server refuses a row without asking the engine behind it: no proof of that one's life.
-            self._progress_at = self._answered(item, sent)
+            # No proof of life: the API server refuses a row without asking the engine behind it.
+            self.watchdog.answered(self._answered(item))
             self.window.on_served()
             self._settle(item, self._dead(item, error.code, error.message))
         except Transient as error:
-            self._failed(item, error, self._answered(item, sent))
+            self._failed(item, error, self._answered(item))
         except (EngineLost, EngineRefused) as error:
             self.end(error)
         else:
-            now = self._answered(item, sent)
+            now = self._answered(item)
+            self.watchdog.answered(now)
+            self.window.on_served()
             item.prompt_tokens += completion.prompt_tokens
             item.completion_tokens += completion.completion_tokens
             self._completed(item, completion)
-            self._alive(sent, now)
+            if self.undecided:
+                self.watchdog.succeeded(item.sent, now)
+                self.judge()
 
-    def _answered(self, item: Item, sent: float) -> float:
+    def _answered(self, item: Item) -> float:
         now = self._loop.time()
         del self.in_flight[item]
-        item.seconds += now - sent
+        item.seconds += now - item.sent
         return now
 
     def _completed(self, item: Item, completion: Completion) -> None:
@@ -296,6 +247,7 @@ class Lane:
             self._loop.call_soon(self._wake)
 
     def _dead(self, item: Item, code: str, message: str, last: int = 1) -> Outcome:
+        """A dead letter; `last` is 1 when the request that just ended is not among its tries yet."""
         return self._outcome(item, None, None, code, message, item.tries + last)
 
     def _outcome(
@@ -307,10 +259,9 @@ class Lane:
         message: str | None,
         tries: int,
     ) -> Outcome:
-        row = item.row
         return Outcome(
-            row.row_id,
-            row.row_key,
+            item.row.row_id,
+            item.row.row_key,
             output,
             finish_reason,
             item.prompt_tokens,
@@ -325,43 +276,52 @@ class Lane:
 
     # --- failures ---
 
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows that the server is to answer."""
+        return len(self.in_flight)
+
+    @property
+    def oldest_failure(self) -> float | None:
+        """Since when a failure waits to be judged."""
+        return self.undecided[0].at if self.undecided else None
+
     def _failed(self, item: Item, error: Transient, now: float) -> None:
         self.work.counts.failures += 1
         self.undecided.append(Failure(item, error, now))
         first = item.tries == 0 and item.voids == 0
         if error.overload and first and self.window.on_refused(len(self.in_flight)) and error.retry_after:
-            self._pause(now + min(error.retry_after, self.policy.retry.retry_after_max))
+            self._rest_until(now + min(error.retry_after, self.policy.retry.retry_after_max))
         if error.unreached:
-            self._kick.set()
+            self.watchdog.unreached()
 
-    def _pause(self, until: float) -> None:
-        if until > self._paused_until:
-            self._paused_until = until
+    def _rest_until(self, until: float) -> None:
+        if until > self.watchdog.resting_until:
+            self.watchdog.resting_until = until
             self._loop.call_at(until, self._wake)
 
-    def _alive(self, sent: float, now: float) -> None:
-        """An answer came that only a working engine gives."""
-        self._progress_at = now
-        self.window.on_served()
-        if self.undecided:
-            self._trouble_since = None
-            self._proof.success(sent, now)
-            self._judge()
+    def abort_rows(self, sent_before: float) -> None:
+        """Ends requests that hang on an engine which answers others; each is a failure like any other."""
+        for item, slot in list(self.in_flight.items()):
+            if item.sent <= sent_before and slot is not None:
+                slot.cancel()
+                self._failed(item, Transient("timeout", "no answer while others were answered"), self._answered(item))
+        self._end_if_drained()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """Frees the slots of failures that can be judged now, oldest first."""
         judged = False
         while self.undecided:
             failure = self.undecided[0]
             verdict = judge(
                 self.policy.retry,
-                self._proof,
+                self.watchdog.proof,
                 failure.at,
                 failure.error,
                 voids=failure.item.voids,
-                outage=failure.at <= self._outage_at,
+                outage=failure.at <= self.watchdog.outage_at,
                 throttled=self.window.throttled,
-                health_counts=self._canary_useless,
+                health_counts=self.watchdog.canary_useless,
             )
             if verdict == "undecided":
                 break
@@ -388,100 +348,3 @@ class Lane:
     def _end_if_drained(self) -> None:
         if self.draining and not self.in_flight:
             self.end()
-
-    # --- watchdog ---
-
-    async def _watch(self) -> None:
-        try:
-            while True:
-                await self._look()
-                uneasy = bool(self._bad_health) or any(f.error.unreached for f in self.undecided)
-                wait = min(0.3, self.policy.poll_seconds) if uneasy else self.policy.poll_seconds
-                self._kick.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._kick.wait(), wait)
-        except Exception as error:
-            self.end(error)
-
-    async def _look(self) -> None:
-        reached = await self._read_load()
-        now = self._loop.time()
-        quiet = bool(self.in_flight) and now - self._progress_at > 5 * self.policy.poll_seconds
-        if not reached or self.undecided or quiet or self._bad_health:
-            await self._check_health()
-        now = self._loop.time()
-        if not self.in_flight and not self.undecided:
-            self._progress_at = now
-        if self.undecided:
-            self._judge()
-            self._send_canary(now)
-        else:
-            self._trouble_since = None
-        self._check_progress(now)
-        self._wake()
-
-    async def _read_load(self) -> bool:
-        """Feeds the window; False when the engine could not be asked."""
-        try:
-            load = await self.engine.load()
-        except EngineError:
-            return False
-        self._blind = load is None
-        self.window.on_tick(load, len(self.in_flight))
-        if load is not None and load.generated_tokens != self._tokens:
-            if load.generated_tokens > self._tokens:
-                self._progress_at = self._loop.time()
-            self._tokens = load.generated_tokens
-        return True
-
-    async def _check_health(self) -> None:
-        asked = self._loop.time()
-        healthy = await self.engine.healthy()
-        now = self._loop.time()
-        if healthy:
-            self._proof.health = asked
-            self._bad_health.clear()
-            return
-        if self._progress_at > asked:
-            return
-        self._bad_health.append(now)
-        since = now - self._bad_health[0]
-        if len(self._bad_health) >= self.policy.health_tries and since >= self.policy.dead_seconds:
-            self.end(EngineLost("unreachable", f"/health failed for {since:.1f} s"))
-
-    def _send_canary(self, now: float) -> None:
-        waited = now - self.undecided[0].at
-        busy = self._canary_task is not None and not self._canary_task.done()
-        if busy or self._canary_useless or waited < 2 * self.policy.retry.proof_lag:
-            return
-        if now >= max(self._next_canary, self._paused_until):
-            self._canary_task = self._spawn(self._canary())
-
-    async def _canary(self) -> None:
-        """One token from the engine proves that it lives; a failure proves that it is not the rows' fault."""
-        self.work.counts.canaries += 1
-        sent = self._loop.time()
-        try:
-            await asyncio.wait_for(self.engine.canary(), self.policy.stall_seconds)
-        except (RowRejected, EngineRefused):
-            self._canary_useless = True
-        except (Transient, TimeoutError) as error:
-            self._outage_at = self._loop.time()
-            self._trouble_since = self._trouble_since or sent
-            self._canary_failures += 1
-            retry = self.policy.retry
-            asked = error.retry_after if isinstance(error, Transient) else None
-            self._next_canary = self._outage_at + backoff(retry, self._canary_failures, asked, self._rng) / 2
-        except EngineLost as error:
-            self.end(error)
-        else:
-            self._canary_failures = 0
-            self._next_canary = 0.0
-            self._alive(sent, self._loop.time())
-
-    def _check_progress(self, now: float) -> None:
-        limit = self.policy.stall_seconds * (self.policy.blind_factor if self._blind else 1.0)
-        if now - self._progress_at >= limit:
-            self.end(EngineLost("stalled", f"rows in flight, no token for {now - self._progress_at:.0f} s"))
-        elif self._trouble_since is not None and now - self._trouble_since >= self.policy.stall_seconds:
-            self.end(EngineLost("no_progress", f"every request failed for {now - self._trouble_since:.0f} s"))

@@ -29,13 +29,14 @@ class WindowPolicy:
 
 
 class Window:
-    """The window of one engine; `size` is what holds now."""
+    """The window of one engine; `size` is what holds now. `most` is what this process can hold."""
 
-    def __init__(self, policy: WindowPolicy, max_num_seqs: int | None) -> None:
+    def __init__(self, policy: WindowPolicy, max_num_seqs: int | None, most: int | None = None) -> None:
         self._policy = policy
+        self._most = policy.largest if most is None else min(most, policy.largest)
         self._known = max_num_seqs is not None
         first = policy.per_slot * max_num_seqs if max_num_seqs is not None else policy.start
-        self._wanted = max(1, min(first, policy.largest))
+        self._wanted = max(1, min(first, self._most))
         self._cap: float | None = None  # while the server refuses rows
         self._pressure: float | None = None  # while the KV cache is too full
         self._running: deque[int] = deque(maxlen=10)
@@ -79,7 +80,7 @@ class Window:
         if load is not None:
             self._on_load(load, in_flight)
         elif not self._known:
-            self._wanted = self._policy.blind
+            self._wanted = min(self._policy.blind, self._most)
         self._apply()
 
     def _on_load(self, load: EngineLoad, in_flight: int) -> None:
@@ -100,11 +101,11 @@ class Window:
         used = in_flight >= 0.8 * self.size
         if load.waiting == 0:
             if used and load.running >= 0.5 * self.size:
-                self._wanted = min(self._policy.largest, self._wanted * 2)
+                self._wanted = min(self._most, self._wanted * 2)
             return
         target = self._policy.per_slot * max(self._running)
         if target > self._wanted:
-            self._wanted = min(self._policy.largest, self._wanted * 2, target)
+            self._wanted = min(self._most, self._wanted * 2, target)
         elif len(self._running) == self._running.maxlen and used:
             self._wanted = max(self._policy.start, target, int(self._wanted * 0.8))
 

@@ -45,6 +45,7 @@ class Item:
     repair: Repair | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    sent: float = 0.0
     started_at: float = 0.0
     seconds: float = 0.0
     group: Group[Item] | None = None

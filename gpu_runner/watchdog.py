@@ -1,0 +1,210 @@
+"""Watches one engine: its load, its health, and whether it still makes progress.
+
+/health proves no progress, and neither does an open connection (services.md section 1). What proves an engine
+alive is an answer: of a row, or of a canary, a request for one token that is sent when no row answers. The
+canary also tells rows that fail or hang from an engine that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from gpu_runner.policy import FeedPolicy
+from gpu_runner.retry import Proof, backoff
+from gpu_runner.rows import Generation
+from gpu_runner.window import Window
+from gpu_runner.wire import (
+    Completion,
+    EngineError,
+    EngineLoad,
+    EngineLost,
+    EngineRefused,
+    Repair,
+    RowRejected,
+    Transient,
+)
+
+# How often an engine is asked for its health while it fails: a dead one is to be noticed within seconds.
+UNEASY_SECONDS = 0.3
+
+
+class Engine(Protocol):
+    """What a feed needs of an engine; `EngineClient` is one."""
+
+    @property
+    def generation(self) -> Generation: ...
+    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion: ...
+    async def canary(self) -> None: ...
+    async def load(self) -> EngineLoad | None: ...
+    async def healthy(self) -> bool: ...
+
+
+class Watched(Protocol):
+    """What the watchdog sees of a lane, and does to it."""
+
+    @property
+    def rows_in_flight(self) -> int: ...
+    @property
+    def oldest_failure(self) -> float | None: ...
+    def judge(self) -> None: ...
+    def abort_rows(self, sent_before: float) -> None: ...
+    def end(self, error: BaseException | None = None) -> None: ...
+
+
+class Watchdog:
+    """One engine's watchdog. `resting_until` is when the server wants to be asked again."""
+
+    def __init__(
+        self, engine: Engine, lane: Watched, window: Window, policy: FeedPolicy, rng: random.Random
+    ) -> None:
+        self._engine, self._lane, self._window, self._policy, self._rng = engine, lane, window, policy, rng
+        self._loop = asyncio.get_running_loop()
+        self.proof = Proof()
+        self.outage_at = float("-inf")
+        self.canary_useless = False
+        self.canaries = 0
+        self.resting_until = 0.0
+        self._progress_at = self._loop.time()
+        self._tokens: int | None = None
+        self._blind = False
+        self._bad_health: list[float] = []
+        self._trouble_since: float | None = None
+        self._canary_task: asyncio.Task[None] | None = None
+        self._canary_ok_at = float("-inf")
+        self._canary_failures = 0
+        self._next_canary = 0.0
+        self._uneasy = asyncio.Event()
+
+    def answered(self, now: float) -> None:
+        """The server answered a row, one way or the other."""
+        self._progress_at = now
+
+    def succeeded(self, sent: float, now: float) -> None:
+        """The engine generated something."""
+        self._trouble_since = None
+        self.proof.success(sent, now)
+
+    def unreached(self) -> None:
+        """A connection was refused: looks at once instead of at the next poll."""
+        self._uneasy.set()
+
+    async def run(self, wake: Callable[[], None], spawn: Callable[..., asyncio.Task[None]]) -> None:
+        """Looks every `poll_seconds` until cancelled; `wake` is called after each look."""
+        try:
+            while True:
+                await self._look(spawn)
+                wake()
+                quick = bool(self._bad_health) or self._uneasy.is_set()
+                self._uneasy.clear()
+                with suppress(TimeoutError):
+                    pause = min(UNEASY_SECONDS, self._policy.poll_seconds) if quick else self._policy.poll_seconds
+                    await asyncio.wait_for(self._uneasy.wait(), pause)
+        except Exception as error:
+            self._lane.end(error)
+
+    async def _look(self, spawn: Callable[..., asyncio.Task[None]]) -> None:
+        quiet = self._loop.time() - self._progress_at > 5 * self._policy.poll_seconds
+        if self._lane.oldest_failure is not None or quiet or self._bad_health:
+            await asyncio.gather(self._read_load(), self._check_health())
+        elif not await self._read_load():
+            await self._check_health()
+        self._lane.judge()
+        now = self._loop.time()
+        failed_at = self._lane.oldest_failure
+        if failed_at is None:
+            self._trouble_since = None
+            if not self._lane.rows_in_flight:
+                self._progress_at = now
+        doubtful = failed_at is not None and now - failed_at >= 2 * self._policy.retry.proof_lag
+        if doubtful or now - self._progress_at >= self._limit / 2:
+            self._send_canary(now, spawn)
+        self._check_progress(now)
+
+    async def _read_load(self) -> bool:
+        """Feeds the window; False when the engine could not be asked."""
+        try:
+            load = await self._engine.load()
+        except EngineError:
+            return False
+        self._blind = load is None
+        self._window.on_tick(load, self._lane.rows_in_flight)
+        if load is not None:
+            if self._tokens is not None and load.generated_tokens > self._tokens:
+                self._progress_at = self._loop.time()
+            self._tokens = load.generated_tokens
+        return True
+
+    async def _check_health(self) -> None:
+        asked = self._loop.time()
+        if await self._engine.healthy():
+            self.proof.health = asked
+            self._bad_health.clear()
+            return
+        if self._progress_at > asked:
+            return
+        now = self._loop.time()
+        self._bad_health.append(now)
+        since = now - self._bad_health[0]
+        if len(self._bad_health) >= self._policy.health_tries and since >= self._policy.dead_seconds:
+            self._lane.end(EngineLost("unreachable", f"no health for {since:.1f} s"))
+
+    # --- canary ---
+
+    def _send_canary(self, now: float, spawn: Callable[..., asyncio.Task[None]]) -> None:
+        busy = self._canary_task is not None and not self._canary_task.done()
+        if not busy and not self.canary_useless and now >= max(self._next_canary, self.resting_until):
+            self._canary_task = spawn(self._canary())
+
+    async def _canary(self) -> None:
+        self.canaries += 1
+        sent = self._loop.time()
+        try:
+            await asyncio.wait_for(self._engine.canary(), self._policy.stall_seconds)
+        except (RowRejected, EngineRefused):
+            self.canary_useless = True
+        except (Transient, TimeoutError) as error:
+            self._canary_failed(sent, error.retry_after if isinstance(error, Transient) else None)
+        except EngineLost as error:
+            self._lane.end(error)
+        else:
+            now = self._loop.time()
+            self._canary_ok_at, self._canary_failures = now, 0
+            # At most one per poll, and half a stall apart where it only says that hanging rows hang alone.
+            self._next_canary = now + self._policy.poll_seconds
+            self._tokens = None  # the canary's own token is no progress of rows
+            self.succeeded(sent, now)
+            self._lane.judge()
+
+    def _canary_failed(self, sent: float, retry_after: float | None) -> None:
+        self.outage_at = self._loop.time()
+        if self._trouble_since is None:
+            self._trouble_since = sent
+        self._canary_failures += 1
+        wait = backoff(self._policy.retry, self._canary_failures, retry_after, self._rng)
+        self._next_canary = self.outage_at + max(wait / 2, retry_after or 0.0)
+
+    # --- progress ---
+
+    @property
+    def _limit(self) -> float:
+        return self._policy.stall_seconds * (self._policy.blind_factor if self._blind else 1.0)
+
+    def _check_progress(self, now: float) -> None:
+        if self._trouble_since is not None and now - self._trouble_since >= self._policy.stall_seconds:
+            self._lane.end(EngineLost("no_progress", f"every request failed for {now - self._trouble_since:.0f} s"))
+            return
+        quiet = now - self._progress_at
+        if quiet < self._limit:
+            return
+        if self._canary_ok_at <= self._progress_at:
+            self._lane.end(EngineLost("stalled", f"rows in flight, no token for {quiet:.0f} s"))
+            return
+        # The engine generates, but none of these rows. Without metrics they may be long ones: the request
+        # time-out decides.
+        if not self._blind:
+            self._lane.abort_rows(now - self._limit / 2)
+        self._progress_at = now
