@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
 from resources.objects import Objects, open_objects
-from resources.tables import outcomes_from, outcomes_table
+from resources.tables import is_outcomes_table, outcomes_from, outcomes_table
 
 FOOTER_KEY = b"batch_assets"
 _OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
@@ -286,9 +286,13 @@ class DatasetStore:
         data = pa.BufferReader(self.objects.get(self.batch_path(batch)))
         try:
             with pq.ParquetFile(data, page_checksum_verification=True) as file:
-                return file.read(use_threads=False), self._footer(batch, file.metadata)
+                table, footer = file.read(use_threads=False), self._footer(batch, file.metadata)
         except (pa.ArrowException, OSError) as error:
             raise self._not_whole(batch, error) from error
+        # Page checksums cover the rows; what says how to read them, the file's own footer, has none.
+        if not is_outcomes_table(table) or table.num_rows != footer.rows:
+            raise CorruptObject(f"{self.batch_path(batch)}: its columns or its number of rows are not as written")
+        return table, footer
 
     def _not_whole(self, batch: BatchObject, error: Exception) -> CorruptObject:
         return CorruptObject(f"{self.batch_path(batch)}: not a whole batch object ({type(error).__name__}: {error})")

@@ -55,6 +55,12 @@ def outcome_schema(task: Task) -> pa.Schema:
     )
 
 
+def is_outcomes_table(table: pa.Table) -> bool:
+    """True when a table has exactly the columns and types that `outcomes_table` writes, for either kind of output."""
+    kinds = (outcome_schema("chat"), outcome_schema("embedding"))
+    return any(table.schema.names == kind.names and table.schema.types == kind.types for kind in kinds)
+
+
 def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
     """One line per outcome, in the order given."""
     columns: dict[str, list[Any]] = {

@@ -1,0 +1,199 @@
+"""The rows without a completion, in one small table: what analysts look at and what a re-drive takes up again.
+
+A duplicate of such a row is not listed: it gets its outcome from the row it repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batch_assets.scan import committed_rows, pieces, read_ahead, table_name, threads_for
+from batch_assets.table_files import table_schema
+from resources.objects import temporary_folder
+from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+
+FORMAT = 1
+_REASON = (
+    "error",
+    "error_message",
+    "tries",
+    "model",
+    "engine",
+    "provider",
+    "instance_type",
+    "run_id",
+    "started_at",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetters:
+    """Dead letters of the batches that are committed so far; `path` is that of the Parquet file in the store.
+
+    `batches` are the keys that hold them, in order: what a re-drive runs.
+    """
+
+    dataset: str
+    snapshot: str
+    version: str
+    path: str
+    rows: int
+    bytes: int
+    batches: tuple[str, ...]
+    by_error: Mapping[str, int]
+    by_instance_type: Mapping[str, int]
+
+
+def dead_letters(
+    store: DatasetStore, manifest: SnapshotManifest, *, workdir: Path | None = None, threads: int | None = None
+) -> DeadLetters:
+    """Collect the dead letters of the current objects and switch readers to the list; an unchanged one is kept.
+
+    Reads the footer of every object, and whole only those that hold dead letters. Raises CorruptObject.
+    """
+    threads = threads or threads_for(store.objects)
+    entries = store.entries(manifest.snapshot)
+    current = store.current_objects(entries)
+    committed = [entry for entry in entries if entry.key in current]
+    footers = read_ahead(lambda entry: store.footer(current[entry.key]), committed, threads)
+    dead = [entry for entry, footer in zip(committed, footers, strict=True) if footer.dead]
+    version = dead_letters_version(manifest.snapshot, (current[entry.key] for entry in dead))
+    path = dead_letters_path(store, version)
+    if not store.objects.exists(path):
+        with contextlib.ExitStack() as stack:
+            folder = workdir or stack.enter_context(temporary_folder())
+            _write(store, manifest, dead, current, folder / f"dead-letters-{version}.parquet", path, threads)
+    _switch(store, version)
+    return _summary(store, manifest.snapshot, version)
+
+
+def dead_letters_version(snapshot: str, objects: Iterable[BatchObject]) -> str:
+    """Version (16 hex digits) of the list that a snapshot and its objects with dead letters make."""
+    digest = hashlib.sha256(f"{FORMAT} {snapshot}\n".encode())
+    for name in sorted(batch.name for batch in objects):
+        digest.update(f"{name}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def dead_letters_path(store: DatasetStore, version: str) -> str:
+    """Path of one version of the list."""
+    return f"{store.dataset}/dead_letters/{version}.parquet"
+
+
+def current_dead_letters(store: DatasetStore) -> str | None:
+    """Version of the list that readers see, or None before the first."""
+    with contextlib.suppress(FileNotFoundError):
+        return store.objects.get(f"{store.dataset}/dead_letters/CURRENT").decode().strip()
+    return None
+
+
+def dead_batches(store: DatasetStore) -> list[str]:
+    """Keys of the batches on the current list, in order: one small read, fit for a sensor."""
+    version = current_dead_letters(store)
+    if version is None:
+        return []
+    table = _read(store, version, ["batch"])
+    return sorted(set(table.column("batch").to_pylist()))
+
+
+def dead_letter_rows(store: DatasetStore, version: str) -> int:
+    """Number of rows on one version of the list. Raises CorruptObject, FileNotFoundError."""
+    return _read(store, version, ["batch"]).num_rows
+
+
+def _write(
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    dead: Sequence[BatchEntry],
+    current: Mapping[str, BatchObject],
+    file: Path,
+    path: str,
+    threads: int,
+) -> None:
+    schema = table_schema(store, manifest)
+    kept = [table_name(name) for name in manifest.keep_columns]
+    columns = ["row_id", "batch", *kept, *_REASON]
+    schema = pa.schema([schema.field(name) for name in columns])
+    try:
+        with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+            for rows in _large(_dead_rows(store, manifest, dead, current, threads)):
+                writer.write_table(rows.select(columns).cast(schema))
+        store.objects.upload(path, file)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _dead_rows(
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    dead: Sequence[BatchEntry],
+    current: Mapping[str, BatchObject],
+    threads: int,
+) -> Iterator[pa.Table]:
+    def read(piece: list[BatchEntry]) -> pa.Table:
+        rows = committed_rows(store, manifest, piece, current).drop_columns(["output"])
+        return rows.filter(rows.column("error").is_valid())
+
+    return read_ahead(read, pieces(dead), threads)
+
+
+def _large(tables: Iterable[pa.Table], rows: int = 20_000) -> Iterator[pa.Table]:
+    """The same lines in tables of about `rows` lines: one row group each."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(part.num_rows for part in waiting) >= rows:
+            yield pa.concat_tables(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _switch(store: DatasetStore, version: str) -> None:
+    """Point readers at a list and delete the ones that neither they nor their last look-up need."""
+    former = current_dead_letters(store)
+    if former == version:
+        return
+    store.objects.put(f"{store.dataset}/dead_letters/CURRENT", version.encode())
+    keep = {dead_letters_path(store, found) for found in (version, former) if found}
+    listed = [info.path for info in store.objects.list(f"{store.dataset}/dead_letters/")]
+    store.objects.delete(path for path in listed if path.endswith(".parquet") and path not in keep)
+
+
+def _summary(store: DatasetStore, snapshot: str, version: str) -> DeadLetters:
+    table = _read(store, version, ["batch", "error", "instance_type"])
+    path = dead_letters_path(store, version)
+    size = next(info.size for info in store.objects.list(f"{store.dataset}/dead_letters/") if info.path == path)
+    return DeadLetters(
+        dataset=store.dataset,
+        snapshot=snapshot,
+        version=version,
+        path=path,
+        rows=table.num_rows,
+        bytes=size,
+        batches=tuple(sorted(set(table.column("batch").to_pylist()))),
+        by_error=_counted(table.column("error")),
+        by_instance_type=_counted(table.column("instance_type")),
+    )
+
+
+def _counted(column: pa.ChunkedArray) -> dict[str, int]:
+    """How often each value occurs, the most frequent first."""
+    counts = {line["values"] or "unknown": line["counts"] for line in column.value_counts().to_pylist()}
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _read(store: DatasetStore, version: str, columns: list[str]) -> pa.Table:
+    path = dead_letters_path(store, version)
+    with store.objects.open(path) as opened:
+        try:
+            return pq.read_table(opened, columns=columns, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptObject(f"{path}: cannot be read ({error}); delete it and materialize dead_letters") from error

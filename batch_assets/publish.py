@@ -1,0 +1,270 @@
+"""Batch objects to one table: a few large Parquet files in snapshot order, a manifest and a dataset card.
+
+Everything of a version lies in its own folder, the manifest last; only then readers are switched to it. So nobody ever
+sees half a table, and a publication that was cut off leaves the former one as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from batch_assets.card import Card, card_text
+from batch_assets.duplicates import Duplicates
+from batch_assets.scan import committed_rows, pieces, read_ahead, threads_for
+from batch_assets.table_files import Column, Source, TableFile, TableWriter, table_schema
+from resources.objects import Objects
+from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+
+FORMAT = 1
+PART_ROWS = 500_000
+_NAMED = 20
+
+
+class IncompleteSnapshot(Exception):
+    """Batches without an object at their data version: `missing` holds their keys."""
+
+    def __init__(self, dataset: str, snapshot: str, missing: list[str], batches: int) -> None:
+        self.missing = missing
+        named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
+        super().__init__(
+            f"{dataset}: snapshot {snapshot} is not complete: {len(missing)} of {batches} batches have no object "
+            f"({named}); run them, then publish again"
+        )
+
+
+class SupersededTable(Exception):
+    """A newer table was published while this one was written; readers stay on the newer one."""
+
+
+class BrokenTable(Exception):
+    """Files of a published version are gone or have another size than its manifest says."""
+
+
+class PublishedTable(BaseModel):
+    """A published version, as its manifest.json says.
+
+    `rows` counts lines: one per source row that was not rejected, `ok` + `dead`, with `duplicates` among them. Tokens
+    and `usd` are those of the rows that were asked; a duplicate adds nothing. `usd` covers all but the `unpriced` rows
+    and is None while no price is known.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    dataset: str
+    snapshot: str
+    version: str
+    created_at: float
+    batches: int
+    generations: int
+    rows: int
+    ok: int
+    dead: int
+    duplicates: int
+    dead_duplicates: int
+    prompt_tokens: int
+    completion_tokens: int
+    usd: float | None
+    unpriced: int
+    bytes: int
+    simulated: bool
+    columns: list[Column]
+    sources: list[Source]
+    files: list[TableFile]
+
+    @property
+    def parts(self) -> int:
+        """Number of Parquet files."""
+        return len(self.files)
+
+    @property
+    def path(self) -> str:
+        """Folder of this version, below the store's root."""
+        return f"{self.dataset}/published/{self.version}"
+
+    def uri(self, objects: Objects) -> str:
+        """Folder as a path or `s3://` URL."""
+        return objects.uri(self.path)
+
+    def glob(self, objects: Objects) -> str:
+        """All parts, for `polars.scan_parquet` and DuckDB's `read_parquet`."""
+        return objects.uri(f"{self.path}/part-*.parquet")
+
+
+def publish(
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    *,
+    card: Card,
+    now: float,
+    workdir: Path,
+    part_rows: int = PART_ROWS,
+    keep_versions: int = 2,
+    threads: int | None = None,
+) -> PublishedTable:
+    """Publish the table of a complete snapshot and switch readers to it; an unchanged one is not written again.
+
+    Memory is bounded whatever the number of rows; `workdir` holds one part at a time and, with duplicates, the rows
+    they repeat. Raises IncompleteSnapshot, SupersededTable, CorruptObject.
+    """
+    entries = store.entries(manifest.snapshot)
+    current = store.current_objects(entries)
+    missing = [entry.key for entry in entries if entry.key not in current]
+    if missing:
+        raise IncompleteSnapshot(store.dataset, manifest.snapshot, missing, len(entries))
+    version = table_version(manifest.snapshot, current)
+    unfinished = _unfinished(store)
+    table = _whole_table(store, version)
+    if table is None:
+        table = _write(
+            store, manifest, entries, current, card, now, workdir, part_rows, threads or threads_for(store.objects)
+        )
+    _switch(store, table)
+    _prune(store, table, keep_versions, unfinished)
+    return table
+
+
+def table_version(snapshot: str, current: Mapping[str, BatchObject]) -> str:
+    """Version (16 hex digits) of the table that a snapshot and its current objects make."""
+    digest = hashlib.sha256(f"{FORMAT} {snapshot}\n".encode())
+    for key in sorted(current):
+        digest.update(f"{current[key].name}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def published_table(store: DatasetStore, version: str | None = None) -> PublishedTable | None:
+    """The table that readers see, or the given version; None when there is none. Raises CorruptObject."""
+    version = version or store.current_published()
+    if version is None:
+        return None
+    path = store.published_path(version, "manifest.json")
+    try:
+        return PublishedTable.model_validate_json(store.objects.get(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CorruptObject(f"{path}: not the manifest of a table ({type(error).__name__})") from error
+
+
+def broken_files(store: DatasetStore, table: PublishedTable) -> list[str]:
+    """Names of the table's files that are gone or have another size than the manifest says."""
+    found = {info.path: info.size for info in store.objects.list(f"{table.path}/")}
+    return [file.name for file in table.files if found.get(f"{table.path}/{file.name}") != file.bytes]
+
+
+def _whole_table(store: DatasetStore, version: str | None) -> PublishedTable | None:
+    """A version whose manifest and files are all there; None otherwise, as for a version of None."""
+    try:
+        table = published_table(store, version) if version else None
+    except CorruptObject:
+        return None
+    return None if table is None or broken_files(store, table) else table
+
+
+def _write(
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    entries: list[BatchEntry],
+    current: Mapping[str, BatchObject],
+    card: Card,
+    now: float,
+    workdir: Path,
+    part_rows: int,
+    threads: int,
+) -> PublishedTable:
+    version = table_version(manifest.snapshot, current)
+    schema = table_schema(store, manifest)
+    with (
+        TableWriter(store, version, schema, workdir, part_rows) as writer,
+        Duplicates(store, manifest, schema, workdir) as duplicates,
+    ):
+        jobs = pieces(entries)
+        for rows in read_ahead(lambda piece: committed_rows(store, manifest, piece, current), jobs, threads):
+            duplicates.note(rows)
+            writer.write(rows)
+        for rows in duplicates.rows():
+            writer.write(rows)
+        files = writer.finish()
+    totals = writer.totals
+    table = PublishedTable(
+        dataset=store.dataset,
+        snapshot=manifest.snapshot,
+        version=version,
+        created_at=now,
+        batches=len(entries),
+        generations=sum(batch.generation for batch in current.values()),
+        rows=totals.rows,
+        ok=totals.rows - totals.dead,
+        dead=totals.dead,
+        duplicates=totals.duplicates,
+        dead_duplicates=totals.dead_duplicates,
+        prompt_tokens=totals.prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+        usd=totals.usd,
+        unpriced=totals.unpriced,
+        bytes=sum(file.bytes for file in files),
+        simulated=totals.simulated,
+        columns=[Column(name=field.name, type=str(field.type)) for field in schema],
+        sources=totals.sources(),
+        files=files,
+    )
+    text = card_text(table, manifest, card, totals.sample)
+    store.objects.put(store.published_path(version, "README.md"), text.encode())
+    store.objects.put(store.published_path(version, "manifest.json"), table.model_dump_json(indent=1).encode())
+    return table
+
+
+def _switch(store: DatasetStore, table: PublishedTable) -> None:
+    """Point readers at `table`, unless what they see is newer: another run may have published meanwhile."""
+    seen = _whole_table(store, store.current_published())
+    if seen is not None and seen.version == table.version:
+        return
+    if seen is not None:
+        newest = store.current_snapshot()
+        newer_snapshot = seen.snapshot == newest and table.snapshot != newest
+        newer_objects = seen.snapshot == table.snapshot and seen.generations > table.generations
+        if newer_snapshot or newer_objects:
+            raise SupersededTable(
+                f"{table.path}: readers see version {seen.version}, which is newer; publish again if that is wrong"
+            )
+    if broken := broken_files(store, table):
+        raise BrokenTable(f"{table.path}: {', '.join(broken)} gone or of another size; publish again")
+    store.publish(table.version)
+
+
+def _versions(store: DatasetStore) -> dict[str, list[str]]:
+    """Paths of the files of every version in the store."""
+    prefix = f"{store.dataset}/published/"
+    found: dict[str, list[str]] = {}
+    for info in store.objects.list(prefix):
+        version, _, name = info.path[len(prefix) :].partition("/")
+        if name:
+            found.setdefault(version, []).append(info.path)
+    return found
+
+
+def _unfinished(store: DatasetStore) -> set[str]:
+    return {version for version, paths in _versions(store).items() if not _has_manifest(paths)}
+
+
+def _has_manifest(paths: Iterable[str]) -> bool:
+    return any(path.endswith("/manifest.json") for path in paths)
+
+
+def _prune(store: DatasetStore, table: PublishedTable, keep: int, unfinished: Collection[str]) -> None:
+    """Delete all but the newest `keep` versions, and what aborted publications left before this one began."""
+    versions = _versions(store)
+    finished: dict[str, float] = {}
+    for version, paths in versions.items():
+        if _has_manifest(paths):
+            found = _whole_table(store, version)
+            finished[version] = found.created_at if found else 0.0
+    newest = sorted(finished, key=lambda version: (version == table.version, finished[version]), reverse=True)
+    for version, paths in versions.items():
+        old = version in finished and version not in newest[: max(keep, 1)]
+        if version != table.version and (old or (version in unfinished and version not in finished)):
+            # The manifest goes first: a version without one is nobody's table.
+            store.objects.delete(sorted(paths, key=lambda path: not path.endswith("/manifest.json")))

@@ -1,0 +1,249 @@
+"""Does everything agree? Snapshot, batch objects, catalog, published table and dead letters, compared row by row.
+
+Nothing is repaired here. Every difference says what was expected, what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batch_assets.dead_letters import current_dead_letters, dead_letter_rows, dead_letters_version
+from batch_assets.differences import Difference, error_text
+from batch_assets.publish import table_version
+from batch_assets.scan import read_ahead, threads_for
+from batch_assets.verify_table import verify_table
+from gpu_runner.rows import data_version
+from resources.store import (
+    BatchEntry,
+    BatchFooter,
+    BatchObject,
+    CorruptObject,
+    DatasetStore,
+    SnapshotManifest,
+)
+
+RUN = "run the batch"
+REBUILD = "run rebuild-ledger: it reports the batch from the store"
+REGENERATE = "delete the object and run the batch: it is generated again"
+PROMPTS = "delete the snapshot's folder and materialize prompts"
+DEAD_LETTERS = "materialize the dead_letters asset"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """What the catalog says of a batch; a field that is None is not compared. `path` may be a full URI."""
+
+    data_version: str
+    path: str | None = None
+    rows: int | None = None
+    ok: int | None = None
+    dead: int | None = None
+    generation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Stable keys of `--json`. `rows` and `batches` are the snapshot's, the other counts those of sound objects.
+
+    `table` is the folder of the published table, or None.
+    """
+
+    dataset: str
+    rows: int = 0
+    ok: int = 0
+    dead: int = 0
+    batches: int = 0
+    batches_done: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    table: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared and what differs."""
+
+    snapshot: str | None
+    totals: Totals
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """One batch: its footer when its object is sound, and what differs."""
+
+    footer: BatchFooter | None
+    differences: list[Difference]
+
+
+def verify(store: DatasetStore, ledger: Mapping[str, LedgerEntry], *, threads: int | None = None) -> Verification:
+    """Compare everything of the current snapshot; every current object and the published table are read whole."""
+    snapshot = store.current_snapshot()
+    if snapshot is None:
+        missing = Difference("no_snapshot", None, "a snapshot", "none", "materialize prompts")
+        return Verification(None, Totals(store.dataset), (missing,))
+    try:
+        manifest, entries = store.manifest(snapshot), store.entries(snapshot)
+    except (FileNotFoundError, ValueError, pa.ArrowException, OSError) as error:
+        broken = Difference("corrupt_snapshot", None, f"manifest and batches of {snapshot}", error_text(error), PROMPTS)
+        return Verification(snapshot, Totals(store.dataset), (broken,))
+    current = store.current_objects(entries)
+    threads = threads or threads_for(store.objects)
+
+    differences = list(_snapshot_differences(store, manifest, entries))
+    footers: list[BatchFooter] = []
+    jobs = read_ahead(
+        lambda entry: _check_batch(store, entry, current.get(entry.key), ledger.get(entry.key)), entries, threads
+    )
+    for checked in jobs:
+        differences += checked.differences
+        if checked.footer is not None:
+            footers.append(checked.footer)
+    totals = Totals(
+        dataset=store.dataset,
+        rows=manifest.rows,
+        ok=sum(footer.ok for footer in footers),
+        dead=sum(footer.dead for footer in footers),
+        batches=len(entries),
+        batches_done=len(footers),
+        prompt_tokens=sum(footer.prompt_tokens for footer in footers),
+        completion_tokens=sum(footer.completion_tokens for footer in footers),
+    )
+    expected = table_version(snapshot, current) if len(current) == len(entries) else None
+    differences += verify_table(store, manifest, expected, totals if len(footers) == len(entries) else None)
+    differences += _dead_letter_differences(store, snapshot, current, footers, expected is not None)
+    seen = store.current_published()
+    folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
+    return Verification(snapshot, replace(totals, table=folder), tuple(differences))
+
+
+def check_object(store: DatasetStore, entry: BatchEntry, batch: BatchObject) -> BatchFooter:
+    """Read one batch object whole. Raises CorruptObject when it is not exactly what its name and footer say."""
+    path = store.batch_path(batch)
+    table, footer = store.read_batch(batch)
+    ids, keys, errors, outputs = (table.column(name) for name in ("row_id", "row_key", "error", "output"))
+    if data_version(zip(ids.to_pylist(), keys.to_pylist(), strict=True)) != entry.data_version:
+        raise CorruptObject(f"{path}: its rows are not those of data version {entry.data_version}")
+    if len(ids) != entry.rows or len(ids.unique()) != entry.rows:
+        raise CorruptObject(f"{path}: expected {entry.rows} rows of different ids, found {len(ids.unique())}")
+    if pc.any(pc.equal(errors.is_null(), outputs.is_null())).as_py():
+        raise CorruptObject(f"{path}: a row has both an output and an error, or neither")
+    found = {
+        "dataset": store.dataset,
+        "ok": errors.null_count,
+        "dead": len(errors) - errors.null_count,
+        "prompt_tokens": pc.sum(table.column("prompt_tokens")).as_py(),
+        "completion_tokens": pc.sum(table.column("completion_tokens")).as_py(),
+    }
+    for name, value in found.items():
+        if getattr(footer, name) != value:
+            raise CorruptObject(f"{path}: its footer says {name} {getattr(footer, name)}, its rows say {value}")
+    return footer
+
+
+def _check_batch(
+    store: DatasetStore, entry: BatchEntry, batch: BatchObject | None, said: LedgerEntry | None
+) -> _Checked:
+    key = entry.key
+    if batch is None:
+        wanted = f"an object at data version {entry.data_version}"
+        if said is not None and said.data_version == entry.data_version:
+            return _Checked(None, [Difference("void_catalog_entry", key, wanted, "a catalog entry only", RUN)])
+        return _Checked(None, [Difference("missing_batch", key, wanted, "none", RUN)])
+    try:
+        footer = check_object(store, entry, batch)
+    except (CorruptObject, FileNotFoundError) as error:
+        return _Checked(None, [Difference("corrupt_object", key, "a whole object", error_text(error), REGENERATE)])
+    return _Checked(footer, list(_catalog_differences(store, batch, footer, said)))
+
+
+def _catalog_differences(
+    store: DatasetStore, batch: BatchObject, footer: BatchFooter, said: LedgerEntry | None
+) -> Iterator[Difference]:
+    key, path = batch.key, store.batch_path(batch)
+    if said is None:
+        yield Difference("missing_catalog_entry", key, path, "none", REBUILD)
+        return
+    if said.data_version != batch.data_version:
+        yield Difference("wrong_data_version", key, batch.data_version, said.data_version, REBUILD)
+        return
+    other_path = said.path is not None and said.path not in (path, store.objects.uri(path))
+    if other_path or said.generation not in (None, batch.generation):
+        found = said.path if other_path else f"generation {said.generation}"
+        yield Difference("stale_catalog_entry", key, path, str(found), REBUILD)
+        return
+    for name in ("rows", "ok", "dead"):
+        value = getattr(said, name)
+        if value is not None and value != getattr(footer, name):
+            yield Difference("wrong_catalog_counts", key, f"{name} {getattr(footer, name)}", f"{value}", REBUILD)
+
+
+def _snapshot_differences(
+    store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry]
+) -> Iterator[Difference]:
+    """The snapshot against itself: its files are there and hold what the manifest says."""
+    counts = {
+        "batches": (manifest.batches, len(entries)),
+        "rows": (manifest.rows, sum(entry.rows for entry in entries)),
+        "rows + duplicates": (manifest.source_rows - manifest.rejected, manifest.rows + manifest.duplicates),
+        "rows in shards": (manifest.rows, sum(shard.rows for shard in manifest.shards)),
+        "duplicates in shards": (manifest.duplicates, sum(shard.rows for shard in manifest.duplicate_shards)),
+    }
+    for name, (expected, found) in counts.items():
+        if expected != found:
+            yield Difference("corrupt_snapshot", None, f"{name}: {expected}", str(found), PROMPTS)
+    for number, shard in enumerate((*manifest.shards, *manifest.duplicate_shards)):
+        path = store.snapshot_path(manifest.snapshot, shard.path)
+        try:
+            with store.objects.open(path) as file:
+                metadata = pq.read_metadata(file)
+        except (FileNotFoundError, pa.ArrowException, OSError) as error:
+            yield Difference("corrupt_snapshot", None, f"{path} with {shard.rows} rows", error_text(error), PROMPTS)
+            continue
+        wrong = [
+            entry.key
+            for entry in (entries if number < len(manifest.shards) else ())
+            if entry.shard == number
+            and (
+                entry.row_group >= metadata.num_row_groups or metadata.row_group(entry.row_group).num_rows != entry.rows
+            )
+        ]
+        if wrong or metadata.num_rows != shard.rows:
+            found_rows = f"{metadata.num_rows} rows" + (f", other rows in batch {wrong[0]}" if wrong else "")
+            yield Difference("corrupt_snapshot", None, f"{path} with {shard.rows} rows", found_rows, PROMPTS)
+
+
+def _dead_letter_differences(
+    store: DatasetStore,
+    snapshot: str,
+    current: Mapping[str, BatchObject],
+    footers: Sequence[BatchFooter],
+    complete: bool,
+) -> Iterator[Difference]:
+    """The list of dead letters, once the snapshot is complete; none at all is fine when there is nothing to list."""
+    dead = sum(footer.dead for footer in footers)
+    listed = current_dead_letters(store)
+    if not complete or len(footers) < len(current) or (listed is None and not dead):
+        return
+    expected = dead_letters_version(snapshot, (current[footer.key] for footer in footers if footer.dead))
+    if listed != expected:
+        found = "none" if listed is None else f"version {listed}"
+        yield Difference("stale_dead_letters", None, f"version {expected}, {dead} rows", found, DEAD_LETTERS)
+        return
+    try:
+        rows = dead_letter_rows(store, listed)
+    except (CorruptObject, FileNotFoundError) as error:
+        yield Difference("stale_dead_letters", None, f"{dead} rows", error_text(error), DEAD_LETTERS)
+        return
+    if rows != dead:
+        yield Difference("stale_dead_letters", None, f"{dead} rows", f"{rows} rows", DEAD_LETTERS)
