@@ -9,7 +9,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from batch_assets import ledger
 from batch_assets.backfills import open_backfill, range_runs
 from batch_assets.dead_letters import dead_batches
-from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG, plan_launch
+from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG, plan_launch
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from gpu_runner.fleet import RunBeat
@@ -94,6 +94,8 @@ def _launch(
     """Run requests for the wanted batches of one request, and the reason in words."""
     if not wanted:
         return [], "nothing is missing"
+    if CANCELED_TAG in request.tags:
+        return [], "this request was canceled: start it again to go on"
     runs = range_runs(instance, spec.name, request.run_id)
     if config.get("redrive"):
         tried = [run.keys for run in runs if run.request == request.run_id and run.outcome == "succeeded"]
