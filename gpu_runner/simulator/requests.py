@@ -80,7 +80,9 @@ def parse(endpoint: Endpoint, body: bytes, model: str, max_model_len: int) -> Re
     fields = _fields(body)
     wanted = fields.get("model")
     if wanted is not None and wanted != model:
-        raise ApiError(404, f"The model `{wanted}` does not exist.", "NotFoundError", "model")
+        # vLLM 0.32 leaves the param out for embeddings.
+        param = None if endpoint == "embedding" else "model"
+        raise ApiError(404, f"The model `{wanted}` does not exist.", "NotFoundError", param)
     if endpoint == "chat":
         prompts: tuple[Prompt, ...] = (_chat_prompt(fields),)
     else:
@@ -245,7 +247,8 @@ def _check_sampling(fields: dict[str, Any], n: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _invalid("float_parsing", f"body.{name}", "Input should be a valid number")
         if not low <= value <= high or (name == "top_p" and value == 0):
-            message = f"{name} must be in {words}, got {float(value)}. (parameter={name}, value={float(value)})"
+            limit = "non-negative" if name == "temperature" and value < 0 else f"in {words}"
+            message = f"{name} must be {limit}, got {float(value)}. (parameter={name}, value={float(value)})"
             raise ApiError(400, message, param=name)
     if n > 1 and fields.get("temperature") == 0:
         raise ApiError(400, f"n must be 1 when using greedy sampling, got {n}.")

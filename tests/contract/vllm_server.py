@@ -1,0 +1,94 @@
+"""A real vLLM server on the CPU for contract tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+# Measured 16-24 s on two idle cores; a loaded machine takes a multiple of that.
+START_SECONDS = 240
+
+
+@dataclass
+class VllmServer:
+    """A running server. `process` is the guard, the parent of vLLM's API server."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def make_models(python: str, folder: Path) -> None:
+    """Write the tiny models with the Python of vLLM's environment."""
+    script = Path(__file__).with_name("make_tiny_models.py")
+    done = subprocess.run([python, str(script), str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def vllm_server(python: str, model: Path, name: str, *flags: str, **variables: str) -> Iterator[VllmServer]:
+    """Serve a model folder under a name, with more flags and environment variables.
+
+    The guard holds the server's process group and ends it when its standard input closes: at the end of the
+    block, and also when this process is killed. A killed API server alone would leave its workers.
+    """
+    # Sockets of vLLM lie in TMPDIR, are left behind even after a clean stop, and need a short path.
+    scratch = Path(tempfile.mkdtemp(prefix="v"))
+    port = free_port()
+    # --kv-cache-memory-bytes: the default wants nearly all memory of the machine.
+    command = [sys.executable, "-m", "gpu_runner.providers.guard", "--"]
+    command += [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
+    environment = {
+        **os.environ,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "TMPDIR": str(scratch),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    log = scratch / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *flags], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+    assert process.stdin is not None
+    try:
+        server = VllmServer(f"http://127.0.0.1:{port}", process)
+        _wait_until_healthy(server, log)
+        yield server
+    finally:
+        process.stdin.close()
+        process.wait(30)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait_until_healthy(server: VllmServer, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, f"vLLM did not start:\n{log.read_text()[-3000:]}"
+        try:
+            urllib.request.urlopen(server.url + "/health", timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError(f"vLLM was not ready after {START_SECONDS} s:\n{log.read_text()[-3000:]}")
