@@ -11,7 +11,7 @@ import dagster as dg
 
 from batch_assets import ledger
 from batch_assets.card import Card
-from batch_assets.checks import CHECKS, check_results
+from batch_assets.checks import check_results, check_specs
 from batch_assets.dead_letters import dead_letters
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
@@ -134,7 +134,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     @dg.asset(
         key=key,
         deps=[ledger.rows_key(spec.name)],
-        check_specs=[dg.AssetCheckSpec(name, asset=key, description=text) for name, text in CHECKS.items()],
+        check_specs=check_specs(spec, key),
         **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
     )
     def dataset(context: dg.AssetExecutionContext, store: BatchStore) -> dg.MaterializeResult:
@@ -146,7 +146,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
             with temporary_folder() as folder:
                 table = publish(data, manifest, card=card, now=time.time(), workdir=folder)
                 versions = ledger.ledger_versions(context.instance, spec.name)
-                checks = list(check_results(spec, data, manifest, table, versions, folder))
+                checks = check_results(spec, data, manifest, table, versions)
         except IncompleteSnapshot as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         data.objects.delete(journal)

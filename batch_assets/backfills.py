@@ -26,7 +26,9 @@ def range_runs(instance: dg.DagsterInstance, dataset: str, request: str) -> list
 def _record(run: dg.DagsterRun) -> RangeRunRecord:
     keys = _keys(run)
     assert keys is not None
-    return RangeRunRecord(run.run_id, keys, _outcome(run), run.tags.get(REQUEST_TAG))
+    return RangeRunRecord(
+        run.run_id, keys, _outcome(run), run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id
+    )
 
 
 def _keys(run: dg.DagsterRun) -> KeyRange | None:

@@ -1,25 +1,26 @@
-"""The asset checks of the published table: figures from quality.py as Dagster check results."""
-
-from __future__ import annotations
+"""The asset checks of the published table: figures of quality.py, and the catalog against the store."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import dagster as dg
 
 from batch_assets.ledger import LedgerVersion
 from batch_assets.publish import PublishedTable
+from batch_assets.quality import CHECKS, CheckFigure, Thresholds, quality
 from batch_assets.spec import GeneratedDatasetSpec
 from resources.store import DatasetStore, SnapshotManifest
 
-CHECKS = {
-    "one_outcome_per_row": "The table holds every source row exactly once; row ids are unique.",
-    "dead_letter_rate": "Rows without a completion.",
-    "schema_valid_rate": "Outputs that match the declared JSON schema.",
-    "empty_rate": "Outputs that are empty or blank.",
-    "repeated_rate": "The most frequent output's share of all outputs.",
-    "catalog_matches_store": "Every batch object of the snapshot is in the catalog, at its data version and generation.",
+_CATALOG = "catalog_matches_store"
+_DESCRIPTIONS = {
+    **CHECKS,
+    _CATALOG: "Every batch object of the snapshot is in the catalog, at its data version and generation.",
 }
+
+
+def check_specs(spec: GeneratedDatasetSpec, key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    """The checks of a dataset's table; `schema_valid_rate` only where a JSON schema is declared."""
+    names = [name for name in _DESCRIPTIONS if name != "schema_valid_rate" or spec.output.json_schema is not None]
+    return [dg.AssetCheckSpec(name, asset=key, description=_DESCRIPTIONS[name]) for name in names]
 
 
 def check_results(
@@ -28,25 +29,47 @@ def check_results(
     manifest: SnapshotManifest,
     table: PublishedTable,
     versions: Mapping[str, LedgerVersion],
-    workdir: Path,
-) -> Iterator[dg.AssetCheckResult]:
-    """One result per name in CHECKS, in one pass over the table."""
-    yield _catalog_check(store, manifest, versions)
+) -> list[dg.AssetCheckResult]:
+    """One result per check spec, in one pass over the table."""
+    thresholds = Thresholds(
+        max_dead_rate=spec.checks.max_dead_rate,
+        min_schema_valid_rate=spec.checks.min_schema_valid_rate,
+        max_empty_rate=spec.checks.max_empty_rate,
+        max_repeated_rate=spec.checks.max_repeated_rate,
+    )
+    figures = quality(store, table, manifest, thresholds)
+    return [*map(_result, figures), _catalog_result(store, manifest, versions)]
 
 
-def _catalog_check(
+def _result(figure: CheckFigure) -> dg.AssetCheckResult:
+    threshold = {} if figure.threshold is None else {"threshold": figure.threshold}
+    return dg.AssetCheckResult(
+        check_name=figure.name,
+        passed=figure.passed,
+        severity=dg.AssetCheckSeverity.ERROR if figure.severity == "error" else dg.AssetCheckSeverity.WARN,
+        description=figure.description,
+        metadata={"value": figure.value, **threshold},
+    )
+
+
+def _catalog_result(
     store: DatasetStore, manifest: SnapshotManifest, versions: Mapping[str, LedgerVersion]
 ) -> dg.AssetCheckResult:
+    wrong = list(_unlike_catalog(store, manifest, versions))
+    return dg.AssetCheckResult(
+        check_name=_CATALOG,
+        passed=not wrong,
+        description=f"{len(wrong)} of {manifest.batches} batches differ",
+        metadata={"differing": len(wrong), "first": ", ".join(wrong[:20])},
+    )
+
+
+def _unlike_catalog(
+    store: DatasetStore, manifest: SnapshotManifest, versions: Mapping[str, LedgerVersion]
+) -> Iterator[str]:
     entries = store.entries(manifest.snapshot)
     current = store.current_objects(entries)
-    wrong = [
-        entry.key
-        for entry in entries
-        if entry.key not in current
-        or versions.get(entry.key) != LedgerVersion(entry.data_version, current[entry.key].generation)
-    ]
-    return dg.AssetCheckResult(
-        check_name="catalog_matches_store",
-        passed=not wrong,
-        metadata={"batches": len(entries), "differing": len(wrong), "first": ", ".join(wrong[:20])},
-    )
+    for entry in entries:
+        batch = current.get(entry.key)
+        if batch is None or versions.get(entry.key) != LedgerVersion(entry.data_version, batch.generation):
+            yield entry.key

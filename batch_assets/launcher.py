@@ -25,12 +25,13 @@ RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
 
 @dataclass(frozen=True, slots=True)
 class RangeRunRecord:
-    """A run over a range of batches, as the catalog knows it."""
+    """A run over a range of batches, as the catalog knows it; retries share their first run's `root_run_id`."""
 
     run_id: str
     keys: KeyRange
     outcome: RunOutcome
     request: str | None
+    root_run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def plan_launch(
     """Ranges for the wanted keys of a request.
 
     Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
-    canceled, and no batch a fourth time: three failed runs are an answer.
+    canceled, and no batch a fourth time: three failed runs, each with its retries after lost workers, are an answer.
     """
     own = [run for run in runs if run.request == request]
     if not wanted:
@@ -64,7 +65,8 @@ def plan_launch(
     if any(run.outcome == "canceled" for run in own):
         return Launch([], "a run of this request was canceled: start it again to go on")
     busy = [run.keys for run in runs if run.outcome == "unfinished"]
-    failures = Counter(key for run in own if run.outcome == "failed" for key in wanted if key in run.keys)
+    failed = {run.root_run_id or run.run_id: run.keys for run in own if run.outcome == "failed"}
+    failures = Counter(key for keys_ in failed.values() for key in wanted if key in keys_)
     left = {key for key in wanted if failures[key] < ATTEMPTS}
     ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
     if not left:

@@ -8,6 +8,8 @@ SQLite by default, Postgres in a deployment; one writer transaction each.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +50,8 @@ _runs = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("note", sa.String(300), nullable=False),
     sa.Column("rows_done", sa.Integer, nullable=False),
+    sa.Column("host", sa.String(255), nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("started_at", sa.Float, nullable=False),
     sa.Column("beat_at", sa.Float, nullable=False),
 )
@@ -74,7 +78,7 @@ _datasets = sa.Table(
 
 @dataclass(frozen=True, slots=True)
 class RunBeat:
-    """A run's heartbeat row; `age` is seconds since the last beat by the database's clock."""
+    """A run's heartbeat row: its worker's host and process id; `age` is seconds since the last beat by the database."""
 
     run_id: str
     dataset: str
@@ -83,6 +87,8 @@ class RunBeat:
     state: RunState
     note: str
     rows_done: int
+    host: str
+    pid: int
     age: float
 
 
@@ -135,6 +141,8 @@ class FleetBook:
                     state="waiting",
                     note="",
                     rows_done=0,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
                     started_at=database_now(),
                     beat_at=database_now(),
                 )

@@ -27,7 +27,7 @@ class Heart:
         book: FleetBook,
         run_id: str,
         *,
-        ttl: float = 15.0,
+        ttl: float = 10.0,
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -129,7 +129,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
     database: str
     home: str
     config_path: str
-    ttl: float = 15.0
+    ttl: float = 10.0
     beat: float = 2.0
 
     @contextlib.contextmanager

@@ -59,6 +59,8 @@ def test_a_batch_that_failed_often_enough_is_left_alone():
     failed = [RangeRunRecord(str(i), KeyRange("00000", "00019"), "failed", "r") for i in range(ATTEMPTS)]
     assert launch(failed).ranges == [KeyRange("00020", "00029"), KeyRange("00030", "00039")]
     assert launch(failed[1:]).ranges[0].first == "00000"
+    retries = [RangeRunRecord(str(i), KeyRange("00000", "00019"), "failed", "r", "root") for i in range(ATTEMPTS)]
+    assert launch(retries).ranges[0].first == "00000"
 
 
 def test_no_more_runs_than_there_is_room_for():

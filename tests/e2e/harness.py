@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import psutil
 import pytest
 import yaml
 
@@ -36,7 +35,9 @@ POLL_BACKFILL = """query($id: String!) { partitionBackfillOrError(backfillId: $i
   numPartitionsTargeted numPartitionsMaterialized numPartitionsFailed } } } } } }"""
 LAUNCH_RUN = """mutation($p: ExecutionParams!) { launchRun(executionParams: $p) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
-TERMINATE = """mutation($ids: [String!]!) { terminateRuns(runIds: $ids, terminatePolicy: SAFE_TERMINATE) { __typename } }"""
+TERMINATE = (
+    """mutation($ids: [String!]!) { terminateRuns(runIds: $ids, terminatePolicy: SAFE_TERMINATE) { __typename } }"""
+)
 
 
 def shared_data() -> Path:
@@ -215,15 +216,10 @@ class Platform:
         runs = self.instance.get_runs(dg.RunsFilter(statuses=list(statuses) or None))
         return [run for run in runs if ledger.rows_key(self.name) in (run.asset_selection or ())]
 
-    def worker(self, run_id: str) -> psutil.Process | None:
-        """The process that executes a run: a child of the code server with the run's id on its command line."""
-        for guard in self.stack.pids().values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(guard).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        if any(f"dagster_run: {run_id}" in word or run_id in word for word in child.cmdline()):
-                            return child
-        return None
+    def worker(self, run_id: str) -> int | None:
+        """Process id of the run's worker, as its heartbeat row says."""
+        with contextlib.closing(self.book()) as book:
+            return next((beat.pid for beat in book.runs() if beat.run_id == run_id), None)
 
     def book(self) -> FleetBook:
         """The fleet's tables."""
