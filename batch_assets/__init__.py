@@ -1,0 +1,20 @@
+"""LLM-generated datasets as Dagster assets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["GeneratedDataset"]
+
+
+def __getattr__(name: str) -> Any:
+    """The component is imported when Dagster asks for it, so that the command line starts without Dagster."""
+    if name == "GeneratedDataset":
+        from batch_assets.generated_dataset import GeneratedDataset
+
+        return GeneratedDataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import dagster as dg
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict
 
 from batch_assets.assets import dead_letters_asset, prompts_asset, rows_asset, table_asset
 from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
@@ -21,8 +21,10 @@ class Attributes(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return without_null(GeneratedDatasetSpec.model_json_schema())
+    def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
+        """What `dg check yaml` and an editor check a defs.yaml against."""
+        schema: dict[str, Any] = without_null(GeneratedDatasetSpec.model_json_schema())
+        return schema
 
 
 def without_null(schema: Any) -> Any:
