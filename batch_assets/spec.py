@@ -340,7 +340,7 @@ def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
     try:
         return GeneratedDatasetSpec.model_validate(attributes)
     except ValidationError as error:
-        raise explain(error, GeneratedDatasetSpec, attributes, file) from error
+        raise explain(error, GeneratedDatasetSpec, attributes, file) from None
 
 
 def _check_prompt(task: Task, prompt: PromptSpec) -> None:
