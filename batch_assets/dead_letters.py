@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batch_assets.scan import committed_rows, pieces, read_ahead, table_name, threads_for
+from batch_assets.scan import CommittedRows, pieces, read_ahead, table_name, threads_for
 from batch_assets.table_files import table_schema
 from resources.objects import temporary_folder
 from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
@@ -137,8 +137,10 @@ def _dead_rows(
     current: Mapping[str, BatchObject],
     threads: int,
 ) -> Iterator[pa.Table]:
+    committed = CommittedRows(store, manifest, current)
+
     def read(piece: list[BatchEntry]) -> pa.Table:
-        rows = committed_rows(store, manifest, piece, current).drop_columns(["output"])
+        rows = committed.read(piece).drop_columns(["output"])
         return rows.filter(rows.column("error").is_valid())
 
     return read_ahead(read, pieces(dead), threads)

@@ -78,7 +78,7 @@ class Duplicates:
         """The snapshot's duplicates in slices, in order."""
         for shard in self._manifest.duplicate_shards:
             path = self._store.snapshot_path(self._manifest.snapshot, shard.path)
-            with self._store.objects.open(path) as file, pq.ParquetFile(file) as parquet:
+            with self._store.objects.open(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
                 for batch in parquet.iter_batches(_SLICE_ROWS, columns=columns, use_threads=False):
                     yield pa.Table.from_batches([batch])
 

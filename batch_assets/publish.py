@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from batch_assets.card import Card, card_text
 from batch_assets.duplicates import Duplicates
-from batch_assets.scan import committed_rows, pieces, read_ahead, threads_for
+from batch_assets.scan import CommittedRows, pieces, read_ahead, threads_for
 from batch_assets.table_files import Column, Source, TableFile, TableWriter, table_schema
 from resources.objects import Objects
 from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
@@ -181,8 +181,8 @@ def _write(
         TableWriter(store, version, schema, workdir, part_rows) as writer,
         Duplicates(store, manifest, schema, workdir) as duplicates,
     ):
-        jobs = pieces(entries)
-        for rows in read_ahead(lambda piece: committed_rows(store, manifest, piece, current), jobs, threads):
+        committed = CommittedRows(store, manifest, current)
+        for rows in read_ahead(committed.read, pieces(entries), threads):
             duplicates.note(rows)
             writer.write(rows)
         for rows in duplicates.rows():

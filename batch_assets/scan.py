@@ -52,14 +52,6 @@ def read_ahead(read: Callable[[Job], Found], jobs: Iterable[Job], threads: int) 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def kept_columns(store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry]) -> pa.Table:
-    """`row_id` and the keep columns of batches that lie in one shard, in their order."""
-    path = store.snapshot_path(manifest.snapshot, manifest.shards[entries[0].shard].path)
-    with store.objects.open(path) as file, pq.ParquetFile(file, page_checksum_verification=True) as shard:
-        groups = [entry.row_group for entry in entries]
-        return shard.read_row_groups(groups, columns=["row_id", *manifest.keep_columns], use_threads=False)
-
-
 def pieces(entries: Iterable[BatchEntry]) -> Iterator[list[BatchEntry]]:
     """Runs of neighbouring batches of one shard, about 1,000 rows each: the unit that is read at once."""
     piece: list[BatchEntry] = []
@@ -79,33 +71,50 @@ def table_name(column: str) -> str:
     return f"source_{column}" if column in RESERVED_COLUMNS else column
 
 
-def committed_rows(
-    store: DatasetStore,
-    manifest: SnapshotManifest,
-    piece: Sequence[BatchEntry],
-    current: Mapping[str, BatchObject],
-) -> pa.Table:
-    """Outcomes of a piece, each with its `batch` and the snapshot's keep columns.
+class CommittedRows:
+    """Reads the rows of committed batches, with what the snapshot keeps of them. Safe to use from several threads."""
 
-    Raises CorruptObject when an object cannot be read or holds other rows than the snapshot.
-    """
-    table = pa.concat_tables([_outcomes(store, current[entry.key], entry) for entry in piece])
-    if not manifest.keep_columns:
+    def __init__(self, store: DatasetStore, manifest: SnapshotManifest, current: Mapping[str, BatchObject]) -> None:
+        self._store, self._manifest, self._current = store, manifest, current
+        self._footer: tuple[int, pq.FileMetaData | None] = (-1, None)
+
+    def read(self, piece: Sequence[BatchEntry]) -> pa.Table:
+        """Outcomes of a piece, each with its `batch` and the snapshot's keep columns.
+
+        Raises CorruptObject when an object cannot be read or holds other rows than the snapshot.
+        """
+        table = pa.concat_tables([self._outcomes(entry) for entry in piece])
+        if not self._manifest.keep_columns:
+            return table
+        kept = self._kept(piece)
+        if not kept.column("row_id").cast(pa.string()).equals(table.column("row_id")):
+            raise CorruptObject(
+                f"{self._store.dataset} batches {piece[0].key} to {piece[-1].key}: their objects hold other rows than "
+                f"snapshot {self._manifest.snapshot}; run verify to find the object"
+            )
+        for name in self._manifest.keep_columns:
+            table = table.append_column(table_name(name), kept.column(name))
         return table
-    kept = kept_columns(store, manifest, piece)
-    if not kept.column("row_id").cast(pa.string()).equals(table.column("row_id")):
-        raise CorruptObject(
-            f"{store.dataset} batches {piece[0].key} to {piece[-1].key}: their objects hold other rows than snapshot "
-            f"{manifest.snapshot}; run verify to find the object"
-        )
-    for name in manifest.keep_columns:
-        table = table.append_column(table_name(name), kept.column(name))
-    return table
 
+    def _kept(self, piece: Sequence[BatchEntry]) -> pa.Table:
+        """`row_id` and the keep columns of a piece; a shard's footer (400 row groups) is parsed once, not per piece."""
+        number = piece[0].shard
+        known, metadata = self._footer
+        path = self._store.snapshot_path(self._manifest.snapshot, self._manifest.shards[number].path)
+        with (
+            self._store.objects.open(path) as file,
+            pq.ParquetFile(
+                file, metadata=metadata if known == number else None, page_checksum_verification=True
+            ) as shard,
+        ):
+            self._footer = number, shard.metadata
+            columns = ["row_id", *self._manifest.keep_columns]
+            return shard.read_row_groups([entry.row_group for entry in piece], columns=columns, use_threads=False)
 
-def _outcomes(store: DatasetStore, batch: BatchObject, entry: BatchEntry) -> pa.Table:
-    table = store.batch_table(batch)
-    if table.num_rows != entry.rows:
-        raise CorruptObject(f"{store.batch_path(batch)}: expected {entry.rows} rows, found {table.num_rows}")
-    keys = pa.array([entry.key] * entry.rows, pa.string())
-    return table.replace_schema_metadata(None).append_column("batch", keys)
+    def _outcomes(self, entry: BatchEntry) -> pa.Table:
+        batch = self._current[entry.key]
+        table = self._store.batch_table(batch)
+        if table.num_rows != entry.rows:
+            raise CorruptObject(f"{self._store.batch_path(batch)}: expected {entry.rows} rows, found {table.num_rows}")
+        keys = pa.array([entry.key] * entry.rows, pa.string())
+        return table.replace_schema_metadata(None).append_column("batch", keys)

@@ -23,7 +23,7 @@ SAMPLE_ROWS = 3
 _ORIGIN = ("model", "engine", "provider", "instance_type", "spot")
 _REPEATED = ["finish_reason", "error", "model", "engine", "provider", "instance_type", "run_id", "batch"]
 _GROUP_ROWS = 100_000
-_GROUP_BYTES = 32 << 20
+_GROUP_BYTES = 24 << 20
 _PART_BYTES = 1 << 30
 
 
@@ -157,7 +157,7 @@ class Totals:
 class TableWriter:
     """Writes lines into `part-00000.parquet`, …, one local file at a time, each uploaded when it is full.
 
-    A row group holds up to 100,000 lines or 32 MB of them, a part up to `part_rows` lines or about 1 GB.
+    A row group holds up to 100,000 lines or 24 MB of them, a part up to `part_rows` lines or about 1 GB.
     """
 
     def __init__(self, store: DatasetStore, version: str, schema: pa.Schema, workdir: Path, part_rows: int) -> None:

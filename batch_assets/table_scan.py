@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batch_assets.publish import PublishedTable
 from resources.store import CorruptObject, DatasetStore
 
-_BATCH_ROWS = 8000
+_BATCH_ROWS = 4000
 _RUN_ROWS = 1 << 20
 
 
@@ -28,7 +28,8 @@ def table_batches(store: DatasetStore, table: PublishedTable, columns: Sequence[
         path = f"{table.path}/{listed.name}"
         with store.objects.open(path) as opened:
             try:
-                with pq.ParquetFile(opened, page_checksum_verification=True) as file:
+                # Not pre-buffered: pyarrow would keep every row group of these columns until the file is closed.
+                with pq.ParquetFile(opened, pre_buffer=False, page_checksum_verification=True) as file:
                     yield from file.iter_batches(_BATCH_ROWS, columns=list(columns), use_threads=False)
             except (pa.ArrowException, OSError, KeyError) as error:
                 raise CorruptObject(f"{path}: cannot be read ({error})") from error
