@@ -8,7 +8,7 @@ is: nothing else has to remember.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,10 +65,15 @@ def plan_launch(
     if any(run.outcome == "canceled" for run in own):
         return Launch([], "a run of this request was canceled: start it again to go on")
     busy = [run.keys for run in runs if run.outcome == "unfinished"]
-    failed = {run.root_run_id or run.run_id: run.keys for run in own if run.outcome == "failed"}
-    failures = Counter(key for keys_ in failed.values() for key in wanted if key in keys_)
-    left = {key for key in wanted if failures[key] < ATTEMPTS}
+    left = worth_trying(wanted, own)
     ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
     if not left:
         return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs")
     return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")
+
+
+def worth_trying(wanted: Iterable[str], own: Sequence[RangeRunRecord]) -> set[str]:
+    """The wanted keys that fewer than three runs of the request failed on; a run and its retries count as one."""
+    failed = {run.root_run_id or run.run_id: run.keys for run in own if run.outcome == "failed"}
+    failures = Counter(key for keys in failed.values() for key in wanted if key in keys)
+    return {key for key in wanted if failures[key] < ATTEMPTS}
