@@ -43,7 +43,11 @@ class Objects(Protocol):
     root: str
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write an object that must not exist. False when it exists already, with other content or the same."""
+        """Write an object that must not exist; False when another writer's is there.
+
+        Bytes that are there already and equal to `data` may count as ours (on S3 they do: the reply to our own PUT can
+        be lost), so what two writers must not both win has to differ between them.
+        """
 
     def put(self, path: str, data: bytes) -> None:
         """Write or replace a small object."""
@@ -109,13 +113,25 @@ class LocalObjects:
     def _written(self, path: str) -> Iterator[tuple[Path, BinaryIO]]:
         """A synced temporary file beside its destination, removed at the end whatever happened."""
         target = self._file(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with temporary.open("xb") as file:
-                yield temporary, file
-        finally:
-            temporary.unlink(missing_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(temporary.unlink, missing_ok=True)
+            file = stack.enter_context(self._opened(temporary))
+            yield temporary, file
+
+    def _opened(self, temporary: Path) -> BinaryIO:
+        for _ in range(100):
+            with contextlib.suppress(FileNotFoundError):  # somebody's delete took the folder away when it was empty
+                self._make_folder(temporary.parent)
+                return temporary.open("xb")
+        raise StoreError(f"{temporary.parent}: expected a folder, found that it vanishes as often as it is made")
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and its parents, each synced into the one above: an object is no safer than its folder."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._sync_folder(folder.parent)
 
     @staticmethod
     def _sync(file: BinaryIO) -> None:
@@ -172,8 +188,11 @@ class LocalObjects:
             yield from self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after)
 
     def _walk(self, folder: Path, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        with os.scandir(folder) as scan:
-            entries = sorted(scan, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+        except FileNotFoundError:  # emptied and removed while we listed
+            return
         for entry in entries:
             path = prefix + entry.name
             if entry.is_dir():
@@ -355,8 +374,11 @@ def self_test(objects: Objects) -> None:
     try:
         first, second = objects.create(path, b"first"), objects.create(path, b"second")
         kept = objects.get(path)
-    except OSError as error:
-        raise StoreError(f"{objects.root}: cannot write here ({type(error).__name__}: {error})") from error
+    except StoreError:
+        raise
+    except Exception as error:  # OSError on disk, obstore's own on S3, boto3's without credentials
+        said = str(error).partition("\n")[0]
+        raise StoreError(f"{objects.root}: cannot write here ({type(error).__name__}: {said})") from error
     finally:
         with contextlib.suppress(Exception):
             objects.delete([path])

@@ -7,6 +7,7 @@ from the batch objects and the snapshot.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import re
 from collections import defaultdict
@@ -24,6 +25,7 @@ from resources.objects import Objects, open_objects
 from resources.tables import is_outcomes_table, outcomes_from, outcomes_table
 
 FOOTER_KEY = b"batch_assets"
+_CHECKSUM_BYTES = 8
 _OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
 
 
@@ -344,7 +346,8 @@ class DatasetStore:
             writer.write_table(whole)
         folder = "-".join((*key_range, purpose) if purpose else key_range)
         path = f"{self.dataset}/journal/{folder}/{run_id}-{sequence:06d}.arrow"
-        self.objects.put(path, sink.getvalue())
+        data = sink.getvalue()
+        self.objects.put(path, data + _checksum(data))
         return path
 
     def journal_segments(self, key_range: tuple[str, str], purpose: str = "") -> list[str]:
@@ -361,8 +364,12 @@ class DatasetStore:
     def read_journal(self, path: str) -> dict[str, list[Outcome]]:
         """Outcomes of one segment by batch key; empty when it is torn or gone (its rows are generated again)."""
         try:
-            table = pa.ipc.open_stream(io.BytesIO(self.objects.get(path))).read_all()
-        except (FileNotFoundError, pa.ArrowInvalid, OSError):
+            whole = self.objects.get(path)
+            data, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
+            if _checksum(data) != checksum:
+                return {}
+            table = pa.ipc.open_stream(data).read_all()
+        except (FileNotFoundError, pa.ArrowException, OSError):
             return {}
         batches: dict[str, list[Outcome]] = defaultdict(list)
         for key, outcome in zip(table.column("batch").to_pylist(), outcomes_from(table), strict=True):
@@ -390,6 +397,11 @@ class DatasetStore:
     def publish(self, version: str) -> None:
         """Switch readers to a version whose files are all in place."""
         self.objects.put(f"{self.dataset}/published/CURRENT", version.encode())
+
+
+def _checksum(data: bytes) -> bytes:
+    """What ends a journal segment: Arrow's compressed buffers have no checksum of their own."""
+    return hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]
 
 
 class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]
