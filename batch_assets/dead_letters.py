@@ -105,7 +105,7 @@ def dead_batches(store: DatasetStore) -> list[str]:
 
 def dead_letter_rows(store: DatasetStore, version: str) -> int:
     """Number of rows on one version of the list. Raises CorruptObject, FileNotFoundError."""
-    return _read(store, version, ["batch"]).num_rows
+    return int(_read(store, version, ["batch"]).num_rows)
 
 
 def _write(
