@@ -162,6 +162,7 @@ class Placement:
     def __init__(self, workdir: Path, index: ColumnFile, *, with_id: bool, dedupe: bool, batch_rows: int) -> None:
         import duckdb
 
+        self._folder = workdir
         self._rows_in, self._with_id, self._dedupe, self._batch_rows = index.rows, with_id, dedupe, batch_rows
         self._database: duckdb.DuckDBPyConnection = duckdb.connect(
             str(workdir / "placement.duckdb"),
@@ -283,45 +284,35 @@ class Placement:
         counts = (fresh.rows - kept, kept - same, previous_rows - kept, same)
         return Counts(fresh.rows, fresh.duplicates, fresh.refused, *counts, True)
 
-    def in_order(self) -> bool:
-        """True when the order of the source is the order of the batches, so that nothing needs sorting."""
-        last = -1
-        for part in self._cursor("SELECT batch, place FROM placed") if self._had_previous else ():
-            order = part.column("batch").to_numpy() * (_AFTER_ALL << 1) + part.column("place").to_numpy()
-            if order[0] < last or (np.diff(order) < 0).any():
-                return False
-            last = order[-1]
-        return True
-
-    def last_batch(self) -> int:
-        """The highest batch number, when there was a previous snapshot."""
-        return int(self._numbers("SELECT max(batch) FROM placed")[0])
-
     def places(self) -> Places:
-        """What `place` decided, to be read in the order of the source."""
-        special = self._cursor(
+        """What `place` decided. It stays readable when the database is closed and its memory is free again."""
+        special = self._saved(
+            "special",
             "SELECT x.seq, x.occurrence, x.fate, s.row_id AS of_id FROM special x LEFT JOIN source s"
-            f" ON s.seq = x.of_seq AND x.fate = {DUPLICATE} ORDER BY x.seq"
+            f" ON s.seq = x.of_seq AND x.fate = {DUPLICATE} ORDER BY x.seq",
         )
-        placed = self._cursor("SELECT seq, batch, place FROM placed") if self._had_previous else None
+        placed = self._saved("placed", "SELECT * FROM placed ORDER BY seq") if self._had_previous else None
         return Places(special, placed, self._batch_rows)
 
-    def _cursor(self, query: str) -> pa.RecordBatchReader:
-        return self._database.cursor().sql(query).to_arrow_reader(_PREVIOUS_ROWS)
+    def _saved(self, name: str, query: str) -> Path:
+        path = self._folder / f"{name}.parquet"
+        self._run(f"COPY ({query}) TO {_quoted(path)} (FORMAT parquet, COMPRESSION lz4_raw)")
+        return path
 
 
 class _InOrder:
     """A result sorted by `seq`, handed out in ranges."""
 
-    def __init__(self, reader: pa.RecordBatchReader) -> None:
-        self._reader = reader
-        self._table: pa.Table = reader.schema.empty_table()
+    def __init__(self, path: Path) -> None:
+        file = pq.ParquetFile(path)
+        self._reader = file.iter_batches(_PREVIOUS_ROWS, use_threads=False)
+        self._table: pa.Table = file.schema_arrow.empty_table()
 
     def below(self, seq: int) -> pa.Table:
         """The next rows whose seq is less than this."""
         while not self._table.num_rows or self._table.column("seq")[-1].as_py() < seq:
             try:
-                batch = self._reader.read_next_batch()
+                batch = next(self._reader)
             except StopIteration:
                 break
             self._table = pa.concat_tables([self._table, pa.Table.from_batches([batch])])
@@ -344,30 +335,55 @@ class PlacedRows:
 class Places:
     """The decisions of a Placement, read once, in the order of the source."""
 
-    def __init__(self, special: pa.RecordBatchReader, placed: pa.RecordBatchReader | None, batch_rows: int) -> None:
+    def __init__(self, special: Path, placed: Path | None, batch_rows: int) -> None:
+        self._placed_path = placed
         self._special, self._placed = _InOrder(special), _InOrder(placed) if placed is not None else None
         self._batch_rows, self._seq, self._count = batch_rows, 0, 0
+
+    def last_batch_if_unsorted(self) -> int | None:
+        """None when the order of the source is the order of the batches; else the highest batch number."""
+        last, highest, sorted_ = -1, 0, True
+        if self._placed_path is None:
+            return None
+        for part in pq.ParquetFile(self._placed_path).iter_batches(
+            1 << 16, columns=["batch", "place"], use_threads=False
+        ):
+            batch = part.column("batch").to_numpy()
+            order = batch * (_AFTER_ALL << 1) + part.column("place").to_numpy()
+            sorted_ = sorted_ and bool(order[0] > last and (np.diff(order) > 0).all())
+            last, highest = int(order[-1]), max(highest, int(batch.max()))
+        return None if sorted_ else highest
 
     def next(self, rows: int) -> PlacedRows:
         """The decisions on the next rows."""
         first, self._seq = self._seq, self._seq + rows
         occurrence, fate = np.zeros(rows, np.int64), np.zeros(rows, np.int8)
         special = self._special.below(self._seq)
-        at = special.column("seq").to_numpy() - first
+        at = _offsets(special, first, rows)
         occurrence[at] = special.column("occurrence").to_numpy()
         fate[at] = special.column("fate").to_numpy()
         of_id = {int(i): row_id for i, row_id in zip(at, special.column("of_id").to_pylist(), strict=True) if row_id}
         batch, place = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         if self._placed is not None:
             placed = self._placed.below(self._seq)
-            at = placed.column("seq").to_numpy() - first
+            at = _offsets(placed, first, rows)
             batch[at], place[at] = placed.column("batch").to_numpy(), placed.column("place").to_numpy()
         else:
             free = np.flatnonzero(fate == 0)
             place[free] = self._count + np.arange(len(free))
             batch[free] = place[free] // self._batch_rows
             self._count += len(free)
+        if (batch[fate == 0] < 0).any():
+            raise RuntimeError("placement: a row of the source was given no batch")
         return PlacedRows(occurrence, fate, batch, place, of_id)
+
+
+def _offsets(table: pa.Table, first: int, rows: int) -> np.ndarray:
+    """Places of a table's rows among `rows` rows from seq `first` on; they rise, or the database broke its promise."""
+    offsets: np.ndarray = table.column("seq").to_numpy() - first
+    if len(offsets) and (offsets[0] < 0 or offsets[-1] >= rows or (np.diff(offsets) <= 0).any()):
+        raise RuntimeError("placement: decisions came back in another order than the source")
+    return offsets
 
 
 def _quoted(path: Path) -> str:

@@ -6,6 +6,7 @@ the same snapshot id, and then nothing is written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.ingest import Ingested, ingest, source_name
-from batch_assets.placement import DUPLICATE, Counts, PlacedRows, Placement, previous_file
+from batch_assets.placement import DUPLICATE, Counts, PlacedRows, Placement, Places, previous_file
 from batch_assets.snapshot_files import Buckets, ShardWriter
 from batch_assets.source_errors import Reject, SourceError
 from batch_assets.spec import GeneratedDatasetSpec
+from resources.objects import StoreError
 from resources.store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 
 DUPLICATE_ROWS = 500_000
@@ -44,9 +46,19 @@ def build_snapshot(
     paths start (default: the current folder). Returns the manifest there is when nothing changed. Raises SourceError;
     whatever fails, the snapshot before stays the current one.
     """
+    try:
+        return _build(spec, store, now, workdir, base or Path.cwd())
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            free = "set BATCH_ASSETS_WORKDIR to a folder on a larger one"
+            raise SourceError(f"{workdir}: the disk is full; {free}") from error
+        raise
+
+
+def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path) -> SnapshotManifest:
     previous = _previous(store)
     workdir.mkdir(parents=True, exist_ok=True)
-    read = ingest(spec, base or Path.cwd(), workdir)
+    read = ingest(spec, base, workdir)
     rows_before = None
     if previous is not None:
         with_id = spec.id is not None
@@ -57,7 +69,8 @@ def build_snapshot(
     ) as placement:
         _refuse_repeated_ids(read, placement)
         counts = placement.place(rows_before)
-        assert read.source_rows == counts.rows + counts.duplicates + read.rejects.count, "every row is in one place"
+        if read.source_rows != counts.rows + counts.duplicates + read.rejects.count:
+            raise RuntimeError("snapshot: rows of the source are neither placed, nor duplicates, nor rejected")
         if not counts.rows:
             raise SourceError(f"{source_name(spec)}: expected at least one row, found none that can be used")
         unchanged = previous is not None and counts.unchanged == counts.rows and not counts.removed
@@ -65,7 +78,8 @@ def build_snapshot(
             snapshot = _snapshot_id(spec, read, counts, previous.entries)
             if snapshot == previous.manifest.snapshot:
                 return previous.manifest
-        files = _write_files(read, placement, counts, workdir)
+        places = placement.places()
+    files = _write_files(read, places, counts, workdir)
     snapshot = _snapshot_id(spec, read, counts, files.entries)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
     _upload(store, manifest, read, files, workdir)
@@ -74,7 +88,15 @@ def build_snapshot(
 
 def _previous(store: DatasetStore) -> _Previous | None:
     snapshot = store.current_snapshot()
-    return None if snapshot is None else _Previous(store.manifest(snapshot), store.entries(snapshot))
+    if snapshot is None:
+        return None
+    try:
+        return _Previous(store.manifest(snapshot), store.entries(snapshot))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{store.dataset}/snapshots/CURRENT names snapshot {snapshot}, which is not there; put it back, or delete "
+            "CURRENT to place all rows anew"
+        ) from error
 
 
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
@@ -111,14 +133,13 @@ class _Files:
     duplicates: list[Shard]
 
 
-def _write_files(read: Ingested, placement: Placement, counts: Counts, workdir: Path) -> _Files:
+def _write_files(read: Ingested, places: Places, counts: Counts, workdir: Path) -> _Files:
     """Shards and duplicates as local files."""
     writer = ShardWriter(workdir)
     buckets: Buckets | None = None
     duplicates = _Duplicates(workdir)
-    if not placement.in_order():
-        buckets = Buckets(workdir, placement.last_batch(), counts.rows, read.stage.bytes // max(1, read.stage.rows))
-    places = placement.places()
+    if (last := places.last_batch_if_unsorted()) is not None:
+        buckets = Buckets(workdir, last, read.stage.bytes)
     for batch in read.stage.read():
         placed = places.next(batch.num_rows)
         table = _table(read, batch, placed)
@@ -138,6 +159,11 @@ def _write_files(read: Ingested, placement: Placement, counts: Counts, workdir: 
         writer.add(table, numbers)
     writer.close()
     duplicates.close()
+    if (
+        sum(e.rows for e in writer.entries) != counts.rows
+        or sum(s.rows for s in duplicates.shards) != counts.duplicates
+    ):
+        raise RuntimeError("snapshot: the files hold another number of rows than were placed")
     return _Files(writer.shards, writer.entries, duplicates.shards)
 
 

@@ -17,7 +17,8 @@ from resources.store import BatchEntry, Shard
 
 SHARD_ROWS = 100_000
 SHARD_BYTES = 256 << 20
-BUCKET_BYTES = 48 << 20
+BUCKET_BYTES = 16 << 20
+STAGE_ROWS, STAGE_BYTES = 8192, 8 << 20
 MAX_BUCKETS = 256
 MAX_BATCHES = 100_000
 
@@ -30,15 +31,31 @@ class Stage:
         self.rows = self.bytes = 0
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         self._writer = pa.ipc.new_file(path, schema, options=options)
+        self._held: list[pa.RecordBatch] = []
+        self._held_rows = self._held_bytes = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Append rows."""
-        self._writer.write_batch(batch)
+        """Append rows; small pieces are written together."""
+        self._held.append(batch)
+        self._held_rows += batch.num_rows
+        self._held_bytes += batch.nbytes
         self.rows += batch.num_rows
         self.bytes += batch.nbytes
+        if self._held_rows >= STAGE_ROWS or self._held_bytes >= STAGE_BYTES:
+            self._flush()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append rows at once."""
+        self._writer.write_batch(batch)
+
+    def _flush(self) -> None:
+        if self._held:
+            self.write(pa.concat_batches(self._held))
+            self._held, self._held_rows, self._held_bytes = [], 0, 0
 
     def close(self) -> None:
         """Finish the file."""
+        self._flush()
         self._writer.close()
 
     def read(self) -> Iterator[pa.RecordBatch]:
@@ -81,6 +98,8 @@ class ShardWriter:
         if self._open is None:
             return
         number, table = self._open.number, pa.concat_tables(self._open.pieces)
+        if self.entries and number <= int(self.entries[-1].key):
+            raise RuntimeError("snapshot: rows did not come in batch order")
         if number >= MAX_BATCHES:
             raise SourceError(f"expected at most {MAX_BATCHES} batches (keys have five digits); raise batch_rows")
         if self._writer is None:
@@ -115,23 +134,25 @@ class ShardWriter:
 class Buckets:
     """Puts rows into batch order without sorting them all: neighbouring batches share a file, sorted on its own."""
 
-    def __init__(self, folder: Path, last_batch: int, rows: int, row_bytes: int) -> None:
+    def __init__(self, folder: Path, last_batch: int, total_bytes: int) -> None:
         self._folder = folder
-        size = max(1, rows * max(1, row_bytes) // BUCKET_BYTES)
-        self._batches = max(1, -(-(last_batch + 1) // min(MAX_BUCKETS, size)))
+        buckets = min(MAX_BUCKETS, 1 + total_bytes // BUCKET_BYTES)
+        self._batches = -(-(last_batch + 1) // buckets)
         self._stages: dict[int, Stage] = {}
 
     def add(self, table: pa.Table, batch: np.ndarray, place: np.ndarray) -> None:
         """Scatter rows to their buckets."""
         table = table.append_column("~batch", pa.array(batch)).append_column("~place", pa.array(place))
         bucket = batch // self._batches
-        for number in np.unique(bucket).tolist():
-            part = table.filter(pa.array(bucket == number)).combine_chunks()
+        order = np.argsort(bucket, kind="stable")
+        (rows,) = table.take(order).combine_chunks().to_batches()
+        cuts = [0, *(np.flatnonzero(np.diff(bucket[order])) + 1).tolist(), len(order)]
+        for first, last in itertools.pairwise(cuts):
+            number = int(bucket[order[first]])
             stage = self._stages.get(number)
             if stage is None:
                 stage = self._stages[number] = Stage(self._folder / f"bucket-{number:05d}.arrow", table.schema)
-            for piece in part.to_batches():
-                stage.add(piece)
+            stage.write(rows.slice(first, last - first))
 
     def read(self) -> Iterator[tuple[pa.Table, np.ndarray]]:
         """All rows by batch and place, with their batch numbers; each bucket's file is removed once read."""

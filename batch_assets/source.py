@@ -6,6 +6,7 @@ read. Nothing here holds more than one block, whatever the size of the source.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import itertools
@@ -89,18 +90,27 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[B
         raise SourceError(f"{source.path}: expected files of one format, found {' and '.join(kinds)}")
     parquet = ParquetReader(columns)
     for file, kind, packed in formats:
+        with _readable(file), file.open() as raw:
+            if kind == "parquet":
+                yield from parquet.read(file.name, raw)
+            else:
+                stream = _unpacked(raw, packed, file.name)
+                yield from (read_csv if kind == "csv" else read_jsonl)(file.name, stream, columns)
+
+
+@contextlib.contextmanager
+def _readable(file: SourceFile) -> Iterator[None]:
+    """Turns what goes wrong while a file is read into a SourceError, and notices a file that was replaced."""
+    try:
         before = file.stamp()
-        try:
-            with file.open() as raw:
-                if kind == "parquet":
-                    yield from parquet.read(file.name, raw)
-                else:
-                    stream = _unpacked(raw, packed, file.name)
-                    yield from (read_csv if kind == "csv" else read_jsonl)(file.name, stream, columns)
-        except FileNotFoundError as error:
-            raise SourceError(f"{file.name}: was there when the reading began and is gone") from error
-        if file.stamp() != before:
-            raise SourceError(f"{file.name}: changed while it was read; run again when its writer has finished")
+        yield
+        after = file.stamp()
+    except FileNotFoundError as error:
+        raise SourceError(f"{file.name}: was there when the reading began and is gone") from error
+    except OSError as error:
+        raise SourceError(f"{file.name}: cannot be read ({error.strerror or type(error).__name__})") from error
+    if after != before:
+        raise SourceError(f"{file.name}: changed while it was read; run again when its writer has finished")
 
 
 def _format(name: str, given: str | None) -> tuple[str, str]:
@@ -157,7 +167,8 @@ def _s3_files(path: str) -> list[SourceFile]:
     wild = re.search(r"[*?\[]", key)
     folder = key[: wild.start() if wild else len(key)].rpartition("/")[0]
     matches = _glob_pattern(key).fullmatch if wild else key.__eq__
-    found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
+    with _readable_store(path):
+        found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
 
     def file(name: str) -> SourceFile:
         def stamp() -> object:
@@ -167,6 +178,19 @@ def _s3_files(path: str) -> list[SourceFile]:
         return SourceFile(f"s3://{bucket}/{name}", lambda: objects.open(name), stamp)
 
     return [file(info.path) for info in found]
+
+
+@contextlib.contextmanager
+def _readable_store(path: str) -> Iterator[None]:
+    """Turns the store's own errors into a SourceError; only their first line speaks to people."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except BaseError as error:
+        code = re.search(r"<Code>(\w+)</Code>", str(error))
+        reason = code[1] if code else type(error).__name__
+        raise SourceError(f"{path}: the store refuses to be read ({reason})") from error
 
 
 def _glob_pattern(pattern: str) -> re.Pattern[str]:

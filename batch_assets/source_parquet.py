@@ -27,10 +27,11 @@ class ParquetReader:
     def read(self, file: str, stream: BinaryIO) -> Iterator[Block]:
         """All rows of one file; `line` counts rows from 1."""
         try:
-            metadata = pq.read_metadata(stream)
+            with pq.ParquetFile(stream) as first:
+                metadata, schema = first.metadata, first.schema_arrow
             stream.seek(0)
-            reader = pq.ParquetFile(stream, read_dictionary=_repeated(metadata, self._columns))
-            schema = reader.schema_arrow
+            shared = _repeated(metadata, schema, self._columns)
+            reader = pq.ParquetFile(stream, read_dictionary=shared, page_checksum_verification=True)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
         self._check(file, schema)
@@ -72,8 +73,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _repeated(metadata: Any, columns: Sequence[str]) -> list[str]:
-    """Text columns that are far smaller in the file than their values."""
+def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[str]:
+    """Text columns that were written as dictionaries, or are far smaller in the file than their values."""
     names = []
     for index in range(metadata.num_columns):
         column = metadata.schema.column(index)
@@ -81,7 +82,8 @@ def _repeated(metadata: Any, columns: Sequence[str]) -> list[str]:
             continue
         chunks = [metadata.row_group(group).column(index) for group in range(metadata.num_row_groups)]
         rows = sum(chunk.num_values for chunk in chunks)
-        if rows and sum(chunk.total_uncompressed_size for chunk in chunks) < _REPEATED_BYTES * rows:
+        dictionary = pa.types.is_dictionary(schema.field(column.path).type)
+        if dictionary or (rows and sum(chunk.total_uncompressed_size for chunk in chunks) < _REPEATED_BYTES * rows):
             names.append(column.path)
     return names
 

@@ -48,11 +48,12 @@ def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[
             if line is None:
                 rejects.append(Reject(file, number, _TOO_LONG))
                 continue
+            if not line or line.isspace():
+                continue
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                if line.strip():
-                    rejects.append(Reject(file, number, _json_reason(line, error)))
+                rejects.append(Reject(file, number, _json_reason(line, error)))
                 continue
             if type(row) is dict:
                 rows.append(row)
