@@ -126,11 +126,10 @@ class Lane:
         if len(blamed) == 1:
             item = blamed[0]
             item.alone_deaths += 1
-            item.tries += 1
             if item.alone_deaths >= self.policy.alone_deaths:
                 blamed = []
                 message = f"alone in flight at {item.alone_deaths} engine deaths, the last: {self.error}"
-                self.work.settle(item, self._dead(item, "engine_killed", message, 0))
+                self.work.settle(item, self._dead(item, "engine_killed", message, item.alone_deaths))
         self.work.suspects.died(group, blamed, rest)
 
     # --- rows ---
@@ -247,7 +246,7 @@ class Lane:
             self._loop.call_soon(self._wake)
 
     def _dead(self, item: Item, code: str, message: str, last: int = 1) -> Outcome:
-        """A dead letter; `last` is 1 when the request that just ended is not among its tries yet."""
+        """A dead letter; `last` counts the requests to charge that are not among the row's tries yet."""
         return self._outcome(item, None, None, code, message, item.tries + last)
 
     def _outcome(

@@ -100,9 +100,11 @@ class Watchdog:
                 wake()
                 quick = bool(self._bad_health) or self._uneasy.is_set()
                 self._uneasy.clear()
+                pause = min(UNEASY_SECONDS, self._policy.poll_seconds) if quick else self._policy.poll_seconds
+                # Not wait_for: before Python 3.12 it may swallow a cancel that comes with the time-out.
                 with suppress(TimeoutError):
-                    pause = min(UNEASY_SECONDS, self._policy.poll_seconds) if quick else self._policy.poll_seconds
-                    await asyncio.wait_for(self._uneasy.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self._uneasy.wait()
         except Exception as error:
             self._lane.end(error)
 
@@ -163,7 +165,8 @@ class Watchdog:
         self.canaries += 1
         sent = self._loop.time()
         try:
-            await asyncio.wait_for(self._engine.canary(), self._policy.stall_seconds)
+            async with asyncio.timeout(self._policy.stall_seconds):
+                await self._engine.canary()
         except (RowRejected, EngineRefused):
             self.canary_useless = True
         except (Transient, TimeoutError) as error:
@@ -194,10 +197,11 @@ class Watchdog:
         return self._policy.stall_seconds * (self._policy.blind_factor if self._blind else 1.0)
 
     def _check_progress(self, now: float) -> None:
-        if self._trouble_since is not None and now - self._trouble_since >= self._policy.stall_seconds:
-            self._lane.end(EngineLost("no_progress", f"every request failed for {now - self._trouble_since:.0f} s"))
-            return
+        trouble = 0.0 if self._trouble_since is None else now - self._trouble_since
         quiet = now - self._progress_at
+        if trouble >= self._policy.stall_seconds or (trouble and quiet >= self._limit):
+            self._lane.end(EngineLost("no_progress", f"every request failed for {trouble:.0f} s"))
+            return
         if quiet < self._limit:
             return
         if self._canary_ok_at <= self._progress_at:

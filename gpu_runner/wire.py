@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -161,7 +163,7 @@ def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes
         if task == "embedding":
             return _embedding(answer)
         return _text(task, answer)
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
         raise Transient("garbage_body", f"{len(body)} bytes that are no {task} answer") from error
 
 
@@ -180,9 +182,10 @@ def _text(task: Task, answer: Any) -> Completion:
 
 
 def _embedding(answer: Any) -> Completion:
-    vector = tuple(map(float, answer["data"][0]["embedding"]))
-    if not vector:
-        raise ValueError("empty vector")
+    numbers = answer["data"][0]["embedding"]
+    if not isinstance(numbers, list) or not numbers:
+        raise TypeError("no vector")
+    vector = tuple(map(float, numbers))
     usage = answer.get("usage") or {}
     return Completion(vector, "stop", int(usage.get("prompt_tokens") or 0), 0)
 
@@ -222,25 +225,19 @@ def _error_text(body: bytes) -> tuple[str, str]:
     return str(error)[:MESSAGE_LENGTH], ""
 
 
-def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a Retry-After header asks for (RFC 9110 section 10.2.3: seconds or a date), or None."""
     value = headers.get("Retry-After")
     if value is None:
         return None
+    with suppress(ValueError):
+        seconds = float(value)
+        return max(0.0, seconds) if isfinite(seconds) else None
     try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        when = parsedate_to_datetime(value).timestamp()
-    except ValueError:
+        asked = parsedate_to_datetime(value) - parsedate_to_datetime(headers.get("Date", ""))
+    except (ValueError, TypeError):  # no date, or one with a time zone and one without
         return None
-    date = headers.get("Date")
-    try:
-        base = now if now is not None else parsedate_to_datetime(date or "").timestamp()
-    except ValueError:
-        return None
-    return max(0.0, when - base)
+    return max(0.0, asked.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from gpu_runner.rows import Batch, Outcome, Row
 from gpu_runner.suspects import Group, Suspects
 from gpu_runner.wire import Repair
 
+CANCEL_AGAIN_SECONDS = 1.0
+
 
 @dataclass(slots=True, eq=False)
 class OpenBatch:
@@ -191,16 +193,19 @@ def _nothing() -> None:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels tasks and waits until all are gone, also when the waiting itself is cancelled meanwhile."""
+    """Cancels tasks and waits until all are gone, also when the waiting itself is cancelled meanwhile.
+
+    A task that swallowed its cancel (asyncio.wait_for does so before Python 3.12) is cancelled again.
+    """
     pending = set(tasks)
-    for task in pending:
-        task.cancel()
     cancelled: asyncio.CancelledError | None = None
     while pending:
+        for task in pending:
+            task.cancel()
         try:
-            _, pending = await asyncio.wait(pending)
+            await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
         except asyncio.CancelledError as error:
             cancelled = error
-            pending = {task for task in pending if not task.done()}
+        pending = {task for task in pending if not task.done()}
     if cancelled is not None:
         raise cancelled

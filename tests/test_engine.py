@@ -1,0 +1,390 @@
+"""The HTTP client against tiny servers that misbehave in one way each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from gpu_runner.engine import (
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    RowRejected,
+    TimeOuts,
+    Transient,
+)
+from gpu_runner.rows import Generation
+
+CHAT = Generation("chat", "m", {"max_tokens": 5})
+PROMPT = orjson.dumps([{"role": "user", "content": "a very secret prompt"}])
+ANSWER = {
+    "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def http_server(routes: dict[str, Handler], **options: Any) -> AsyncIterator[str]:
+    """An HTTP server on a free port; yields its address."""
+    app = web.Application(client_max_size=1 << 23)
+    for path, handler in routes.items():
+        app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app, access_log=None, **options)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class RawServer:
+    """A server on bare sockets. `script` says, per connection, what to do with each request on it: "answer",
+    "reset" (before any byte), "half" (reset in the body), or "silence", which notes when the client leaves.
+    """
+
+    def __init__(self, *script: list[str]) -> None:
+        self.script = list(script)
+        self.connections = self.requests = 0
+        self.silent: asyncio.Queue[str] = asyncio.Queue()
+        self.url = ""
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> RawServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        steps = self.script[self.connections] if self.connections < len(self.script) else ["answer"] * 100
+        self.connections += 1
+        body = orjson.dumps(ANSWER)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        try:
+            for step in steps:
+                request = await reader.readuntil(b"\r\n\r\n")
+                length = int(request.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                self.requests += 1
+                if step == "silence":
+                    self.silent.put_nowait("asked")
+                    assert await reader.read() == b""
+                    self.silent.put_nowait("left")
+                    return
+                if step == "reset":
+                    writer.transport.abort()
+                    return
+                writer.write(head + body if step != "half" else head + body[:20])
+                await writer.drain()
+                if step == "half":
+                    writer.transport.abort()
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def answer(request: web.Request) -> web.Response:
+    return web.json_response(ANSWER)
+
+
+def status(code: int, text: str = "no", **headers: str) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=code, text=text, headers=headers)
+
+    return handler
+
+
+async def failure(url: str, **options: Any) -> Exception:
+    """What `generate` raises."""
+    async with EngineClient(url, CHAT, **options) as engine:
+        with pytest.raises(Exception) as raised:
+            await engine.generate(PROMPT)
+    return raised.value
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_endpoint_may_end_in_v1_or_not(ending: str) -> None:
+    async def main() -> None:
+        async with http_server({"/v1/chat/completions": answer}) as url, EngineClient(url + ending, CHAT) as engine:
+            assert (await engine.generate(PROMPT)).output == "hi"
+
+    asyncio.run(main())
+
+
+def test_a_path_before_v1_is_kept() -> None:
+    async def main() -> None:
+        routes = {"/a/b/v1/chat/completions": answer, "/a/b/health": status(200)}
+        async with http_server(routes) as url, EngineClient(url + "/a/b", CHAT) as engine:
+            assert (await engine.generate(PROMPT)).output == "hi"
+            assert await engine.healthy()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:8000", "ftp://host", "http://"])
+def test_a_wrong_endpoint_is_refused_at_once(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="endpoint"):
+        EngineClient(endpoint, CHAT)
+
+
+def test_the_api_key_is_sent_and_stays_out_of_errors() -> None:
+    async def guarded(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer k3y":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await answer(request)
+
+    async def main() -> None:
+        async with http_server({"/v1/chat/completions": guarded}) as url:
+            async with EngineClient(url, CHAT, api_key="k3y") as engine:
+                assert (await engine.generate(PROMPT)).output == "hi"
+            error = await failure(url, api_key="wrong-k3y")
+            assert isinstance(error, EngineRefused)
+            assert "key" in str(error) and "k3y" not in str(error)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(400, RowRejected), (413, RowRejected), (422, RowRejected), (403, EngineRefused), (404, EngineRefused),
+     (429, Transient), (500, Transient), (503, Transient)],
+)  # fmt: skip
+def test_each_status_has_its_class_and_no_exception_shows_the_body(code: int, kind: type[Exception]) -> None:
+    async def main() -> None:
+        async with http_server({"/v1/chat/completions": status(code, "echo of a very secret prompt")}) as url:
+            error = await failure(url)
+            assert isinstance(error, kind)
+            assert "secret" not in f"{error} {error!r}"
+
+    asyncio.run(main())
+
+
+def test_a_redirect_is_never_followed() -> None:
+    async def main() -> None:
+        seen = []
+
+        async def elsewhere(request: web.Request) -> web.Response:
+            seen.append(request.path)
+            return await answer(request)
+
+        routes = {"/v1/chat/completions": status(307, Location="/other"), "/other": elsewhere}
+        async with http_server(routes) as url:
+            assert isinstance(await failure(url), EngineRefused)
+            assert seen == []
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_the_server_closed_in_idleness_costs_nothing() -> None:
+    async def main() -> None:
+        async with RawServer(["answer", "reset"]) as server, EngineClient(server.url, CHAT) as engine:
+            await engine.generate(PROMPT)
+            assert (await engine.generate(PROMPT)).output == "hi"
+            assert (server.connections, server.requests) == (2, 3)
+
+    asyncio.run(main())
+
+
+def test_many_idle_connections_closed_at_once_cost_nothing() -> None:
+    async def main() -> None:
+        app = {"/v1/chat/completions": answer}
+        async with http_server(app, keepalive_timeout=0.05) as url, EngineClient(url, CHAT) as engine:
+            for _ in range(4):
+                await asyncio.gather(*(engine.generate(PROMPT) for _ in range(50)))
+                await asyncio.sleep(0.05)  # the very moment in which the server closes
+
+    asyncio.run(main())
+
+
+def test_a_reset_on_a_new_connection_is_a_failure() -> None:
+    async def main() -> None:
+        async with RawServer(["reset"]) as server:
+            error = await failure(server.url)
+            assert isinstance(error, Transient)
+            assert (error.code, error.taken, server.requests) == ("connection_lost", True, 1)
+
+    asyncio.run(main())
+
+
+def test_a_reset_on_the_fresh_connection_is_a_failure_too() -> None:
+    async def main() -> None:
+        async with RawServer(["answer", "reset"], ["reset"]) as server, EngineClient(server.url, CHAT) as engine:
+            await engine.generate(PROMPT)
+            with pytest.raises(Transient, match="connection_lost"):
+                await engine.generate(PROMPT)
+            assert server.requests == 3
+
+    asyncio.run(main())
+
+
+def test_a_body_that_breaks_off_is_a_failure_and_not_repeated() -> None:
+    async def main() -> None:
+        async with RawServer(["answer", "half"]) as server, EngineClient(server.url, CHAT) as engine:
+            await engine.generate(PROMPT)
+            with pytest.raises(Transient, match="connection_lost"):
+                await engine.generate(PROMPT)
+            assert server.requests == 2
+
+    asyncio.run(main())
+
+
+def test_a_silent_server_ends_in_the_time_out() -> None:
+    async def main() -> None:
+        async with RawServer(["silence"]) as server:
+            error = await failure(server.url, time_outs=TimeOuts(request=0.1))
+            assert isinstance(error, Transient)
+            assert (error.code, error.taken) == ("timeout", True)
+
+    asyncio.run(main())
+
+
+def test_where_nobody_listens_the_row_was_never_taken() -> None:
+    async def main() -> None:
+        async with RawServer() as server:
+            url = server.url
+        error = await failure(url)
+        assert isinstance(error, Transient)
+        assert (error.code, error.taken) == ("connect_failed", False)
+        async with EngineClient(url, CHAT) as engine:
+            assert not await engine.healthy()
+            with pytest.raises(EngineLost, match="unreachable"):
+                await engine.info()
+            with pytest.raises(EngineLost, match="unreachable"):
+                await engine.load()
+
+    asyncio.run(main())
+
+
+def test_a_large_prompt_is_sent_whole() -> None:
+    async def main() -> None:
+        sizes = []
+
+        async def measure(request: web.Request) -> web.Response:
+            sizes.append(len(await request.read()))
+            return await answer(request)
+
+        large = orjson.dumps([{"role": "user", "content": "x" * 3_000_000}])
+        async with http_server({"/v1/chat/completions": measure}) as url, EngineClient(url, CHAT) as engine:
+            await engine.generate(large)
+            assert sizes[0] > len(large)
+
+    asyncio.run(main())
+
+
+def models(*entries: dict[str, Any]) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": list(entries)})
+
+    return handler
+
+
+async def version(request: web.Request) -> web.Response:
+    return web.json_response({"version": "0.32.0"})
+
+
+def test_info_says_who_serves() -> None:
+    async def main() -> None:
+        routes = {"/v1/models": models({"id": "m", "max_model_len": 1024}), "/version": version}
+        async with http_server(routes) as url, EngineClient(url, CHAT) as engine:
+            info = await engine.info()
+            assert (info.model, info.version, info.max_model_len, info.simulated) == ("m", "0.32.0", 1024, False)
+
+    asyncio.run(main())
+
+
+def test_a_server_without_version_and_length_is_taken_as_it_is() -> None:
+    async def main() -> None:
+        async with http_server({"/v1/models": models({"id": "m"})}) as url, EngineClient(url, CHAT) as engine:
+            info = await engine.info()
+            assert (info.version, info.max_model_len) == ("", None)
+
+    asyncio.run(main())
+
+
+def test_another_model_is_refused_by_name_before_any_row() -> None:
+    async def main() -> None:
+        async with (
+            http_server({"/v1/models": models({"id": "other"})}) as url,
+            EngineClient(url, CHAT) as engine,
+        ):
+            with pytest.raises(EngineRefused, match=r"expected model m, found other: .+"):
+                await engine.info()
+
+    asyncio.run(main())
+
+
+def test_the_load_is_read_from_metrics_and_asked_for_only_where_it_is() -> None:
+    async def main() -> None:
+        asked = []
+
+        async def metrics(request: web.Request) -> web.Response:
+            asked.append(1)
+            return web.Response(text='vllm:num_requests_running{a="b"} 2\n' if len(asked) == 1 else "nothing 1\n")
+
+        async with http_server({"/metrics": metrics}) as url, EngineClient(url, CHAT) as engine:
+            load = await engine.load()
+            assert load is not None and load.running == 2
+            assert await engine.load() is None
+            assert await engine.load() is None
+            assert len(asked) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("code", "healthy"), [(200, True), (404, True), (401, True), (500, False), (503, False)])
+def test_health_is_whether_the_server_answers_without_an_error(code: int, healthy: bool) -> None:
+    async def main() -> None:
+        async with http_server({"/health": status(code)}) as url, EngineClient(url, CHAT) as engine:
+            assert await engine.healthy() is healthy
+
+    asyncio.run(main())
+
+
+def test_a_canary_asks_for_one_token() -> None:
+    async def main() -> None:
+        bodies = []
+
+        async def note(request: web.Request) -> web.Response:
+            bodies.append(await request.json())
+            return await answer(request)
+
+        async with http_server({"/v1/chat/completions": note}) as url, EngineClient(url, CHAT) as engine:
+            await engine.canary()
+        assert bodies == [{"model": "m", "messages": [{"role": "user", "content": "ping"}], "max_tokens": 1}]
+
+    asyncio.run(main())
+
+
+def test_cancelled_requests_leave_no_connection() -> None:
+    async def main() -> None:
+        async with RawServer(["silence"], ["silence"]) as server:
+            async with EngineClient(server.url, CHAT) as engine:
+                tasks = [asyncio.create_task(engine.generate(PROMPT)) for _ in range(2)]
+                assert [await server.silent.get() for _ in tasks] == ["asked", "asked"]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                assert [await asyncio.wait_for(server.silent.get(), 5) for _ in tasks] == ["left", "left"]
+            assert not asyncio.all_tasks() - server.tasks - {asyncio.current_task()}
+
+    asyncio.run(main())

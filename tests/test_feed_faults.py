@@ -1,0 +1,447 @@
+"""The feed on engines that fail: who is charged, who is a dead letter, and when an engine is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_engine import ORIGIN, FakeEngine, Sink, batches
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from virtual_time import run
+
+from gpu_runner.feed import Feed, FeedPolicy
+from gpu_runner.rows import Batch
+from gpu_runner.wire import EngineLost, RowRejected, Transient
+
+POLICY = FeedPolicy()
+RESET = Transient("connection_lost")
+BUSY = Transient("http_429", retry_after=1.0, taken=False)
+
+
+def make_feed(source: Iterable[Batch], sink: Sink, policy: FeedPolicy = POLICY, **changes: Any) -> Feed:
+    return Feed(
+        iter(source),
+        on_row=sink.on_row,
+        on_batch=sink.on_batch,
+        policy=replace(policy, **changes),
+        rng=random.Random(0),
+    )
+
+
+async def serve_all(feed: Feed, rules: Mapping[str, object], slots: int = 64, seqs: int = 16) -> int:
+    """Serves engine after engine until the feed is finished; returns how many were lost."""
+    lost = 0
+    while not feed.finished:
+        try:
+            await feed.serve(FakeEngine(rules, slots=slots), ORIGIN, seqs)
+        except EngineLost:
+            lost += 1
+            assert lost < 200
+    return lost
+
+
+def test_a_rejected_row_is_a_dead_letter_at_once() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r3": RowRejected("context_length_exceeded", "too long")})
+        await make_feed(batches(50), sink).serve(engine, ORIGIN, 8)
+        dead = sink.outcomes()["r3"]
+        assert (dead.error, dead.error_message, dead.tries) == ("context_length_exceeded", "too long", 1)
+        assert sink.dead().keys() == {"r3"} and engine.asked["r3"] == 1
+
+    run(main)
+
+
+def test_a_failure_that_passes_costs_one_try() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r3": [Transient("http_500"), Transient("timeout")]})
+        await make_feed(batches(500), sink).serve(engine, ORIGIN, 8)
+        assert sink.dead() == {}
+        assert sink.outcomes()["r3"].tries == 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [Transient("http_500", "boom"), Transient("http_503"), BUSY, RESET])
+def test_a_row_that_always_fails_is_a_dead_letter_after_three_tries(error: Transient) -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r3": error})
+        await make_feed(batches(500), sink).serve(engine, ORIGIN, 8)
+        dead = sink.outcomes()["r3"]
+        assert (dead.error, dead.error_message, dead.tries) == (error.code, error.message, 3)
+        assert sink.dead().keys() == {"r3"} and engine.asked["r3"] == 3
+
+    run(main)
+
+
+def test_the_last_row_of_all_may_be_the_bad_one() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r0": RESET})
+        await make_feed(batches(1), sink).serve(engine, ORIGIN, 8)
+        assert sink.outcomes()["r0"].tries == 3
+        assert engine.canaries >= 3  # nobody else could prove that the engine lives
+
+    run(main)
+
+
+def test_rows_wait_between_tries_and_hold_no_slot_meanwhile() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r3": [RESET]}, slots=4)
+        feed = make_feed(batches(300), sink)
+        started = asyncio.get_running_loop().time()
+        await feed.serve(engine, ORIGIN, 1)
+        assert asyncio.get_running_loop().time() - started >= 2
+        assert len(sink.outcomes()) == 300
+
+    run(main)
+
+
+def test_one_percent_of_every_kind_of_bad_row_dies_alone() -> None:
+    kinds = {
+        "http_500": Transient("http_500"),
+        "http_429": BUSY,
+        "connection_lost": RESET,
+        "garbage_body": Transient("garbage_body"),
+        "rejected_400": RowRejected("rejected_400"),
+    }
+
+    async def main() -> None:
+        sink = Sink()
+        places = iter(random.Random(3).sample(range(2000), 20 * len(kinds)))
+        wanted = {f"r{next(places)}": code for code in kinds for _ in range(20)}
+        feed = make_feed(batches(2000), sink)
+        await feed.serve(FakeEngine({row_id: kinds[code] for row_id, code in wanted.items()}), ORIGIN, 64)
+        assert sink.dead() == wanted
+        assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
+
+    run(main)
+
+
+def test_a_dying_engine_charges_nobody() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine(seconds=1)
+        feed = make_feed(batches(200), sink)
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 16))
+        await asyncio.sleep(3.5)
+        engine.die()
+        with pytest.raises(EngineLost, match="unreachable"):
+            await serving
+        finished = set(engine.answered)
+        assert finished and feed.counts.charged == feed.counts.voided == 0
+        second = FakeEngine()
+        await feed.serve(second, ORIGIN, 16)
+        assert sink.dead() == {}
+        assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
+        assert not finished & set(second.asked)
+
+    run(main)
+
+
+def test_an_engine_that_says_500_before_it_dies_charges_nobody() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine(seconds=1)
+        feed = make_feed(batches(200), sink)
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 16))
+        await asyncio.sleep(2)
+        engine.outage = Transient("http_500", "EngineCore encountered an issue")
+        await asyncio.sleep(10)  # /health still answers
+        engine.die()
+        with pytest.raises(EngineLost):
+            await serving
+        assert feed.counts.requests <= 200 and feed.counts.failures <= 64 + feed.counts.canaries
+        await feed.serve(FakeEngine(), ORIGIN, 16)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [Transient("http_500"), BUSY, Transient("http_503")])
+def test_an_outage_that_passes_costs_one_window_of_requests_and_no_try(error: Transient) -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine()
+        feed = make_feed(batches(1000), sink)
+        engine.outage = error
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 16))
+        await asyncio.sleep(50)
+        assert engine.asked.total() <= 64
+        assert engine.canaries <= 20
+        engine.outage = None
+        await serving
+        assert sink.dead() == {}
+        assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
+        assert feed.counts.requests <= 1.3 * 1000
+
+    run(main)
+
+
+def test_an_engine_that_only_fails_is_given_up() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine()
+        feed = make_feed(batches(100), sink)
+        engine.outage = Transient("http_500")
+        with pytest.raises(EngineLost, match="no_progress"):
+            await feed.serve(engine, ORIGIN, 8)
+        assert sink.rows == []
+        await feed.serve(FakeEngine(), ORIGIN, 8)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_a_server_that_admits_few_rows_at_once_is_served_at_its_pace() -> None:
+    class Narrow(FakeEngine):
+        """Takes at most 10 rows at once."""
+
+        async def generate(self, prompt: bytes, **options: Any) -> Any:
+            if self.open >= 10:
+                self.asked["refused"] += 1
+                raise BUSY
+            return await super().generate(prompt, **options)
+
+    async def main() -> None:
+        sink, engine = Sink(), Narrow(seconds=1)
+        policy = replace(POLICY, window=replace(POLICY.window, smallest=4))
+        feed = make_feed(batches(1000), sink, policy)
+        await feed.serve(engine, ORIGIN, 16)
+        assert sink.dead() == {}
+        assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
+        assert engine.asked["refused"] <= 300
+
+    run(main)
+
+
+def test_a_stalled_engine_is_given_up_though_its_health_is_fine() -> None:
+    class Frozen(FakeEngine):
+        async def canary(self) -> None:
+            await asyncio.sleep(1e6)
+
+    async def main() -> None:
+        sink, engine = Sink(), Frozen(seconds=1e6)
+        feed = make_feed(batches(50), sink)
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(EngineLost, match="stalled"):
+            await feed.serve(engine, ORIGIN, 8)
+        assert 120 <= asyncio.get_running_loop().time() - started < 130
+        await feed.serve(FakeEngine(), ORIGIN, 8)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_without_metrics_silence_is_borne_longer() -> None:
+    async def main() -> None:
+        engine = FakeEngine(seconds=500, metrics=False)
+        feed = make_feed(batches(8), Sink())
+        await feed.serve(engine, ORIGIN, 8)
+        assert feed.finished
+
+    run(main)
+
+
+def test_long_rows_are_no_stall_while_tokens_come() -> None:
+    class Slow(FakeEngine):
+        async def load(self) -> Any:
+            self.tokens += 1
+            return await super().load()
+
+    async def main() -> None:
+        feed = make_feed(batches(8), Sink())
+        await feed.serve(Slow(seconds=500), ORIGIN, 8)
+        assert feed.finished and feed.counts.failures == 0
+
+    run(main)
+
+
+def test_a_row_that_hangs_alone_is_a_dead_letter_and_the_engine_is_kept() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r7": "hang", "r60": "hang"})
+        feed = make_feed(batches(100), sink)
+        await feed.serve(engine, ORIGIN, 8)
+        assert sink.dead() == {"r7": "timeout", "r60": "timeout"}
+        assert sink.outcomes()["r7"].tries == 3
+        assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
+        assert engine.open == 0
+
+    run(main)
+
+
+def test_one_row_that_kills_engines_is_found_with_few_deaths() -> None:
+    async def main() -> None:
+        for position in (0, 77, 249):
+            sink = Sink()
+            lost = await serve_all(make_feed(batches(250), sink), {f"r{position}": "kill"}, slots=256, seqs=64)
+            assert lost <= 9
+            assert sink.dead() == {f"r{position}": "engine_killed"}
+            assert len(sink.outcomes()) == 250
+            assert sink.outcomes()[f"r{position}"].tries == 2
+            assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
+
+    run(main)
+
+
+def test_several_rows_that_kill_engines_are_all_found() -> None:
+    async def main() -> None:
+        sink = Sink()
+        poison = {f"r{i}": "kill" for i in (3, 40, 41, 700, 999)}
+        lost = await serve_all(make_feed(batches(1000), sink), poison, slots=64, seqs=64)
+        assert sink.dead() == dict.fromkeys(poison, "engine_killed")
+        assert len(sink.outcomes()) == 1000
+        assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
+        assert lost <= 9 * len(poison)
+
+    run(main)
+
+
+def test_suspects_are_tried_with_nothing_else_in_flight() -> None:
+    async def main() -> None:
+        sink, together = Sink(), []
+        feed = make_feed(batches(2000), sink)
+        while not feed.finished:
+            engine = FakeEngine({"r77": "kill"}, slots=64)
+            try:
+                await feed.serve(engine, ORIGIN, 64)
+            except EngineLost:
+                together.append(len(engine.together[0]))
+        assert together[0] > 64 and together[-2:] == [1, 1]
+        assert together[1:] == sorted(together[1:], reverse=True)
+
+    run(main)
+
+
+def test_finished_rows_are_never_asked_again_whatever_dies() -> None:
+    async def main() -> None:
+        sink, answered = Sink(), dict[str, int]()
+        feed = make_feed(batches(500), sink)
+        while not feed.finished:
+            engine = FakeEngine({"r77": "kill", "r300": "kill"})
+            with suppress(EngineLost):
+                await feed.serve(engine, ORIGIN, 32)
+            for row_id, count in engine.answered.items():
+                answered[row_id] = answered.get(row_id, 0) + count
+        assert sum(answered.values()) == 498
+
+    run(main)
+
+
+def test_an_unlucky_row_is_not_taken_for_one_that_kills() -> None:
+    async def main() -> None:
+        sink = Sink()
+        feed = make_feed(batches(3), sink)
+        for _ in range(2):  # in flight at two deaths: a suspect
+            engine = FakeEngine(seconds=1e6)
+            serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8))
+            await asyncio.sleep(1)
+            engine.die()
+            with pytest.raises(EngineLost):
+                await serving
+        await feed.serve(FakeEngine(), ORIGIN, 8)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_while_one_engine_tries_suspects_the_other_goes_on() -> None:
+    async def main() -> None:
+        sink, poison = Sink(), {"r5": "kill"}
+        feed = make_feed(batches(600), sink)
+
+        async def lane() -> None:
+            while not feed.finished:
+                with suppress(EngineLost):
+                    await feed.serve(FakeEngine(poison, slots=8), ORIGIN, 8)
+
+        await asyncio.gather(lane(), lane())
+        assert sink.dead() == {"r5": "engine_killed"}
+        assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
+
+    run(main)
+
+
+def test_a_trial_that_is_cancelled_is_taken_up_again() -> None:
+    async def main() -> None:
+        sink, rounds = Sink(), 0
+        feed = make_feed(batches(250), sink)
+        dice = random.Random(1)
+        while not feed.finished:
+            rounds += 1
+            serving = asyncio.create_task(feed.serve(FakeEngine({"r77": "kill"}), ORIGIN, 64))
+            await asyncio.sleep(dice.uniform(0, 8))
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            assert rounds < 300
+        assert sink.dead() == {"r77": "engine_killed"}
+        assert len(sink.outcomes()) == 250
+
+    run(main)
+
+
+KINDS = ["kill", "hang", "rejected", "once", "always"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    bad=st.dictionaries(st.integers(0, 119), st.sampled_from(KINDS), max_size=8),
+    deaths=st.lists(st.floats(0.0, 3.0), max_size=3),
+    outage=st.none() | st.floats(0.0, 1.0),
+    seqs=st.sampled_from([1, 4, 32]),
+    seed=st.integers(0, 9),
+)
+def test_whatever_fails_every_row_has_one_outcome_and_no_innocent_is_charged(
+    bad: dict[int, str], deaths: list[float], outage: float | None, seqs: int, seed: int
+) -> None:
+    rules: dict[str, object] = {}
+    for number, kind in bad.items():
+        rules[f"r{number}"] = {
+            "kill": "kill",
+            "hang": "hang",
+            "rejected": RowRejected("rejected_400"),
+            "once": [Transient("http_500")],
+            "always": Transient("http_502"),
+        }[kind]
+
+    async def main() -> None:
+        sink = Sink()
+        feed = Feed(
+            iter(batches(120, size=10)),
+            on_row=sink.on_row,
+            on_batch=sink.on_batch,
+            policy=FeedPolicy(stall_seconds=30),
+            rng=random.Random(seed),
+        )
+        fates = list(deaths)
+        engines = 0
+        while not feed.finished:
+            engines += 1
+            assert engines < 150
+            engine = FakeEngine(rules, slots=8)
+            loop = asyncio.get_running_loop()
+            if fates:
+                loop.call_later(fates.pop(), engine.die)
+            elif outage is not None and engines % 3 == 0:
+                loop.call_later(outage, setattr, engine, "outage", Transient("http_500"))
+                loop.call_later(outage + 5, setattr, engine, "outage", None)
+            try:
+                await feed.serve(engine, ORIGIN, seqs)
+            except EngineLost:
+                continue
+        outcomes = sink.outcomes()
+        assert set(outcomes) == {f"r{i}" for i in range(120)}
+        assert len(sink.rows) == 120
+        wanted = {"kill": "engine_killed", "hang": "timeout", "rejected": "rejected_400", "always": "http_502"}
+        expected = {f"r{number}": wanted[kind] for number, kind in bad.items() if kind in wanted}
+        dead = sink.dead()
+        for number, kind in bad.items():
+            # A row that hangs may be alone in flight when engines die by chance.
+            if kind == "hang" and dead.get(f"r{number}") == "engine_killed":
+                expected[f"r{number}"] = "engine_killed"
+        assert dead == expected
+        for row_id, outcome in outcomes.items():
+            if outcome.ok and bad.get(int(row_id[1:])) != "once":
+                assert outcome.tries == 1
+
+    run(main)
