@@ -11,21 +11,24 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from batch_assets import settings
+from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
 
 START_SECONDS = 120.0
 RESTARTS = 20
+END_SECONDS = 3 * GRACE_SECONDS
 
 
 class StackError(Exception):
@@ -66,6 +69,17 @@ def running_stack(home: Path) -> StackAddress | None:
     return None
 
 
+def port_taken(port: int) -> bool:
+    """Whether somebody listens on this port of 127.0.0.1, or nobody may."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
 @dataclass
 class _Child:
     name: str
@@ -91,13 +105,12 @@ class Stack:
             f"      host: 127.0.0.1\n      port: {code_port}\n      location_name: batch_assets\n"
         )
         self._workspace = workspace
+        definitions = ("-m", "batch_assets.definitions", "-d", str(settings.PROJECT))
         self._children = [
-            _Child("code-server", [*_dagster("dagster"), "code-server", "start", "-h", "127.0.0.1", "-p", str(code_port),
-                                   "-m", "batch_assets.definitions", "-d", str(settings.PROJECT)]),
-            _Child("daemon", [*_dagster("dagster._daemon"), "run", "-w", str(workspace)]),
-            _Child("webserver", [*_dagster("dagster_webserver"), "-h", "127.0.0.1", "-p", str(self.port),
-                                 "-w", str(workspace)]),
-        ]  # fmt: skip
+            _Child("code-server", _dagster("dagster", f"code-server start -h 127.0.0.1 -p {code_port}", *definitions)),
+            _Child("daemon", _dagster("dagster._daemon", "run -w", str(workspace))),
+            _Child("webserver", _dagster("dagster_webserver", f"-h 127.0.0.1 -p {self.port} -w", str(workspace))),
+        ]
 
     def __enter__(self) -> Stack:
         self._lock = (self.home / "stack.lock").open("a+")
@@ -111,17 +124,23 @@ class Stack:
         self._lock.truncate(0)
         self._lock.write(json.dumps({"url": self.url, "port": self.port, "pid": os.getpid()}))
         self._lock.flush()
-        self._workspace.write_text(self._workspace_text)
-        for child in self._children:
-            self._start(child)
-        self._watcher.start()
+        try:
+            self._workspace.write_text(self._workspace_text)
+            for child in self._children:
+                self._start(child)
+            self._watcher.start()
+        except BaseException:  # a signal too: what has been started must end
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._watcher.is_alive():
             self._watcher.join(timeout=5)
-        for child in reversed(self._children):
+        for child in self._children:
+            _close(child)
+        for child in self._children:
             _end(child)
         if self._lock:
             self._lock.truncate(0)
@@ -129,17 +148,7 @@ class Stack:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the webserver has loaded the definitions. Raises StackError with what the code server said."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            state = _location_state(self.url)
-            if state == "loaded":
-                return
-            if state is not None and state != "loading":
-                raise StackError(f"the definitions do not load:\n{state}")
-            if any(len(child.starts) > 3 for child in self._children):
-                break
-            time.sleep(0.2)
-        raise StackError(f"Dagster did not start within {seconds:.0f} s; its logs: {self.home / 'logs'}")
+        _wait_loaded(self.url, self.home, seconds, lambda: all(len(child.starts) <= 3 for child in self._children))
 
     def pids(self) -> dict[str, int]:
         """Process id of each child's guard."""
@@ -169,21 +178,37 @@ class Stack:
                     self._start(child)
 
 
-def _dagster(module: str) -> list[str]:
-    return [sys.executable, "-m", module]
+def _dagster(module: str, options: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", module, *options.split(), *words]
+
+
+def _close(child: _Child) -> None:
+    """Close the guard's standard input: it then ends the child and everything that it started."""
+    if child.process is not None and child.process.stdin:
+        with contextlib.suppress(OSError):
+            child.process.stdin.close()
 
 
 def _end(child: _Child) -> None:
     if child.process is None:
         return
-    if child.process.stdin:
-        with contextlib.suppress(OSError):
-            child.process.stdin.close()
     try:
-        child.process.wait(timeout=10)
+        child.process.wait(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
         child.process.terminate()
         child.process.wait(timeout=10)
+
+
+def _wait_loaded(url: str, home: Path, seconds: float, healthy: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and healthy():
+        state = _location_state(url)
+        if state == "loaded":
+            return
+        if state is not None and state != "loading":
+            raise StackError(f"the definitions do not load:\n{state}")
+        time.sleep(0.2)
+    raise StackError(f"Dagster on {home} did not answer in time at {url}; its logs: {home / 'logs'}")
 
 
 def _location_state(url: str) -> str | None:
@@ -214,6 +239,7 @@ def stack(*, port: int | None = None) -> Iterator[StackAddress]:
     """The stack of this DAGSTER_HOME: the one that runs already, or one of our own for as long as the body runs."""
     home = prepare_home()
     if found := running_stack(home):
+        _wait_loaded(found.url, home, START_SECONDS, lambda: running_stack(home) is not None)
         yield found
         return
     with Stack(home, port=port) as own:

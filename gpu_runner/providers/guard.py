@@ -2,18 +2,22 @@
 
 `python -m gpu_runner.providers.guard -- COMMAND …`: the owner holds our standard input. When it closes (the owner gave
 the engine back, or was killed with SIGKILL), the whole group gets SIGTERM and, five seconds later, SIGKILL. A killed
-vLLM API server leaves its workers alive, so only the group counts. Exits with the command's status.
+vLLM API server leaves its workers alive, so only the group counts. What the command started in groups of its own (the
+guards of engines below a run worker) is adopted and waited for, so that nothing is left when we end. Exits with the
+command's status.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 GRACE_SECONDS = 5.0
 
@@ -30,12 +34,48 @@ def end_group(process: subprocess.Popen[bytes], grace: float = GRACE_SECONDS) ->
     process.wait()
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies (prctl(2), PR_SET_CHILD_SUBREAPER; Linux only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def reap_orphans(process: subprocess.Popen[bytes]) -> None:
+    """Collect adopted children that have ended; the command's own status is left for `process`."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != process.pid:
+            os.waitpid(ended.si_pid, 0)
+
+
+def end_orphans(grace: float = GRACE_SECONDS) -> None:
+    """Wait until every adopted child has ended; what is left after the grace gets SIGKILL."""
+    deadline = time.monotonic() + grace
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+            if time.monotonic() >= deadline:
+                for pid in _children():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def main(command: list[str]) -> int:
     """Start the command, wait for it or for the end of standard input, leave nothing behind."""
+    adopt_orphans()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def stop(number: int, _: object) -> None:
         end_group(process)
+        end_orphans()
         os._exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -45,7 +85,9 @@ def main(command: list[str]) -> int:
         while process.poll() is None:
             if selector.select(timeout=0.1) and not os.read(sys.stdin.fileno(), 4096):
                 break
+            reap_orphans(process)
     end_group(process)
+    end_orphans()
     return process.returncode
 
 

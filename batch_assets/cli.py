@@ -1,0 +1,198 @@
+"""The command line: `batch-assets run | status | verify | rebuild-ledger | demo | ui`.
+
+Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
+are imported by the commands that need them, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from batch_assets.spec import GeneratedDatasetSpec
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Datasets that a model writes: generate, watch, check.",
+)
+
+Name = Annotated[str, typer.Argument(help="Name of the dataset.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+class UserError(Exception):
+    """The request cannot be carried out as it is: shown without a traceback, exit status 2."""
+
+
+def main() -> None:
+    """Entry point of `batch-assets`."""
+    from batch_assets.signals import EXIT_STATUS, Interrupted
+
+    try:
+        app(standalone_mode=True)
+    except (KeyboardInterrupt, Interrupted):
+        _errors().print("Interrupted")
+        sys.exit(EXIT_STATUS)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors that are an answer to the user end the command with their words and status 2."""
+    from batch_assets.spec_errors import SpecError
+    from batch_assets.stack import StackError
+    from resources.objects import StoreError
+
+    try:
+        yield
+    except (UserError, SpecError, StackError, StoreError) as error:
+        _fail(str(error), 2)
+    except Exception as error:
+        if type(error).__name__ in ("FleetConfigError", "LaunchError", "DagsterInvalidConfigError"):
+            _fail(str(error), 2)
+        raise
+
+
+def _errors() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _say(text: str) -> None:
+    """A result, unwrapped and unstyled."""
+    sys.stdout.write(f"{text}\n")
+
+
+def _fail(text: str, status: int) -> NoReturn:
+    _errors().print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(status)
+
+
+def _known(name: str) -> GeneratedDatasetSpec:
+    """The declared dataset of this name."""
+    from batch_assets.declared import declared_specs
+    from batch_assets.spec_errors import nearest
+
+    specs = declared_specs()
+    if name not in specs:
+        hint = nearest(name, sorted(specs)) if specs else "No dataset is declared: add batch_assets/defs/NAME/defs.yaml"
+        known = f" Known: {', '.join(sorted(specs))}." if "Did you mean" in hint else ""
+        raise UserError(f"no dataset is called {name!r}. {hint}{known}")
+    return specs[name]
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    _say(json.dumps(value, ensure_ascii=False))
+
+
+@app.command()
+def run(
+    name: Name,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
+    as_json: Json = False,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
+) -> None:
+    """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
+    with user_errors():
+        _known(name)
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise UserError(f"--endpoint: expected a URL like http://127.0.0.1:8000, found {endpoint!r}")
+        from batch_assets.request import Request
+        from batch_assets.summary import carry_out
+
+        raise typer.Exit(carry_out(Request(name, endpoint, model), as_json=as_json, progress=progress))
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="Name of the dataset; all when left out.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Where the datasets stand: rows, batches, speed, runs and what they wait for. Needs no running Dagster."""
+    with user_errors():
+        from batch_assets.declared import declared_specs
+
+        names = [_known(name).name] if name else sorted(declared_specs())
+        from batch_assets.report import show_status
+
+        show_status(names, alone=name is not None, watch=watch, as_json=as_json)
+
+
+@app.command()
+def verify(name: Name, as_json: Json = False) -> None:
+    """Compare snapshot, batch objects, catalog and published table; exit status 1 when anything differs."""
+    with user_errors():
+        _known(name)
+        from batch_assets.report import show_verification
+
+        raise typer.Exit(show_verification(name, as_json=as_json))
+
+
+@app.command(name="rebuild-ledger")
+def rebuild_ledger(name: Name) -> None:
+    """Report every committed batch that the catalog does not have, from the store alone. Costs no GPU time."""
+    with user_errors():
+        _known(name)
+        from batch_assets.report import rebuild
+
+        raise typer.Exit(rebuild(name))
+
+
+@app.command()
+def demo() -> None:
+    """Generate the example dataset, verify it, and show three rows of its table."""
+    with user_errors():
+        _known("example")
+        from batch_assets.demo import run_demo
+
+        raise typer.Exit(run_demo())
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 3000,
+) -> None:
+    """Serve Dagster's UI on this machine until Ctrl-C."""
+    with user_errors():
+        from batch_assets.declared import declared_specs
+        from batch_assets.signals import EXIT_STATUS, Interrupted, Signals
+        from batch_assets.stack import Stack, port_taken, prepare_home, running_stack
+
+        declared_specs()
+        home = prepare_home()
+        if found := running_stack(home):
+            raise UserError(f"Dagster already runs on {home}: {found.url} (process {found.pid})")
+        if port_taken(port):
+            raise UserError(f"port {port} on 127.0.0.1 is taken: name another with --port")
+        with Signals() as signals:
+            try:
+                with Stack(home, port=port) as own:
+                    _say(f"Starting Dagster on {home}")
+                    own.wait_ready()
+                    _say(f"Dagster's UI: {own.url}   (Ctrl-C ends it)")
+                    sys.stdout.flush()
+                    with signals.deferred():
+                        while not signals.asked:
+                            time.sleep(0.2)
+                    _say("Ending …")
+            except Interrupted:
+                raise typer.Exit(EXIT_STATUS) from None
+
+
+if __name__ == "__main__":
+    main()

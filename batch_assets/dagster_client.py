@@ -1,0 +1,61 @@
+"""What the command line asks of a running Dagster: launch a job, cancel runs, say whether it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
+
+from batch_assets.stack import StackAddress
+
+LOCATION = "batch_assets"
+REPOSITORY = "__repository__"
+ANSWER_SECONDS = 5.0
+
+
+class LaunchError(Exception):
+    """Dagster did not accept a launch; says why."""
+
+
+class DagsterClient:
+    """One running Dagster, through its GraphQL API."""
+
+    def __init__(self, address: StackAddress) -> None:
+        self.url = address.url
+        self._client = DagsterGraphQLClient("127.0.0.1", port_number=address.port, timeout=60)
+
+    def launch(self, job: str, tags: Mapping[str, str], run_config: Mapping[str, Any]) -> str:
+        """Queue a run of the job; returns its run id. Raises LaunchError."""
+        try:
+            return str(
+                self._client.submit_job_execution(
+                    job,
+                    repository_location_name=LOCATION,
+                    repository_name=REPOSITORY,
+                    run_config=dict(run_config),
+                    tags=dict(tags),
+                )
+            )
+        except DagsterGraphQLClientError as error:
+            reason = "; ".join(str(part) for part in error.args if part)
+            raise LaunchError(f"Dagster at {self.url} did not start job {job}: {reason}") from None
+
+    def terminate(self, run_ids: Sequence[str]) -> None:
+        """Ask for the end of runs, as the UI's cancel does. A run that cannot be asked now may be asked again."""
+        with contextlib.suppress(DagsterGraphQLClientError):
+            self._client.terminate_runs(list(run_ids))
+
+    def alive(self) -> bool:
+        """Whether the webserver answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/server_info", timeout=ANSWER_SECONDS) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def run_url(self, run_id: str) -> str:
+        """The run's page in the UI."""
+        return f"{self.url}/runs/{run_id}"

@@ -1,0 +1,141 @@
+"""What `status`, `verify` and `rebuild-ledger` print."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from batch_assets import ledger
+from batch_assets.catalog import BatchReport
+from batch_assets.display import status_table
+from batch_assets.settings import dagster_home
+from batch_assets.signals import Interrupted, Signals
+from batch_assets.stack import running_stack
+from batch_assets.status import dataset_status, observing
+from resources.objects import StoreError
+from resources.store import CorruptObject
+
+if TYPE_CHECKING:
+    from batch_assets.verify import LedgerEntry, Verification
+
+WATCH_SECONDS = 2.0
+SHOWN_DIFFERENCES = 50
+
+
+def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool) -> None:
+    """Print the status of these datasets once, or every two seconds until a signal."""
+    console = Console()
+    with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
+        live = None
+        if watch and not as_json and console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        while True:
+            statuses = [dataset_status(observer, time.time()) for observer in seen]
+            if as_json:
+                found = [status.as_json() for status in statuses]
+                print_json(found[0] if alone else {"datasets": found})
+            elif live is not None:
+                live.update(status_table(statuses, dagster_runs=_dagster_runs()), refresh=True)
+            else:
+                console.print(status_table(statuses, dagster_runs=_dagster_runs()))
+            if not watch:
+                return
+            time.sleep(WATCH_SECONDS)
+
+
+def _dagster_runs() -> bool:
+    return running_stack(dagster_home()) is not None
+
+
+def print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def show_verification(name: str, *, as_json: bool = False) -> int:
+    """Compare everything of a dataset and print what differs; returns the exit status."""
+    from batch_assets.verify import verify
+
+    with observing([name]) as (seen,):
+        found = verify(seen.store, _ledger_entries(seen.reports()))
+    if as_json:
+        print_json(
+            dataclasses.asdict(found.totals)
+            | {
+                "agree": found.ok,
+                "snapshot": found.snapshot,
+                "differences": [dataclasses.asdict(difference) for difference in found.differences],
+            }
+        )
+    elif found.ok:
+        sys.stdout.write(f"{verified(name, found)}\n")
+    else:
+        _print_differences(name, found)
+    return 0 if found.ok else 1
+
+
+def verified(name: str, found: Verification) -> str:
+    """One sentence on a comparison without differences."""
+    totals = found.totals
+    return (
+        f"{name}: snapshot, {totals.batches:,} batch objects, catalog and table agree: {totals.rows:,} rows, "
+        f"{totals.ok:,} ok, {totals.dead:,} dead"
+    )
+
+
+def _print_differences(name: str, found: Verification) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("batch", "difference", "expected", "found", "what to do"):
+        table.add_column(column, overflow="fold", no_wrap=column == "batch")
+    for difference in found.differences[:SHOWN_DIFFERENCES]:
+        kind = difference.kind.replace("_", " ")
+        table.add_row(difference.batch or "", kind, difference.expected, difference.found, difference.todo)
+    console = Console()
+    console.print(table, markup=False)
+    more = len(found.differences) - SHOWN_DIFFERENCES
+    rest = f", the first {SHOWN_DIFFERENCES} above (all: --json)" if more > 0 else ""
+    console.print(f"{name}: {len(found.differences)} differences{rest}", highlight=False)
+
+
+def _ledger_entries(reports: Mapping[str, BatchReport]) -> dict[str, LedgerEntry]:
+    from batch_assets.verify import LedgerEntry
+
+    return {
+        key: LedgerEntry(
+            report.version.data_version, report.path, report.rows, report.ok, report.dead, report.version.generation
+        )
+        for key, report in reports.items()
+    }
+
+
+def rebuild(name: str) -> int:
+    """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
+    with observing([name]) as (seen,):
+        snapshot = seen.store.current_snapshot()
+        if snapshot is None:
+            raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
+        entries, reports = seen.store.entries(snapshot), seen.reports()
+        reported = unreadable = 0
+        for key, batch in seen.store.current_objects(entries).items():
+            known = reports.get(key)
+            if known is not None and known.version == ledger.LedgerVersion(batch.data_version, batch.generation):
+                continue
+            try:
+                footer = seen.store.footer(batch)
+            except CorruptObject as error:
+                sys.stderr.write(f"{error}\n")
+                unreadable += 1
+                continue
+            seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, footer, snapshot))
+            reported += 1
+    sys.stdout.write(f"{name}: {reported:,} of {len(entries):,} batches reported again\n")
+    return 1 if unreadable else 0

@@ -1,0 +1,138 @@
+"""One `batch-assets run`: ask Dagster for a refresh, follow it to the table, give it up in good order when asked to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batch_assets import ledger, settings
+from batch_assets.dagster_client import DagsterClient
+from batch_assets.display import Display
+from batch_assets.follow import Ending, Follower, Moment, give_up
+from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.signals import Interrupted, Signals
+from batch_assets.stack import StackAddress, prepare_home, running_stack, stack
+from batch_assets.status import Observer, observing
+
+LOOK_SECONDS = 0.5
+ALIVE_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+TAKEOVERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `run` was asked for. `endpoint` and `model` override fleet.yaml and the spec."""
+
+    dataset: str
+    endpoint: str | None = None
+    model: str | None = None
+
+    @property
+    def job(self) -> str:
+        """Job that reads the source; the sensors do the rest."""
+        return f"{self.dataset}_refresh"
+
+    def tags(self) -> dict[str, str]:
+        """Run tags of the launch."""
+        return {ENDPOINT_TAG: self.endpoint} if self.endpoint else {}
+
+    def run_config(self) -> Mapping[str, object]:
+        """Run config of the launch."""
+        op = ledger.prompts_key(self.dataset).to_python_identifier()
+        return {"ops": {op: {"config": {"model": self.model}}}} if self.model else {}
+
+
+@dataclass
+class Runner:
+    """Carries out one request. `run_id` is known once Dagster has accepted it."""
+
+    request: Request
+    display: Display
+    signals: Signals
+    run_id: str | None = None
+    url: str = ""
+    own: bool = True
+    seconds: float = 0.0
+    generated: int = 0
+    _first: int | None = field(default=None)
+
+    def run(self) -> Ending:
+        """From launch to end. Raises Interrupted after a signal, StackError and LaunchError when nothing can start."""
+        home = prepare_home()
+        for _ in range(TAKEOVERS):
+            attached = running_stack(home) is not None
+            self.display.say(_attaching(home) if attached else f"Starting Dagster on {home}")
+            with stack() as address, observing([self.request.dataset]) as (seen,):
+                self.url, self.own = address.url, address.pid == os.getpid()
+                self.display.say(f"Dagster's UI: {address.url}")
+                with self.signals.deferred():
+                    ending = self._carry_out(address, seen)
+            if ending is not None:
+                return ending
+            self.display.say("The Dagster that this command used has ended; going on with one of its own")
+        return Ending(False, f"Dagster ended {TAKEOVERS} times before the work did")
+
+    def _carry_out(self, address: StackAddress, seen: Observer) -> Ending | None:
+        """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
+        dagster = DagsterClient(address)
+        began = time.monotonic()
+        if self.run_id is None:
+            self.run_id = dagster.launch(self.request.job, self.request.tags(), self.request.run_config())
+        follower = Follower(seen, self.run_id)
+        try:
+            return self._follow(dagster, follower)
+        finally:
+            self.run_id = follower.request
+            self.seconds += time.monotonic() - began
+
+    def _follow(self, dagster: DagsterClient, follower: Follower) -> Ending | None:
+        answered = time.monotonic()
+        while not self.signals.asked:
+            looked = time.monotonic()
+            moment = follower.look()
+            if moment.figures is not None:
+                self._first = moment.figures.rows_committed if self._first is None else self._first
+                self.generated = max(0, moment.figures.rows_committed - self._first)
+            self.display.show(moment)
+            if moment.ending is not None:
+                return moment.ending
+            if looked - answered > ALIVE_SECONDS:
+                if dagster.alive():
+                    answered = looked
+                elif not self.own and running_stack(settings.dagster_home()) is None:
+                    return None
+                elif looked - answered > SILENT_SECONDS:
+                    logs = settings.dagster_home() / "logs"
+                    return Ending(False, f"Dagster at {dagster.url} does not answer any more; its logs: {logs}")
+            # A look at 80,000 batches takes its time: looking never takes more than a third of it.
+            self._pause(max(LOOK_SECONDS, 2 * (time.monotonic() - looked)))
+        self._give_up(dagster, follower)
+        raise Interrupted
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self.signals.asked and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def _give_up(self, dagster: DagsterClient, follower: Follower) -> None:
+        self.display.show(Moment("end", "canceling"))
+        self.display.say("Canceling: waiting until the runs have ended and their leases are given back …")
+        left = give_up(dagster, follower.observer, follower.request, every_request=self.own)
+        for line in left:
+            self.display.say(f"  {line}; its lease ends by itself")
+        if not left:
+            self.display.say("Canceled. What was committed is kept: the same command goes on from there.")
+
+
+def _attaching(home: Path) -> str:
+    text = f"Using the Dagster that already runs on {home}"
+    if os.environ.get("BATCH_ASSETS_API_KEY"):
+        text += (
+            "\nBATCH_ASSETS_API_KEY is set here, but runs see only the environment that this Dagster was started with: "
+            "if the engine needs the key, end that Dagster first, or start it with the key"
+        )
+    return text
