@@ -8,5 +8,9 @@
     metrics.py    vLLM's metric names; request_log.py the engine's own log of what it was asked
     server.py     the HTTP face
 
+Where it differs from vLLM: a token is four characters of a prompt and one word of an answer; chat, completions and
+embeddings are served by every model; without a seed the text is a function of the prompt, as if temperature were 0;
+a stream carries one choice; log probabilities, tools, echo, best_of, /tokenize, /v1/responses are not there.
+
 It says everywhere that it is a simulation: the version, the owner of its model, `simulated` in /v1/models.
 """

@@ -24,8 +24,8 @@ CONTEXT = 1024
 EMBEDDING_CONTEXT = 512
 DIMENSIONS = 64
 SLOTS = "64"
-# Shorter than the default of 5 s, which is 2 s, so that the test of it is not slow.
-IDLE_SECONDS = 2
+# Shorter than vLLM's default of 5 s, so that the tests of it are not slow.
+IDLE_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,6 @@ def vllm_files(tmp_path_factory: pytest.TempPathFactory) -> VllmFiles:
 @contextmanager
 def chat_engine(kind: str, request: pytest.FixtureRequest, api_key: str | None) -> Iterator[Served]:
     """A chat model of either engine."""
-    # OpenAI keeps idle connections; vLLM closes them after this time.
     variables = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_SECONDS)}
     with ExitStack() as stack:
         if kind == "simulator":

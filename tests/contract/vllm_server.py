@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 # Measured 16-24 s on two idle cores; a loaded machine takes a multiple of that.
 START_SECONDS = 240
 
@@ -72,14 +74,25 @@ def vllm_server(python: str, model: Path, name: str, *flags: str, **variables: s
             [*command, *flags], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
     assert process.stdin is not None
+    segments: set[Path] = set()
     try:
         server = VllmServer(f"http://127.0.0.1:{port}", process)
         _wait_until_healthy(server, log)
+        segments = _shared_memory(process.pid)
         yield server
     finally:
         process.stdin.close()
         process.wait(30)
         shutil.rmtree(scratch, ignore_errors=True)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Segments of shared memory that the server's processes hold: a killed vLLM leaves them behind."""
+    processes = psutil.Process(pid).children(recursive=True)
+    maps = {Path(memory.path) for process in processes for memory in process.memory_maps()}
+    return {path for path in maps if path.name.startswith("psm_")}
 
 
 def _wait_until_healthy(server: VllmServer, log: Path) -> None:
