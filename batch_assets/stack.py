@@ -54,6 +54,25 @@ def prepare_home() -> Path:
     return home
 
 
+def ensure_storage(home: Path) -> None:
+    """Create Dagster's tables, once and by one process.
+
+    Processes that open a new home at the same moment leave it unusable ("alembic_version has more than one head").
+    """
+    mark = home / "storage.ready"
+    with (home / "storage.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if mark.exists():
+            return
+        import dagster as dg
+
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            instance.get_runs_count()
+            instance.all_asset_keys()
+            instance.all_instigator_state()
+        mark.touch()
+
+
 def running_stack(home: Path) -> StackAddress | None:
     """The stack that holds this home now, or None."""
     path = home / "stack.lock"
@@ -125,6 +144,7 @@ class Stack:
         self._lock.write(json.dumps({"url": self.url, "port": self.port, "pid": os.getpid()}))
         self._lock.flush()
         try:
+            ensure_storage(self.home)
             self._workspace.write_text(self._workspace_text)
             for child in self._children:
                 self._start(child)

@@ -18,7 +18,7 @@ from batch_assets.backfills import UNFINISHED
 from batch_assets.catalog import BatchReport, Catalog, current_reports
 from batch_assets.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.publish import PublishedTable, published_table, table_version
-from batch_assets.stack import prepare_home
+from batch_assets.stack import ensure_storage, prepare_home
 from gpu_runner.fleet import FleetBook, RunBeat
 from resources.objects import open_objects
 from resources.store import BatchEntry, BatchObject, DatasetStore
@@ -128,6 +128,7 @@ class Observer:
 def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
     """An observer of each dataset on this DAGSTER_HOME and store, for as long as the body runs."""
     home = prepare_home()
+    ensure_storage(home)
     objects = open_objects(settings.store_root())
     with (
         dg.DagsterInstance.from_config(str(home)) as instance,
