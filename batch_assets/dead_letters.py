@@ -62,7 +62,7 @@ def dead_letters(
     entries = store.entries(manifest.snapshot)
     current = store.current_objects(entries)
     committed = [entry for entry in entries if entry.key in current]
-    footers = read_ahead(lambda entry: store.footer(current[entry.key]), committed, threads)
+    footers = read_ahead(lambda entry: store.footer(current[entry.key]), committed, 4 * threads)
     dead = [entry for entry, footer in zip(committed, footers, strict=True) if footer.dead]
     version = dead_letters_version(manifest.snapshot, (current[entry.key] for entry in dead))
     path = dead_letters_path(store, version)

@@ -1,8 +1,9 @@
 """Rows that repeat another row of the source: asked once, and yet one line each in the published table.
 
 While the table is written, the outcomes that duplicates repeat are set aside in a file on disk, which is then mapped
-and read in the duplicates' order: memory holds 16 bytes per repeated row, whatever the rows hold. A duplicate costs
-nothing: its tokens, tries, seconds and dollars are 0.
+and read in the duplicates' order: memory holds 16 bytes per repeated row, whatever the rows hold (the mapped
+pages are cache, which the system takes back when it needs to). A duplicate costs nothing: its tokens, tries, seconds
+and dollars are 0.
 """
 
 from __future__ import annotations

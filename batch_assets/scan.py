@@ -24,11 +24,11 @@ Found = TypeVar("Found")
 
 RESERVED_COLUMNS = frozenset((*OUTCOME_COLUMNS, "batch", "duplicate_of"))
 _PIECE_ROWS = 1000
-_LOCAL_THREADS, _REMOTE_THREADS = 4, 16
+_LOCAL_THREADS, _REMOTE_THREADS = 4, 8
 
 
 def threads_for(objects: Objects) -> int:
-    """How many readers a store keeps busy: parsing bounds them on a local disk, round trips on S3."""
+    """How many readers of whole batches: parsing bounds them on a local disk, memory on S3 (about 30 MB a thread)."""
     return _REMOTE_THREADS if objects.root.startswith("s3://") else _LOCAL_THREADS
 
 
