@@ -17,12 +17,13 @@ from batch_assets.placement import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot_files import Stage
 from batch_assets.source import BLOCK_ROWS, Block, read_source
 from batch_assets.source_errors import LISTED, Reject, SourceError
+from batch_assets.source_parquet import plain, plain_type
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.templates import Refused, Template
 from batch_assets.where import Where
 from gpu_runner.rows import Generation
 
-MAX_PROMPT = 1 << 20
+MAX_PROMPT = MAX_KEPT = 1 << 20
 MAX_ID = 1024
 # Rows rendered at once take about this much memory, however long their prompts are.
 _PART_BYTES = 8 << 20
@@ -113,6 +114,7 @@ class Prompts:
         self._chat = spec.task == "chat"
         self._parts = [(role, Template(text)) for _, role, text in spec.prompt.templates()]
         self.columns = sorted({name for _, template in self._parts for name in template.columns})
+        self.required = {name for _, template in self._parts for name in template.required}
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
 
     def render(self, block: Block, refused: dict[int, str]) -> list[bytes]:
@@ -156,7 +158,7 @@ class Prompts:
 def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
     reading = _Reading(spec, workdir)
-    for block in read_source(spec.source, reading.columns, base):
+    for block in read_source(spec.source, reading.columns, base, reading.unseen):
         if not reading.take(block):
             break
     return reading.finish()
@@ -171,6 +173,7 @@ class _Reading:
         self._where = Where(spec.source.where) if spec.source.where else None
         wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
         self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
+        self.unseen = set(self.columns) - self._prompts.required - {spec.id}
         self._kinds = ColumnKinds(spec.keep_columns)
         self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
         self._index = index_file(workdir / "index.parquet", with_id=spec.id is not None)
@@ -180,7 +183,7 @@ class _Reading:
         self._files: dict[str, int] = {}
         self._source_rows = 0
         self._content = (0, 0)
-        self._row_bytes = max(1, self._prompts.constant_bytes)
+        self._row_bytes = 0
 
     def take(self, block: Block) -> bool:
         """Take in a block; False when the limit is reached."""
@@ -191,40 +194,47 @@ class _Reading:
             block.rejects = block.rejects + rejects
         room = self._spec.source.limit and self._spec.source.limit - self._source_rows
         block = block if room is None else _first(block, room)
-        self._rejects.add(block.rejects)
         self._source_rows += len(block.lines) + len(block.rejects)
-        first = 0
+        rejects, first = list(block.rejects), 0
+        rows = self._part_rows(block)
         while first < len(block.lines):
-            rows = max(16, min(BLOCK_ROWS, _PART_BYTES // self._row_bytes))
-            self._take_part(block.part(first, rows))
+            rejects += self._take_part(block.part(first, rows))
             first += rows
+        self._rejects.add(sorted(rejects, key=lambda reject: reject.line))
         return room is None or self._source_rows < (self._spec.source.limit or 0)
 
-    def _take_part(self, part: Block) -> None:
+    def _part_rows(self, block: Block) -> int:
+        """Rows to render at once: by the size of their values, and of the prompts made last."""
+        texts = sum(len(v) for values in block.columns.values() for v in values if type(v) in (str, bytes))
+        expected = self._prompts.constant_bytes + texts // max(1, len(block.lines))
+        return max(1, min(BLOCK_ROWS, _PART_BYTES // max(1, expected, self._row_bytes)))
+
+    def _take_part(self, part: Block) -> list[Reject]:
+        """Render and stage some rows; returns those that cannot be used."""
         refused = self._kinds.learn(part.columns) if part.arrow is None else {}
         ids = _row_ids(part.columns[self._spec.id], refused) if self._spec.id else None
-        prompts = self._prompts.render(part, refused)
+        prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
+        rejects = [Reject(part.file, part.lines[i], refused[i]) for i in refused]
         if refused:
-            self._rejects.add([Reject(part.file, part.lines[i], refused[i]) for i in sorted(refused)])
             good = [i for i in range(len(part.lines)) if i not in refused]
             part, prompts = part.take(good), [prompts[i] for i in good]
-            ids = ids and [ids[i] for i in good]
+            ids, kept = ids and [ids[i] for i in good], kept and [kept[i] for i in good]
         if prompts:
-            self._row_bytes = max(1, sum(map(len, prompts)) // len(prompts))
-            self._write(part, prompts, ids)
+            self._row_bytes = sum(map(len, prompts)) // len(prompts)
+            self._write(part, prompts, ids, kept)
+        return rejects
 
-    def _write(self, part: Block, prompts: list[bytes], ids: list[str] | None) -> None:
+    def _write(self, part: Block, prompts: list[bytes], ids: list[str] | None, kept: list[bytes] | None) -> None:
         digests = self._keys.digests(prompts)
         if self._stage is None:
             self._start(part)
         stage = self._stage
         assert stage is not None
-        kept = self._kept_json(part)
         columns: dict[str, Any] = {"row_key": [digest.hex() for digest in digests], "prompt": prompts}
         if ids is not None:
             columns["row_id"] = ids
         if part.arrow is not None:
-            columns |= {f"{_KEEP}:{name}": part.arrow[name] for name in self._spec.keep_columns}
+            columns |= {f"{_KEEP}:{name}": plain(part.arrow[name]) for name in self._spec.keep_columns}
         elif kept is not None:
             columns[_KEEP] = kept
         arrays = [_array(columns[item.name], item.type) for item in stage.schema]
@@ -239,18 +249,21 @@ class _Reading:
             fields.insert(0, pa.field("row_id", pa.string()))
         self._typed = part.arrow is not None
         if part.arrow is not None:
-            self._keep_types = [pa.field(name, part.arrow[name].type) for name in self._spec.keep_columns]
+            self._keep_types = [pa.field(name, plain_type(part.arrow[name].type)) for name in self._spec.keep_columns]
             fields += [pa.field(f"{_KEEP}:{item.name}", item.type) for item in self._keep_types]
         elif self._spec.keep_columns:
             fields.append(pa.field(_KEEP, pa.binary()))
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
-    def _kept_json(self, part: Block) -> list[bytes] | None:
+    def _kept_json(self, part: Block, refused: dict[int, str]) -> list[bytes] | None:
         """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
         if not self._spec.keep_columns:
             return None
         rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
-        return [orjson.dumps(row, default=_plain, option=orjson.OPT_NON_STR_KEYS) for row in rows]
+        kept = [orjson.dumps(row, default=_plain, option=orjson.OPT_NON_STR_KEYS) for row in rows]
+        for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
+            refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
+        return kept
 
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:
         key_hi, key_lo = halves(b"".join(digests), 32)
@@ -283,6 +296,9 @@ class _Reading:
         self._index.close()
         if self._stage is not None:
             self._stage.close()
+        if self._source_rows and self.unseen:
+            missing = ", ".join(map(repr, sorted(self.unseen)))
+            raise SourceError(f"{source_name(self._spec)}: expected column {missing}, found it in no row")
         self._rejects.close()
         if self._stage is None:
             why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""

@@ -86,12 +86,17 @@ def index_file(path: Path, *, with_id: bool) -> ColumnFile:
     return ColumnFile(path, pa.schema(place + _DIGESTS + ([*_IDS, ("row_id", pa.string())] if with_id else [])))
 
 
+def previous_index(path: Path, *, with_id: bool) -> ColumnFile:
+    """The previous snapshot's rows: digests, occurrence, batch number and place in the batch."""
+    place = [("occurrence", pa.int64()), ("batch", pa.int64()), ("place", pa.int64())]
+    return ColumnFile(path, pa.schema(place + _DIGESTS + (_IDS if with_id else [])))
+
+
 def previous_file(
     path: Path, store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry], *, with_id: bool
 ) -> ColumnFile:
-    """The previous snapshot's rows: digests, occurrence, batch number and place in the batch."""
-    place = [("occurrence", pa.int64()), ("batch", pa.int64()), ("place", pa.int64())]
-    out = ColumnFile(path, pa.schema(place + _DIGESTS + (_IDS if with_id else [])))
+    """The index of a snapshot in the store."""
+    out = previous_index(path, with_id=with_id)
     for ids, keys, batches, places in _previous_rows(store, manifest, entries, path.parent):
         if with_id:
             id_hi, id_lo = halves(b"".join(map(id_digest, ids)), 16)

@@ -35,8 +35,8 @@ class Block:
     """Consecutive rows of one file.
 
     `columns` holds Python values by column; `lines` the 1-based line (row in Parquet and grids) of each row.
-    `arrow` holds the same columns in their own types where the source has types. `rejects` are rows that could not
-    be read at all.
+    `arrow` holds the same columns as they were read, where the source has types (see `source_parquet.plain`).
+    `rejects` are rows that could not be read at all.
     """
 
     file: str
@@ -48,7 +48,12 @@ class Block:
     def take(self, rows: Sequence[int]) -> Block:
         """The block with only these rows (rejects are left as they are)."""
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        arrow = self.arrow and {name: array.take(list(rows)) for name, array in self.arrow.items()}
+        arrow = self.arrow
+        if arrow is not None:
+            import pyarrow as pa
+
+            places = pa.array(rows, pa.int64())
+            arrow = {name: array.take(places) for name, array in arrow.items()}
         return Block(self.file, [self.lines[i] for i in rows], columns, arrow, self.rejects)
 
     def part(self, first: int, rows: int) -> Block:
@@ -67,18 +72,24 @@ class SourceFile:
     stamp: Callable[[], object]
 
 
-def read_source(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[Block]:
+def read_source(
+    source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str] | None = None
+) -> Iterator[Block]:
     """All rows of the source, before `where` and `limit`. Relative paths are looked up below `base`.
+
+    In JSONL, a row need not have each key: columns in `optional` may be absent for long. They are taken out of that
+    set when they are found; what is left at the end was nowhere.
 
     Raises SourceError for what makes the whole source unusable: no file, no such column, types that differ between
     files, a file that is broken or that changes while it is read.
     """
+    optional = set() if optional is None else optional
     if source.grid is not None:
-        return _grid(source, columns, base)
-    return _files(source, columns, base)
+        return _grid(source, columns, base, optional)
+    return _files(source, columns, base, optional)
 
 
-def _files(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[Block]:
+def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
     from batch_assets.source_parquet import ParquetReader
     from batch_assets.source_text import read_csv, read_jsonl
 
@@ -92,10 +103,10 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[B
     for file, kind, packed in formats:
         with _readable(file), file.open() as raw:
             if kind == "parquet":
-                yield from parquet.read(file.name, raw)
+                yield from parquet.read(file.name, raw, optional)
             else:
-                stream = _unpacked(raw, packed, file.name)
-                yield from (read_csv if kind == "csv" else read_jsonl)(file.name, stream, columns)
+                read = read_csv if kind == "csv" else read_jsonl
+                yield from read(file.name, _unpacked(raw, packed, file.name), columns, optional)
 
 
 @contextlib.contextmanager
@@ -239,10 +250,11 @@ def _unpacked(raw: BinaryIO, packed: str, name: str) -> BinaryIO:
     return cast(BinaryIO, _Unpacked(raw, packed, name)) if packed else raw
 
 
-def _grid(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[Block]:
+def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
     """One row per combination. The lists are held, the product never is."""
     assert source.grid is not None
     no_column("grid", columns, list(source.grid))
+    optional.clear()
     axes = {
         name: _csv_values(values, base) if isinstance(values, GridColumn) else values
         for name, values in source.grid.items()
@@ -263,7 +275,7 @@ def _grid(source: SourceSpec, columns: Sequence[str], base: Path) -> Iterator[Bl
 
 def _csv_values(where: GridColumn, base: Path) -> list[Any]:
     values: list[Any] = []
-    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base):
+    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base, set()):
         if block.rejects:
             raise SourceError.of_rows(block.rejects, len(block.rejects))
         values += block.columns[where.column]

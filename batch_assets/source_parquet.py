@@ -24,7 +24,7 @@ class ParquetReader:
         self._columns = list(columns)
         self._types: dict[str, tuple[str, pa.DataType]] = {}
 
-    def read(self, file: str, stream: BinaryIO) -> Iterator[Block]:
+    def read(self, file: str, stream: BinaryIO, optional: set[str]) -> Iterator[Block]:
         """All rows of one file; `line` counts rows from 1."""
         try:
             with pq.ParquetFile(stream) as first:
@@ -35,6 +35,7 @@ class ParquetReader:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
         self._check(file, schema)
+        optional.clear()
         number = 1
         batches = reader.iter_batches(READ_ROWS, columns=self._columns, use_threads=False)
         while True:
@@ -73,6 +74,11 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+def plain(array: pa.Array) -> pa.Array:
+    """An array as the snapshot keeps it: without dictionary encoding, extension or 64-bit offsets."""
+    return array.cast(plain_type(array.type))
+
+
 def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[str]:
     """Text columns that were written as dictionaries, or are far smaller in the file than their values."""
     names = []
@@ -102,7 +108,6 @@ def _block(file: str, first: int, batch: pa.RecordBatch, columns: Sequence[str])
     if bad:
         block = block.take([i for i in range(batch.num_rows) if i not in bad])
         block.rejects = [Reject(file, first + i, reason) for i, reason in sorted(bad.items())]
-    block.arrow = {name: array.cast(plain_type(array.type)) for name, array in (block.arrow or {}).items()}
     return block
 
 

@@ -36,9 +36,12 @@ def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
         yield [None if skipping else rest]
 
 
-def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Block]:
-    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null."""
-    number, seen, checked = 0, dict[str, None](), False
+def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
+    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null.
+
+    Columns that are not optional must be somewhere in the first block of each file.
+    """
+    number, checked = 0, False
     for lines in line_blocks(stream):
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
@@ -61,10 +64,10 @@ def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[
             else:
                 rejects.append(Reject(file, number, f"expected a JSON object, found {_KINDS[type(row)]}"))
         if not checked and rows:
-            for row in rows:
-                seen.update(dict.fromkeys(row))
-            no_column(file, columns, list(seen))
+            there = dict.fromkeys(key for row in rows for key in row)
+            no_column(file, [name for name in columns if name not in optional], list(there))
             checked = True
+        optional -= {name for name in optional if any(name in row for row in rows)}
         yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
 
 
@@ -101,7 +104,7 @@ class _CsvLines:
             return line.decode(errors="replace") + "\n"
 
 
-def read_csv(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Block]:
+def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
     """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null."""
     csv.field_size_limit(MAX_LINE)
     lines = _CsvLines(stream)
@@ -110,6 +113,7 @@ def read_csv(file: str, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Bl
     if header is None:
         return
     no_column(file, columns, header)
+    optional.clear()
     places = [header.index(name) for name in columns]
     block = Block(file, [], {name: [] for name in columns})
     for number, fields in _csv_rows(file, reader, lines, block):

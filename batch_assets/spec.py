@@ -119,9 +119,21 @@ def _where(value: str) -> str:
     return value
 
 
+def _encodable(value: Any) -> Any:
+    import orjson
+
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise Unusable("what JSON can carry", show(value), f"{error}.") from error
+    return value
+
+
 def _scalar(value: Any) -> Any:
     if value is not None and not isinstance(value, str | int | float | bool):
         raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
+    if isinstance(value, str) and not value.isascii():
+        _encodable(value)
     return value
 
 
@@ -130,6 +142,7 @@ def _extra(value: dict[str, Any]) -> dict[str, Any]:
         if key in _OWN_REQUEST_FIELDS or key in SamplingSpec.model_fields:
             hint = "Write it under sampling itself." if key in SamplingSpec.model_fields else ""
             raise Unusable("request fields that this platform does not set itself", show(key), hint)
+    _encodable(value)
     return value
 
 
@@ -242,7 +255,7 @@ class SamplingSpec(_Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
     dimensions: int | None = Field(default=None, ge=1, description="Length of the vectors (embedding).")
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = Field(
         default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
     )
     extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(

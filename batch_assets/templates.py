@@ -102,7 +102,7 @@ class _MarkRequired(NodeTransformer):
 
 
 class Template:
-    """A compiled template. `columns` are the names it takes from a row."""
+    """A compiled template. `columns` are the names it takes from a row; `required` those that it always prints."""
 
     def __init__(self, text: str) -> None:
         environment = _environment()
@@ -112,6 +112,7 @@ class Template:
             if any(meta.find_referenced_templates(tree)):
                 raise TemplateProblem("include, import and extends are not available", 1)
             self._plain = _plain_parts(tree, self.columns)
+            self.required = frozenset(_printed(tree) & self.columns)
             marked = _MarkRequired(set(self.columns)).visit(tree)
             self._render = environment.from_string(marked).render
         except TemplateSyntaxError as error:
@@ -122,12 +123,11 @@ class Template:
     def render_column(self, columns: Mapping[str, Sequence[Any]], rows: int) -> list[str | Refused]:
         """The text of every row, or why it has none. `columns` holds at least `self.columns`."""
         names = sorted(self.columns)
+        render = self._render_row if self._plain is None else self._fill
         if not names:
-            return [self._render_row({})] * rows
+            return [_bounded(render({}))] * rows
         values = zip(*(columns[name] for name in names), strict=True)
-        if self._plain is not None:
-            return [self._fill(dict(zip(names, row, strict=True))) for row in values]
-        return [self._render_row(dict(zip(names, row, strict=True))) for row in values]
+        return [_bounded(render(dict(zip(names, row, strict=True)))) for row in values]
 
     def _fill(self, row: dict[str, Any]) -> str | Refused:
         """What `_render_row` gives for a template of text and plainly written columns, several times faster."""
@@ -148,6 +148,18 @@ class Template:
             return Refused(f"template: {error.message}")
         except Exception as error:  # any expression may fail on any row; the message could quote the row: only its type
             return Refused(f"template: {type(error).__name__}")
+
+
+def _printed(tree: nodes.Template) -> set[str]:
+    """Names written plainly outside any condition or loop."""
+    outputs = [node for node in tree.body if isinstance(node, nodes.Output)]
+    return {part.name for output in outputs for part in output.nodes if isinstance(part, nodes.Name)}
+
+
+def _bounded(text: str | Refused) -> str | Refused:
+    if isinstance(text, str) and len(text) > MAX_TEXT:
+        return Refused(f"the text has {len(text)} characters, more than {MAX_TEXT}")
+    return text
 
 
 def _plain_parts(tree: nodes.Template, columns: frozenset[str]) -> list[tuple[str | None, str]] | None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 from batch_assets.json_types import ColumnKinds, to_arrow
 from batch_assets.source import Block
 from batch_assets.source_errors import SourceError
+from batch_assets.source_parquet import plain
 
 
 class Where:
@@ -39,10 +40,13 @@ class Where:
         return [judged[i] for i, passes in enumerate(mask) if passes], refused
 
     def _frame(self, block: Block) -> pl.DataFrame:
-        arrays: Mapping[str, Any] = block.arrow or {
-            name: to_arrow(block.columns[name], self._kinds.kinds.get(name)) for name in self.columns
+        arrays: Mapping[str, Any] = {
+            name: plain(block.arrow[name])
+            if block.arrow is not None
+            else to_arrow(block.columns[name], self._kinds.kinds.get(name))
+            for name in self.columns
         }
-        return pl.DataFrame(pl.from_arrow(pa.table({name: arrays[name] for name in self.columns})))
+        return pl.DataFrame(pl.from_arrow(pa.table(arrays)))
 
     def _mask(self, frame: pl.DataFrame) -> list[bool | None]:
         result = frame.select(self._expression).to_series()

@@ -165,6 +165,7 @@ def test_grid_values_are_scalars_or_a_csv_column() -> None:
     assert grid is not None and grid["a"] == [1, 2.5, "x", True, None]
     message = problem(source={"grid": {"a": [1, datetime.date(2024, 1, 1)]}})
     assert message.startswith("source.grid.a.1: expected text, a number, true/false or null")
+    assert problem(source={"grid": {"a": ["\ud800"]}}).startswith("source.grid.a.0: expected what JSON can carry")
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ def test_embedding_takes_no_sampling_and_no_schema() -> None:
 
 
 def test_request_fields_of_the_platform_cannot_be_set_through_extra() -> None:
+    assert "what JSON can carry" in problem(sampling={"extra": {"priority": {1, 2}}})
     assert "'stream'" in problem(sampling={"extra": {"stream": True}})
     assert "under sampling itself" in problem(sampling={"extra": {"temperature": 1}})
     assert "sampling.min_tokens" in problem(sampling={"min_tokens": 9, "max_tokens": 8})
