@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from snapshots import SourceRow, commit, current_path, outcome, overwrite, questions, write_snapshot
 
 from batch_assets.card import Card
+from batch_assets.prompts import build_snapshot
 from batch_assets.publish import (
     IncompleteSnapshot,
     PublishedTable,
@@ -22,6 +24,7 @@ from batch_assets.publish import (
     publish,
     published_table,
 )
+from batch_assets.spec import load_spec
 from gpu_runner.rows import Row
 from resources.objects import LocalObjects, Objects
 from resources.store import CorruptObject, DatasetStore, SnapshotManifest
@@ -341,3 +344,31 @@ def test_a_price_that_is_unknown_stays_unknown(store: DatasetStore, tmp_path: Pa
     table = do_publish(store, manifest, tmp_path)
     assert (table.usd, table.unpriced) == (None, 5)
     assert "| cost | not known; 5 rows without a known price |" in store.objects.get(f"{table.path}/README.md").decode()
+
+
+def test_a_snapshot_that_prompts_made_goes_all_the_way(store: DatasetStore, tmp_path: Path) -> None:
+    source = tmp_path / "questions.jsonl"
+    lines = [{"number": i, "question": f"How much is {i % 40}?", "marks": ["a", str(i)]} for i in range(100)]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "{torn\n")
+    declared = {
+        "name": "sums",
+        "source": {"path": str(source)},
+        "prompt": {"user": "{{ question }}"},
+        "model": "simulated/tiny",
+        "id": "number",
+        "keep_columns": ["number", "marks"],
+        "batch_rows": 10,
+        "dedupe": True,
+        "on_bad_row": "skip",
+    }
+    for name in ("prompts", "table"):
+        (tmp_path / name).mkdir()
+    manifest = build_snapshot(load_spec(declared, "defs.yaml"), store, now=1.0, workdir=tmp_path / "prompts")
+    commit(store, manifest, dead=["5"])
+    table = do_publish(store, manifest, tmp_path / "table")
+    frame = read(store, table).sort("number")
+    assert frame["number"].to_list() == list(range(100))
+    assert frame["marks"].to_list() == [line["marks"] for line in lines]
+    assert frame["duplicate_of"].to_list() == [None] * 40 + [str(i % 40) for i in range(40, 100)]
+    assert frame["output"].to_list()[40:80] == frame["output"].to_list()[:40]
+    assert frame.filter(pl.col("error").is_not_null())["row_id"].to_list() == ["5", "45", "85"]
