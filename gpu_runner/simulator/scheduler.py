@@ -122,7 +122,7 @@ class Scheduler:
 
     def submit(self, prompt_tokens: int, output_tokens: int, at: float) -> Sequence:
         """Queue a sequence that arrives at simulated time `at`; raises ValueError when it can never fit."""
-        if prompt_tokens + output_tokens > self.model.kv_tokens:
+        if prompt_tokens + max(1, output_tokens) > self.model.kv_tokens:
             raise ValueError(f"{prompt_tokens} + {output_tokens} tokens do not fit {self.model.kv_tokens} of KV cache")
         sequence = Sequence(prompt_tokens, output_tokens, at)
         self._waiting.append(sequence)
@@ -188,14 +188,14 @@ class Scheduler:
             head is not None
             and head.arrived_at <= self.clock
             and self.running_count < self.model.max_num_seqs
-            and self.kv_used + len(self._decoding) + head.prompt_tokens + head.base + 1 <= self.model.kv_tokens
+            and self.kv_used + self.running_count + head.prompt_tokens + head.base + 1 <= self.model.kv_tokens
         )
 
     def _make_room(self) -> bool:
-        """Preempt the sequences admitted last until one more token of each decoding one fits."""
+        """Preempt the sequences admitted last until one more token of each running one fits."""
         preempted = False
-        while len(self._decoding) > 1 and self.kv_used + len(self._decoding) > self.model.kv_tokens:
-            victim = next(reversed(self._decoding))
+        while self.running_count > 1 and self.kv_used + self.running_count > self.model.kv_tokens:
+            victim = next(reversed(self._prefilling or self._decoding))
             victim.base = self.generated(victim)
             self._release(victim)
             victim.state = WAITING
