@@ -58,6 +58,12 @@ def test_an_embedding_ends_with_its_prefill_and_generates_nothing() -> None:
     assert (sequence.finished_at, scheduler.generated_tokens, scheduler.kv_used) == (1.0, 0, 0)
 
 
+def test_a_sequence_may_fill_the_kv_cache_to_its_last_token() -> None:
+    scheduler = Scheduler(unit(kv_tokens=60))
+    sequences = [scheduler.submit(60, 0, at=0.0), scheduler.submit(59, 1, at=0.0), scheduler.submit(10, 50, at=0.0)]
+    assert run_dry(scheduler) == sequences
+
+
 def test_more_sequences_than_slots_wait_and_are_admitted_first_come_first_served() -> None:
     scheduler = Scheduler(UNIT)
     sequences = [scheduler.submit(1, 3, at=0.0) for _ in range(6)]

@@ -55,7 +55,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.speed <= 0:
         parser.error("--speed: expected a number above 0")
-    if args.max_model_len >= args.kv_tokens:
+    if args.max_model_len > args.kv_tokens:
         parser.error(f"--max-model-len {args.max_model_len} does not fit a KV cache of {args.kv_tokens} tokens")
     if args.api_key_env and not os.environ.get(args.api_key_env):
         parser.error(f"--api-key-env: the environment variable {args.api_key_env} is not set")

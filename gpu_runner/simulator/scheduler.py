@@ -122,7 +122,7 @@ class Scheduler:
 
     def submit(self, prompt_tokens: int, output_tokens: int, at: float) -> Sequence:
         """Queue a sequence that arrives at simulated time `at`; raises ValueError when it can never fit."""
-        if prompt_tokens + max(1, output_tokens) > self.model.kv_tokens:
+        if prompt_tokens + output_tokens > self.model.kv_tokens:
             raise ValueError(f"{prompt_tokens} + {output_tokens} tokens do not fit {self.model.kv_tokens} of KV cache")
         sequence = Sequence(prompt_tokens, output_tokens, at)
         self._waiting.append(sequence)
@@ -184,12 +184,11 @@ class Scheduler:
     def _head_fits(self) -> bool:
         """True when the head of the queue has arrived and can be admitted now."""
         head = self._head()
-        return (
-            head is not None
-            and head.arrived_at <= self.clock
-            and self.running_count < self.model.max_num_seqs
-            and self.kv_used + self.running_count + head.prompt_tokens + head.base + 1 <= self.model.kv_tokens
-        )
+        if head is None or head.arrived_at > self.clock or self.running_count >= self.model.max_num_seqs:
+            return False
+        # The prompt, what was generated before a preemption, and the token that the prefill ends with.
+        needed = head.prompt_tokens + head.base + min(1, head.output_tokens)
+        return self.kv_used + self.running_count + needed <= self.model.kv_tokens
 
     def _make_room(self) -> bool:
         """Preempt the sequences admitted last until one more token of each running one fits."""
