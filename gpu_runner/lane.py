@@ -188,7 +188,7 @@ class Lane:
         except RowRejected as error:
             # No proof of life: the API server refuses a row without asking the engine behind it.
             self.watchdog.answered(self._answered(item))
-            self.window.on_served()
+            self.window.refusals.on_served()
             self._settle(item, self._dead(item, error.code, error.message))
         except Transient as error:
             self._failed(item, error, self._answered(item))
@@ -197,7 +197,7 @@ class Lane:
         else:
             now = self._answered(item)
             self.watchdog.answered(now)
-            self.window.on_served()
+            self.window.refusals.on_served()
             item.prompt_tokens += completion.prompt_tokens
             item.completion_tokens += completion.completion_tokens
             self._completed(item, completion)
@@ -289,7 +289,7 @@ class Lane:
         self.work.counts.failures += 1
         self.undecided.append(Failure(item, error, now))
         first = item.tries == 0 and item.voids == 0
-        if error.overload and first and self.window.on_refused(len(self.in_flight)) and error.retry_after:
+        if error.overload and self.window.on_refused(len(self.in_flight), first=first) and error.retry_after:
             self._rest_until(now + min(error.retry_after, self.policy.retry.retry_after_max))
         if error.unreached:
             self.watchdog.unreached()
@@ -319,7 +319,7 @@ class Lane:
                 failure.error,
                 voids=failure.item.voids,
                 outage=failure.at <= self.watchdog.outage_at,
-                throttled=self.window.throttled,
+                by_chance=self.window.refusals.by_chance(len(self.in_flight)),
                 health_counts=self.watchdog.canary_useless,
             )
             if verdict == "undecided":

@@ -65,17 +65,18 @@ def judge(
     *,
     voids: int,
     outage: bool,
-    throttled: bool,
+    by_chance: int,
     health_counts: bool,
 ) -> Judgement:
     """Whether a failure counts as a try.
 
     `outage`: an unrelated request failed as well since then, so the engine was the cause.
-    `throttled`: the server is refusing a good part of all rows, so its 429 or 503 says nothing of this one.
+    `by_chance`: so many refusals in a row (429, 503) any row may meet on this server now.
     `health_counts`: nothing can prove life by success here, take an answering /health.
     """
     alive = proof.sent > failed_at or proof.arrived >= failed_at + policy.proof_lag
     if not alive and not (health_counts and proof.health >= failed_at + policy.proof_health):
         return "undecided"
-    innocent = outage or error.unreached or (error.overload and throttled)
+    unlucky = error.overload and voids < by_chance - policy.max_tries + 1
+    innocent = outage or error.unreached or unlucky
     return "void" if innocent and voids < policy.max_voids else "charged"

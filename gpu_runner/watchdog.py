@@ -58,9 +58,7 @@ class Watched(Protocol):
 class Watchdog:
     """One engine's watchdog. `resting_until` is when the server wants to be asked again."""
 
-    def __init__(
-        self, engine: Engine, lane: Watched, window: Window, policy: FeedPolicy, rng: random.Random
-    ) -> None:
+    def __init__(self, engine: Engine, lane: Watched, window: Window, policy: FeedPolicy, rng: random.Random) -> None:
         self._engine, self._lane, self._window, self._policy, self._rng = engine, lane, window, policy, rng
         self._loop = asyncio.get_running_loop()
         self.proof = Proof()

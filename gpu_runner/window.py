@@ -7,8 +7,9 @@ An engine that always has three times as many rows waiting as running refills ev
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gpu_runner.refusals import RefusalPolicy, Refusals
 from gpu_runner.wire import EngineLoad
 
 
@@ -19,13 +20,11 @@ class WindowPolicy:
     per_slot: int = 4
     start: int = 64
     blind: int = 64
-    smallest: int = 16
     largest: int = 8192
     kv_limit: float = 0.9
     shrink: float = 0.7
     grow: float = 1.15
-    refused_share: float = 0.1
-    refused_least: int = 5
+    refusal: RefusalPolicy = field(default_factory=RefusalPolicy)
 
 
 class Window:
@@ -37,46 +36,22 @@ class Window:
         self._known = max_num_seqs is not None
         first = policy.per_slot * max_num_seqs if max_num_seqs is not None else policy.start
         self._wanted = max(1, min(first, self._most))
-        self._cap: float | None = None  # while the server refuses rows
         self._pressure: float | None = None  # while the KV cache is too full
         self._running: deque[int] = deque(maxlen=10)
         self._preemptions: int | None = None
-        self._refused = 0.0
-        self._fresh_refusals = 0
-        self._served = 0.0
+        self.refusals = Refusals(policy.refusal)
         self.size = self._wanted
 
-    @property
-    def throttled(self) -> bool:
-        """True while the server refuses so many rows that the window is held down."""
-        return self._cap is not None
-
-    def on_served(self) -> None:
-        """One row was answered."""
-        self._served += 1
-
-    def on_refused(self, in_flight: int) -> bool:
-        """One row was refused for the first time with 429 or 503. True when this begins or renews throttling."""
-        self._refused += 1
-        self._fresh_refusals += 1
-        many = self._refused >= self._policy.refused_least
-        if not many or self._refused <= self._policy.refused_share * (in_flight + self._served):
-            return False
-        if self._cap is None or self._fresh_refusals == 1:
-            held = min(self.size * self._policy.shrink, max(in_flight, self._running[-1] if self._running else 0))
-            self._cap = max(float(min(self._policy.smallest, self._wanted)), held)
-            self._apply()
-        return True
+    def on_refused(self, in_flight: int, *, first: bool) -> bool:
+        """One row was refused with 429 or 503. True while the window is held down for that."""
+        running = self._running[-1] if self._running else 0
+        throttled = self.refusals.on_refused(self.size, in_flight, running, first=first)
+        self._apply()
+        return throttled
 
     def on_tick(self, load: EngineLoad | None, in_flight: int) -> None:
         """Once a second or so, with the engine's load where it shows one."""
-        self._refused *= 0.8
-        self._served *= 0.8
-        if self._cap is not None and self._fresh_refusals == 0:
-            self._cap = self._cap * self._policy.grow + 1
-            if self._cap >= self._wanted:
-                self._cap = None
-        self._fresh_refusals = 0
+        self.refusals.on_tick(self._wanted)
         if load is not None:
             self._on_load(load, in_flight)
         elif not self._known:
@@ -110,5 +85,5 @@ class Window:
             self._wanted = max(self._policy.start, target, int(self._wanted * 0.8))
 
     def _apply(self) -> None:
-        limits = [float(self._wanted), *(x for x in (self._cap, self._pressure) if x is not None)]
+        limits = [float(self._wanted), *(x for x in (self.refusals.cap, self._pressure) if x is not None)]
         self.size = max(1, int(min(limits)))

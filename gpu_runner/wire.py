@@ -56,9 +56,7 @@ class Transient(EngineError):
     the row (429, connection refused): such a row has no part in the engine's death.
     """
 
-    def __init__(
-        self, code: str, message: str = "", *, retry_after: float | None = None, taken: bool = True
-    ) -> None:
+    def __init__(self, code: str, message: str = "", *, retry_after: float | None = None, taken: bool = True) -> None:
         super().__init__(code)
         self.code, self.message = code, message[:MESSAGE_LENGTH]
         self.retry_after, self.taken = retry_after, taken

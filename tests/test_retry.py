@@ -12,7 +12,7 @@ from gpu_runner.wire import Transient
 
 POLICY = RetryPolicy()
 RESET = Transient("connection_lost")
-FACTS: dict[str, Any] = {"voids": 0, "outage": False, "throttled": False, "health_counts": False}
+FACTS: dict[str, Any] = {"voids": 0, "outage": False, "by_chance": 2, "health_counts": False}
 
 
 def verdict(proof: Proof, error: Transient = RESET, failed_at: float = 100.0, **facts: Any) -> Judgement:
@@ -60,10 +60,12 @@ def test_a_refused_connection_is_nobody_s_try() -> None:
     assert verdict(ALIVE, Transient("connect_failed", taken=False)) == "void"
 
 
-def test_overload_is_charged_only_while_others_get_in() -> None:
+def test_a_refusal_is_charged_only_when_it_cannot_be_chance() -> None:
     for busy in (Transient("http_429", taken=False), Transient("http_503")):
-        assert verdict(ALIVE, busy) == "charged"
-        assert verdict(ALIVE, busy, throttled=True) == "void"
+        assert verdict(ALIVE, busy, by_chance=2) == "charged"
+        assert verdict(ALIVE, busy, by_chance=5) == "void"
+        assert verdict(ALIVE, busy, by_chance=5, voids=3) == "charged"
+    assert verdict(ALIVE, Transient("http_500"), by_chance=5) == "charged"
 
 
 def test_uncharged_failures_of_one_row_come_to_an_end() -> None:

@@ -72,38 +72,3 @@ def test_the_window_recovers_when_preemption_ends() -> None:
     for _ in range(30):
         window.on_tick(load(200, 800, kv=0.8, preemptions=3), window.size)
     assert window.size == 1024
-
-
-def test_a_few_refused_rows_do_not_throttle() -> None:
-    window = Window(POLICY, 256)
-    for _ in range(10):
-        window.on_refused(1000)
-    assert (window.size, window.throttled) == (1024, False)
-
-
-def test_a_storm_of_refusals_shrinks_the_window_to_what_got_in() -> None:
-    window = Window(POLICY, 256)
-    in_flight = 1024
-    for _ in range(900):
-        in_flight -= 1
-        window.on_refused(in_flight)
-    assert window.throttled
-    for _ in range(4):  # the server takes no more than 100
-        window.on_tick(None, 100)
-        for _ in range(20):
-            window.on_refused(100)
-    assert 100 * POLICY.shrink**4 <= window.size <= 1024 * POLICY.shrink
-    assert window.throttled
-
-
-def test_throttling_ends_a_while_after_the_last_refusal() -> None:
-    window = Window(POLICY, 64)
-    for _ in range(100):
-        window.on_refused(150)
-    assert window.size < 256
-    ticks = 0
-    while window.throttled:
-        window.on_tick(load(64, 20), window.size)
-        ticks += 1
-    assert window.size == 256
-    assert 1 <= ticks <= 60

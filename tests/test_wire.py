@@ -23,7 +23,7 @@ from gpu_runner.wire import (
 )
 
 SCHEMA = {"type": "object", "required": ["a"]}
-MESSAGES = [{"role": "user", "content": "Grüße \u2028 \"x\""}]
+MESSAGES = [{"role": "user", "content": 'Grüße \u2028 "x"'}]
 
 
 def chat_answer(content: Any = "hi", finish_reason: Any = "stop", **more: Any) -> bytes:
