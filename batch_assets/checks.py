@@ -1,6 +1,6 @@
 """The asset checks of the published table: figures of quality.py, and the catalog against the store."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import dagster as dg
 
@@ -19,8 +19,11 @@ _DESCRIPTIONS = {
 
 def check_specs(spec: GeneratedDatasetSpec, key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
     """The checks of a dataset's table; `schema_valid_rate` only where a JSON schema is declared."""
-    names = [name for name in _DESCRIPTIONS if name != "schema_valid_rate" or spec.output.json_schema is not None]
-    return [dg.AssetCheckSpec(name, asset=key, description=_DESCRIPTIONS[name]) for name in names]
+    return [dg.AssetCheckSpec(name, asset=key, description=_DESCRIPTIONS[name]) for name in _names(spec)]
+
+
+def _names(spec: GeneratedDatasetSpec) -> list[str]:
+    return [name for name in _DESCRIPTIONS if name != "schema_valid_rate" or spec.output.json_schema is not None]
 
 
 def check_results(
@@ -37,8 +40,21 @@ def check_results(
         max_empty_rate=spec.checks.max_empty_rate,
         max_repeated_rate=spec.checks.max_repeated_rate,
     )
-    figures = quality(store, table, manifest, thresholds)
-    return [*map(_result, figures), _catalog_result(store, manifest, versions)]
+    results = [_result(figure) for figure in quality(store, table, manifest, thresholds)]
+    results.append(_catalog_result(store, manifest, versions))
+    return list(_as_declared(spec, results))
+
+
+def _as_declared(spec: GeneratedDatasetSpec, results: Sequence[dg.AssetCheckResult]) -> Iterator[dg.AssetCheckResult]:
+    """Exactly the declared checks: the spec may have gained or lost its JSON schema since the snapshot was taken."""
+    found = {result.check_name: result for result in results}
+    for name in _names(spec):
+        yield found.get(name) or dg.AssetCheckResult(
+            check_name=name,
+            passed=False,
+            severity=dg.AssetCheckSeverity.WARN,
+            description="The snapshot was taken without a JSON schema; materialize prompts again.",
+        )
 
 
 def _result(figure: CheckFigure) -> dg.AssetCheckResult:

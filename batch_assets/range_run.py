@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from gpu_runner.engine import EngineClient
+from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
-
 from gpu_runner.rows import Batch, Origin, Outcome
 from resources.fleet import LeasedEngine
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
@@ -167,8 +166,12 @@ class RangeRun:
     async def serve(self, leased: LeasedEngine) -> None:
         """Generate on this engine until all is committed. Raises EngineLost, and may be called again with the next."""
         self.epoch = leased.epoch
-        async with EngineClient(leased.endpoint, self.generation, api_key=leased.api_key) as engine:
+        time_outs = TimeOuts(request=leased.request_seconds)
+        async with EngineClient(
+            leased.endpoint, self.generation, api_key=leased.api_key, time_outs=time_outs
+        ) as engine:
             info = await engine.info()
+            self._check_context(info)
             origin = Origin(
                 model=f"{info.model} (simulated)" if info.simulated else info.model,
                 engine=info.version,
@@ -183,6 +186,15 @@ class RangeRun:
             finally:
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
+
+    def _check_context(self, info: EngineInfo) -> None:
+        """A max_tokens above the model's context would make every row a dead letter: refuse before the first."""
+        wanted = self.generation.sampling.get("max_tokens")
+        if info.max_model_len is not None and isinstance(wanted, int) and wanted >= info.max_model_len:
+            raise EngineRefused(
+                f"sampling.max_tokens: expected less than the engine's context of {info.max_model_len} tokens, "
+                f"found {wanted}; lower it in the dataset, or start the engine with a larger --max-model-len"
+            )
 
     async def flush(self) -> None:
         """Write what waits for the journal; called often, and once more when a run stands down."""

@@ -31,7 +31,7 @@ from resources.tables import OUTCOME_COLUMNS
 __all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
 
 # Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
-OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id"})
+OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
 MAX_SCHEMA_BYTES = 100_000
 _OWN_REQUEST_FIELDS = frozenset(
     {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "echo", "logprobs", "user"}
@@ -285,7 +285,7 @@ class ChecksSpec(_Strict):
     max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
     min_schema_valid_rate: Rate | None = Field(default=0.99, description="Fewest outputs that match the JSON schema.")
     max_empty_rate: Rate | None = Field(default=0.01, description="Most outputs that are empty or blank.")
-    max_repeated_rate: Rate | None = Field(default=None, description="Most outputs that repeat another row's output.")
+    max_repeated_rate: Rate | None = Field(default=None, description="Largest share of all outputs that one output may have.")
 
 
 class GeneratedDatasetSpec(_Strict):

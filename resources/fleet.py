@@ -57,6 +57,7 @@ class EngineConfig(BaseModel):
     api_key_env: str | None = None
     max_num_seqs: int | None = Field(default=None, ge=1)
     start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
+    request_seconds: float = Field(default=1800, gt=0, description="longest that one row may take, queueing included")
     speed: float = Field(default=20.0, gt=0, description="simulated only: how much faster than the modelled GPU")
     arguments: list[str] = Field(default=[], description="simulated only: further arguments of gpu_runner.simulator")
     provider: str = "local"
@@ -121,6 +122,7 @@ class LeasedEngine:
     instance_type: str
     spot: bool
     epoch: int
+    request_seconds: float = 1800
 
 
 class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
@@ -222,4 +224,5 @@ def _leased(engine: EngineConfig, endpoint: str, epoch: int) -> LeasedEngine:
         instance_type=engine.instance_type,
         spot=False,
         epoch=epoch,
+        request_seconds=engine.request_seconds,
     )

@@ -64,7 +64,7 @@ class EngineProcess:
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        words = [word.format(port=self.port, model=model) for word in command]
+        words = [word.replace("{port}", str(self.port)).replace("{model}", model) for word in command]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gpu_runner.providers.guard", "--", *words],

@@ -1,0 +1,130 @@
+"""What is lost when something dies: the engine's own log counts, not ours (issue: what must be shown 2, 3, 6)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import dagster as dg
+import psutil
+import pytest
+
+from tests.e2e.harness import Platform, eventually, platform, shared_data
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WINDOW = 4 * 256
+JOURNAL_SECONDS = 2.0
+
+
+def gsm8k(rows: int | None = None) -> dict[str, object]:
+    """Real questions: 7,473 of them, or the first `rows`."""
+    source: dict[str, object] = {"path": str(shared_data() / "gsm8k" / "train.jsonl")}
+    return {
+        "name": "gsm8k",
+        "source": source | ({"limit": rows} if rows else {}),
+        "prompt": {"user": "{{ question }}"},
+        "sampling": {"temperature": 0.7, "max_tokens": 512},
+        "keep_columns": ["answer"],
+    }
+
+
+def leased_run(site: Platform) -> tuple[str, int] | None:
+    """(run id, worker pid) of the run that holds the engine and has answers."""
+    with contextlib.closing(site.book()) as book:
+        beats = [beat for beat in book.runs() if beat.state == "leased" and beat.rows_done and beat.age < 5]
+    return (beats[-1].run_id, beats[-1].pid) if beats else None
+
+
+def answered(site: Platform) -> Counter[str]:
+    """How often the engine wrote each prompt's answer to its end."""
+    done = [
+        e["prompt"] for e in site.simulator.events() if e["event"] == "finished" and e["outcome"] in ("stop", "length")
+    ]
+    return Counter(done)
+
+
+def check_table(site: Platform, rows: int) -> list[dict[str, object]]:
+    """Every source row exactly once, each with a completion."""
+    table = site.published_rows()
+    assert len(table) == rows
+    assert len({line["row_id"] for line in table}) == rows
+    assert not [line for line in table if line["error"] is not None]
+    return table
+
+
+def published(site: Platform, seconds: float) -> None:
+    eventually(lambda: site.store.current_published(), seconds, "the published table")
+
+
+def test_five_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
+        site.launch_job("gsm8k_refresh")
+        killed: list[str] = []
+        while len(killed) < 5:
+            run_id, pid = eventually(lambda: leased_run(site), 60, "a run that holds the engine")
+            if run_id in killed:
+                time.sleep(0.2)
+                continue
+            time.sleep(rng.uniform(0.5, 4.0))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            killed.append(run_id)
+        published(site, 180)
+        check_table(site, 7473)
+        times = [event["t"] for event in site.simulator.events() if event["event"] == "finished"]
+        rate = 7473 / (max(times) - min(times))
+        again = sum(answered(site).values()) - 7473
+        asked_again = sum(site.simulator.received().values()) - 7473
+        print(f"\n5 kills: answered twice {again}, asked twice {asked_again}, {rate:.0f} rows/s")
+        assert again <= 5 * (WINDOW + 2 * JOURNAL_SECONDS * rate)
+        assert asked_again <= 5 * (WINDOW + 2 * JOURNAL_SECONDS * rate)
+        assert not list(site.store.objects.list("gsm8k/journal/"))
+
+
+def test_a_killed_engine_charges_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "4"]) as site:
+        site.launch_job("gsm8k_refresh")
+        for _ in range(2):
+            before = sum(answered(site).values())
+            eventually(lambda: sum(answered(site).values()) > before + 1000, 60, "a thousand more answers")  # noqa: B023
+            site.simulator.kill()
+            time.sleep(1)
+            site.simulator.start()
+        published(site, 180)
+        assert {line["tries"] for line in check_table(site, 7473)} == {1}
+
+
+def test_a_worker_that_died_with_its_code_server_is_found_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "2"]) as site:
+        site.launch_job("gsm8k_refresh")
+        run_id, pid = eventually(lambda: leased_run(site), 60, "a run that holds the engine")
+        time.sleep(3)
+        server = psutil.Process(site.stack.pids()["code-server"])
+        victims = [*server.children(recursive=True), server]
+        assert pid in [process.pid for process in victims]
+        for process in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed_at = time.monotonic()
+
+        def failed() -> bool:
+            run = site.instance.get_run_by_id(run_id)
+            return run is not None and run.status == dg.DagsterRunStatus.FAILURE
+
+        eventually(failed, 60, "the dead run to be failed")
+        found_after = time.monotonic() - killed_at
+        eventually(lambda: (run := leased_run(site)) and run[0] != run_id, 60, "another run to go on")
+        continued_after = time.monotonic() - killed_at
+        print(f"\nfound after {found_after:.0f} s, continued after {continued_after:.0f} s")
+        assert continued_after < 60
+        published(site, 180)
+        check_table(site, 7473)
