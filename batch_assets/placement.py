@@ -125,7 +125,7 @@ def _previous_rows(
                 shutil.copyfileobj(remote, local, 1 << 23)
             uri = str(copy)
         mine = sorted((entry for entry in entries if entry.shard == number), key=lambda entry: entry.row_group)
-        with pq.ParquetFile(uri) as file:
+        with pq.ParquetFile(uri, pre_buffer=False) as file:
             for part in _chunks(mine):
                 table = file.read_row_groups([entry.row_group for entry in part], columns=["row_id", "row_key"])
                 batches = np.concatenate([np.full(entry.rows, int(entry.key), np.int64) for entry in part])
@@ -309,7 +309,7 @@ class _InOrder:
     """A result sorted by `seq`, handed out in ranges."""
 
     def __init__(self, path: Path) -> None:
-        file = pq.ParquetFile(path)
+        file = _in_small_reads(path)
         self._reader = file.iter_batches(_PREVIOUS_ROWS, use_threads=False)
         self._table: pa.Table = file.schema_arrow.empty_table()
 
@@ -350,9 +350,8 @@ class Places:
         last, highest, sorted_ = -1, 0, True
         if self._placed_path is None:
             return None
-        for part in pq.ParquetFile(self._placed_path).iter_batches(
-            1 << 16, columns=["batch", "place"], use_threads=False
-        ):
+        file = _in_small_reads(self._placed_path)
+        for part in file.iter_batches(1 << 16, columns=["batch", "place"], use_threads=False):
             batch = part.column("batch").to_numpy()
             order = batch * (_AFTER_ALL << 1) + part.column("place").to_numpy()
             sorted_ = sorted_ and bool(order[0] > last and (np.diff(order) > 0).all())
@@ -389,6 +388,11 @@ def _offsets(table: pa.Table, first: int, rows: int) -> np.ndarray:
     if len(offsets) and (offsets[0] < 0 or offsets[-1] >= rows or (np.diff(offsets) <= 0).any()):
         raise RuntimeError("placement: decisions came back in another order than the source")
     return offsets
+
+
+def _in_small_reads(path: Path) -> pq.ParquetFile:
+    """A file to stream from: pyarrow would read all of it ahead."""
+    return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
 
 
 def _quoted(path: Path) -> str:

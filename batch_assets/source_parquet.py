@@ -13,6 +13,7 @@ from batch_assets.source_errors import Reject, SourceError, no_column
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
+READ_BYTES = 1 << 20
 # Columns whose values take less than this in the file are read as dictionaries, so that repeated values stay shared.
 _REPEATED_BYTES = 8
 
@@ -31,7 +32,14 @@ class ParquetReader:
                 metadata, schema = first.metadata, first.schema_arrow
             stream.seek(0)
             shared = _repeated(metadata, schema, self._columns)
-            reader = pq.ParquetFile(stream, read_dictionary=shared, page_checksum_verification=True)
+            # Without these two, pyarrow holds the whole file, or a whole row group, before it gives the first row.
+            reader = pq.ParquetFile(
+                stream,
+                read_dictionary=shared,
+                page_checksum_verification=True,
+                pre_buffer=False,
+                buffer_size=READ_BYTES,
+            )
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
         self._check(file, schema)

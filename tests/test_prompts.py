@@ -631,23 +631,33 @@ def test_the_fast_path_for_plain_templates_gives_what_jinja_gives(
 # Size
 
 
-def _peak_mb(folder: Path, rows: int) -> int:
+def _peak_mb(folder: Path, rows: int, ending: str) -> int:
     """Peak resident memory of a process that makes a first snapshot and a shuffled refresh, in MB."""
     script = """
 import pathlib, random, resource, sys, json
+import pyarrow as pa, pyarrow.parquet as pq
 from batch_assets.prompts import build_snapshot
 from batch_assets.spec import load_spec
 from resources.objects import open_objects
 from resources.store import DatasetStore
-folder, rows = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder, rows, ending = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = DatasetStore(open_objects(str(folder / "store")), "d")
-spec = load_spec({"name": "d", "model": "m", "source": {"path": "a.jsonl"}, "keep_columns": ["n"],
+spec = load_spec({"name": "d", "model": "m", "source": {"path": "a." + ending}, "keep_columns": ["n"],
                   "prompt": {"system": "Be brief.", "user": "Question: {{ q }}"}}, "f")
 order = list(range(rows))
+def text(i):
+    return f"{i} " + random.Random(i).randbytes(150).hex()
 for step in range(2):
-    with (folder / "a.jsonl").open("w") as out:
-        for i in order:
-            out.write(json.dumps({"q": f"{i} " + "word " * 60, "n": i}) + "\\n")
+    if ending == "jsonl":
+        with (folder / "a.jsonl").open("w") as out:
+            for i in order:
+                out.write(json.dumps({"q": text(i), "n": i}) + "\\n")
+    else:
+        schema = pa.schema([("q", pa.string()), ("n", pa.int64())])
+        with pq.ParquetWriter(folder / "a.parquet", schema) as out:
+            for first in range(0, rows, 10_000):
+                part = order[first : first + 10_000]
+                out.write_table(pa.table([list(map(text, part)), part], schema=schema))
     random.Random(1).shuffle(order)
     order = order[10:] + list(range(rows, rows + 10))
     manifest = build_snapshot(spec, store, now=1.0, workdir=folder / f"work-{step}", base=folder)
@@ -655,17 +665,18 @@ for step in range(2):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     folder.mkdir()
-    command = [sys.executable, "-c", script, str(folder), str(rows)]
+    command = [sys.executable, "-c", script, str(folder), str(rows), ending]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
 @pytest.mark.slow
-def test_memory_does_not_follow_the_number_of_rows(tmp_path: Path) -> None:
-    small, large = _peak_mb(tmp_path / "small", 20_000), _peak_mb(tmp_path / "large", 200_000)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_memory_does_not_follow_the_number_of_rows(tmp_path: Path, ending: str) -> None:
+    small, large = _peak_mb(tmp_path / "small", 20_000, ending), _peak_mb(tmp_path / "large", 200_000, ending)
     assert large < 500
-    assert large < small + 200
+    assert large < small + 150, (small, large)
 
 
 @pytest.mark.slow
