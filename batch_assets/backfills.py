@@ -1,4 +1,7 @@
-"""Runs and backfills of a dataset's batches, as Dagster's instance knows them (private APIs: see tests/test_backfills.py)."""
+"""Runs and backfills of a dataset's batches, as Dagster's instance knows them.
+
+Backfills have no public query: what we lean on here is held by `tests/test_sensors.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,7 @@ def range_runs(instance: dg.DagsterInstance, dataset: str, request: str) -> list
 def _record(run: dg.DagsterRun) -> RangeRunRecord:
     keys = _keys(run)
     assert keys is not None
-    return RangeRunRecord(
-        run.run_id, keys, _outcome(run), run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id
-    )
+    return RangeRunRecord(run.run_id, keys, _outcome(run), run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id)
 
 
 def _keys(run: dg.DagsterRun) -> KeyRange | None:

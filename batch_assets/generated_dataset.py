@@ -1,4 +1,4 @@
-"""The component `batch_assets.GeneratedDataset`: one defs.yaml becomes the assets, checks, jobs and sensors of a dataset."""
+"""The component `batch_assets.GeneratedDataset`: one defs.yaml becomes a dataset's assets, checks, jobs and sensors."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ def dataset_definitions(spec: GeneratedDatasetSpec) -> dg.Definitions:
 
 
 def spec_version(spec: GeneratedDatasetSpec) -> str:
-    """Code version of `prompts`: changes with everything that shapes the rows, so that an edited spec shows as stale."""
+    """Code version of `prompts`: changes with all that shapes the rows, so that an edited spec shows as stale."""
     shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
     return hashlib.sha256(spec.model_dump_json(include=shaping).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The sensors: launcher and publisher of each dataset, and one watchdog for all. Thin: they read, decide, and say why."""
+"""The sensors: launcher and publisher of each dataset, one watchdog for all. They read, decide, and say why."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

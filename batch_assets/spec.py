@@ -285,7 +285,9 @@ class ChecksSpec(_Strict):
     max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
     min_schema_valid_rate: Rate | None = Field(default=0.99, description="Fewest outputs that match the JSON schema.")
     max_empty_rate: Rate | None = Field(default=0.01, description="Most outputs that are empty or blank.")
-    max_repeated_rate: Rate | None = Field(default=None, description="Largest share of all outputs that one output may have.")
+    max_repeated_rate: Rate | None = Field(
+        default=None, description="Largest share of all outputs that one output may have."
+    )
 
 
 class GeneratedDatasetSpec(_Strict):

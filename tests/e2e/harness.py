@@ -1,4 +1,4 @@
-"""A whole platform for one test: a home, a store, a dataset, a simulated engine with its own log, a real Dagster stack."""
+"""A whole platform for one test: home, store, dataset, a simulated engine with its own log, a real Dagster stack."""
 
 from __future__ import annotations
 

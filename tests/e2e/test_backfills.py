@@ -1,4 +1,4 @@
-"""What a Dagster user does in the UI: backfill, single batch, cancel, retry, overlap (issue: what must be shown 1, 6)."""
+"""What a Dagster user does in the UI: backfill, cancel, overlap."""
 
 from __future__ import annotations
 

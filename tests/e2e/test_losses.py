@@ -1,4 +1,4 @@
-"""What is lost when something dies: the engine's own log counts, not ours (issue: what must be shown 2, 3, 6)."""
+"""What is lost when something dies: the engine's own log counts, not ours."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""A refresh pays only for rows that changed; a re-drive only for dead letters; regenerate for everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from tests.e2e.harness import Platform, eventually, platform, shared_data
+from tests.e2e.test_losses import answered
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def write_source(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def questions() -> list[dict[str, Any]]:
+    lines = (shared_data() / "gsm8k" / "train.jsonl").read_text().splitlines()
+    return [{"question": json.loads(line)["question"], "answer": json.loads(line)["answer"]} for line in lines]
+
+
+def spec(file: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "gsm8k",
+        "source": {"path": str(file)},
+        "prompt": {"user": "{{ question }}"},
+        "sampling": {"temperature": 0.7, "max_tokens": 256},
+        "keep_columns": ["answer"],
+        **more,
+    }
+
+
+def refresh(site: Platform, *, job: str = "gsm8k_refresh", seconds: float = 180) -> str:
+    """Run the job and wait until another version of the table is published; returns it."""
+    before = site.store.current_published()
+    assert site.finish(site.launch_job(job)) == dg.DagsterRunStatus.SUCCESS
+
+    def newer() -> str | None:
+        version = site.store.current_published()
+        return version if version != before else None
+
+    version: str = eventually(newer, seconds, "a newer table")
+    eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")
+    return version
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_insert_change_delete_asks_for_exactly_two_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_ids: bool
+) -> None:
+    lines = questions()
+    for number, line in enumerate(lines):
+        line["number"] = number
+    source = tmp_path / "questions.jsonl"
+    write_source(source, lines)
+    more = {"id": "number"} if with_ids else {}
+    with platform(tmp_path, monkeypatch, spec(source, **more), simulator=["--speed", "30"]) as site:
+        refresh(site)
+        assert sum(site.simulator.received().values()) == 7473
+        first = {line["row_id"]: line for line in site.published_rows()}
+
+        lines[4000]["question"] += " Explain each step."
+        del lines[2000]
+        lines.insert(0, {"number": 100_000, "question": "How many legs have 7 cats?", "answer": "28"})
+        write_source(source, lines)
+        refresh(site)
+        assert sum(site.simulator.received().values()) == 7473 + 2
+        second = {line["row_id"]: line for line in site.published_rows()}
+        assert len(second) == 7473
+        same = [row for row in second if row in first and second[row]["output"] == first[row]["output"]]
+        assert len(same) == 7471
+        assert all(second[row]["batch"] == first[row]["batch"] for row in same)
+        assert all(second[row]["run_id"] == first[row]["run_id"] for row in same)
+
+        # Unchanged: nothing is asked, nothing is written.
+        version = site.store.current_published()
+        assert site.finish(site.launch_job("gsm8k_refresh")) == dg.DagsterRunStatus.SUCCESS
+        runs = len(site.instance.get_runs())
+        ticks_later(site)
+        assert len(site.instance.get_runs()) == runs
+        assert site.store.current_published() == version
+        assert sum(site.simulator.received().values()) == 7475
+
+
+def ticks_later(site: Platform, count: int = 2) -> None:
+    """Wait until the launcher has looked `count` more times."""
+
+    def ticks() -> int:
+        for state in site.instance.all_instigator_state():
+            if state.instigator_name == f"{site.name}_launcher":
+                return len(site.instance.get_ticks(state.instigator_origin_id, state.selector_id))
+        return 0
+
+    before = ticks()
+    eventually(lambda: ticks() >= before + count, 60, "ticks of the launcher")
+
+
+def test_a_redrive_asks_for_dead_letters_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "questions.jsonl"
+    lines = questions()[:1000]
+    for line in lines[::100]:
+        line["question"] += " <<refused>>"
+    write_source(source, lines)
+    fault = [{"kind": "too_long", "match": {"contains": "<<refused>>"}}]
+    arguments = ["--speed", "30", "--faults", json.dumps(fault)]
+    with platform(tmp_path, monkeypatch, spec(source, checks={"max_dead_rate": 0.1}), simulator=arguments) as site:
+        refresh(site)
+        first = {line["row_id"]: line for line in site.published_rows()}
+        assert sum(line["error"] is not None for line in first.values()) == 10
+        site.simulator.kill()
+        site.simulator.arguments = ["--speed", "30"]
+        site.simulator.start()
+        asked = sum(site.simulator.received().values())
+        refresh(site, job="gsm8k_redrive")
+        second = {line["row_id"]: line for line in site.published_rows()}
+        assert sum(site.simulator.received().values()) == asked + 10
+        assert len(second) == 1000
+        assert all(line["error"] is None for line in second.values())
+        assert all(second[row]["output"] == line["output"] for row, line in first.items() if line["error"] is None)
+        assert answered(site).total() == 1000
+        ticks_later(site, 3)
+        assert sum(site.simulator.received().values()) == asked + 10
+
+
+def test_regenerate_buys_new_rows_and_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "questions.jsonl"
+    write_source(source, questions()[:500])
+    with platform(tmp_path, monkeypatch, spec(source), simulator=["--speed", "30"]) as site:
+        refresh(site)
+        before = {info.path for info in site.store.objects.list("gsm8k/batches/")}
+        version = site.store.current_published()
+        selector = {"repositoryLocationName": "batch_assets", "repositoryName": "__repository__"}
+        params = {
+            "selector": {**selector, "jobName": "__ASSET_JOB", "assetSelection": [{"path": ["gsm8k", "rows"]}]},
+            "mode": "default",
+            "runConfigData": {"ops": {"gsm8k__rows": {"config": {"regenerate": True}}}},
+            "executionMetadata": {"tags": [{"key": "dagster/partition", "value": "00001"}]},
+        }
+        found = site.gql(
+            "mutation($p: ExecutionParams!) { launchRun(executionParams: $p) { __typename "
+            "... on LaunchRunSuccess { run { runId } } } }",
+            p=params,
+        )["launchRun"]
+        assert site.finish(found["run"]["runId"]) == dg.DagsterRunStatus.SUCCESS
+        eventually(lambda: site.store.current_published() != version, 60, "a newer table")
+        after = {info.path for info in site.store.objects.list("gsm8k/batches/")}
+        assert before < after
+        assert [path for path in after - before if path.endswith("-g1.parquet") and "/00001/" in path]
+        assert answered(site).total() == 750
