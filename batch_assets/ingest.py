@@ -13,7 +13,7 @@ import orjson
 import pyarrow as pa
 
 from batch_assets.json_types import ColumnKinds, arrow_type, to_arrow
-from batch_assets.placement import ColumnFile, halves, id_digest, index_file
+from batch_assets.row_index import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot_files import Stage
 from batch_assets.source import BLOCK_ROWS, Block, read_source
 from batch_assets.source_errors import LISTED, Reject, SourceError

@@ -7,10 +7,7 @@ grow with the number of rows. Nothing here sees a prompt.
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,131 +17,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from resources.store import BatchEntry, DatasetStore, SnapshotManifest
+from batch_assets.row_index import PART_ROWS, ColumnFile
 
 if TYPE_CHECKING:
     import duckdb
 
-MEMORY_LIMIT = "384MB"
-_INDEX_ROWS = 1 << 16
-_PREVIOUS_ROWS = 1 << 13
+MEMORY_LIMIT = "256MB"
 # New rows of the last batch come after all rows that were there.
 _AFTER_ALL = 1 << 40
 DUPLICATE, REFUSED = 1, 2
-
-
-def id_digest(row_id: str) -> bytes:
-    """16 bytes that stand for a row id; ids that are equal after Unicode normalisation (NFC) have the same."""
-    text = row_id if row_id.isascii() else unicodedata.normalize("NFC", row_id)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def halves(digests: bytes, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first 16 bytes of each digest as two columns of 64 bits."""
-    words = np.frombuffer(digests, dtype=">u8").reshape(-1, stride // 8)
-    return words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
-
-
-class ColumnFile:
-    """A Parquet file of narrow columns, written in large row groups from small pieces."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.rows = path, 0
-        self._schema = schema
-        self._writer = pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False)
-        self._pieces: list[pa.RecordBatch] = []
-        self._held = 0
-
-    def add(self, **columns: Any) -> None:
-        """Append rows; every column of the schema, same length."""
-        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
-        piece = pa.record_batch(arrays, schema=self._schema)
-        self._pieces.append(piece)
-        self._held += piece.num_rows
-        self.rows += piece.num_rows
-        if self._held >= _INDEX_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pieces:
-            self._writer.write_table(pa.Table.from_batches(self._pieces, self._schema))
-            self._pieces, self._held = [], 0
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._flush()
-        self._writer.close()
-
-
-_DIGESTS = [("key_hi", pa.uint64()), ("key_lo", pa.uint64())]
-_IDS = [("id_hi", pa.uint64()), ("id_lo", pa.uint64())]
-
-
-def index_file(path: Path, *, with_id: bool) -> ColumnFile:
-    """The new source's rows in order: seq, key digest, file number and line; with an id column also the id."""
-    place = [("seq", pa.int64()), ("file", pa.int32()), ("line", pa.int64())]
-    return ColumnFile(path, pa.schema(place + _DIGESTS + ([*_IDS, ("row_id", pa.string())] if with_id else [])))
-
-
-def previous_index(path: Path, *, with_id: bool) -> ColumnFile:
-    """The previous snapshot's rows: digests, occurrence, batch number and place in the batch."""
-    place = [("occurrence", pa.int64()), ("batch", pa.int64()), ("place", pa.int64())]
-    return ColumnFile(path, pa.schema(place + _DIGESTS + (_IDS if with_id else [])))
-
-
-def previous_file(
-    path: Path, store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry], *, with_id: bool
-) -> ColumnFile:
-    """The index of a snapshot in the store."""
-    out = previous_index(path, with_id=with_id)
-    for ids, keys, batches, places in _previous_rows(store, manifest, entries, path.parent):
-        if with_id:
-            id_hi, id_lo = halves(b"".join(map(id_digest, ids)), 16)
-            extra, occurrences, kept = {"id_hi": id_hi, "id_lo": id_lo}, [0] * len(ids), None
-        else:
-            # A snapshot made with an id column has other row ids: none of its rows can be found again.
-            kept = [i for i, row_id in enumerate(ids) if row_id[:64] == keys[i] and row_id[64:65] == "#"]
-            extra, occurrences = {}, [int(ids[i][65:]) for i in kept]
-        key_hi, key_lo = halves(bytes.fromhex("".join([key[:32] for key in keys])), 16)
-        columns = {"batch": batches, "place": places, "key_hi": key_hi, "key_lo": key_lo, **extra}
-        if kept is not None and len(kept) < len(ids):
-            columns = {name: values[kept] for name, values in columns.items()}
-        out.add(occurrence=occurrences, **columns)
-    out.close()
-    return out
-
-
-def _previous_rows(
-    store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry], workdir: Path
-) -> Iterator[tuple[list[str], list[str], np.ndarray, np.ndarray]]:
-    for number, shard in enumerate(manifest.shards):
-        path = store.snapshot_path(manifest.snapshot, shard.path)
-        uri, copy = store.objects.uri(path), workdir / "previous-shard.parquet"
-        if uri.startswith("s3://"):  # one download instead of thousands of small ranges
-            with store.objects.open(path) as remote, copy.open("wb") as local:
-                shutil.copyfileobj(remote, local, 1 << 23)
-            uri = str(copy)
-        mine = sorted((entry for entry in entries if entry.shard == number), key=lambda entry: entry.row_group)
-        with pq.ParquetFile(uri, pre_buffer=False) as file:
-            for part in _chunks(mine):
-                table = file.read_row_groups([entry.row_group for entry in part], columns=["row_id", "row_key"])
-                batches = np.concatenate([np.full(entry.rows, int(entry.key), np.int64) for entry in part])
-                places = np.concatenate([np.arange(entry.rows, dtype=np.int64) for entry in part])
-                yield table.column("row_id").to_pylist(), table.column("row_key").to_pylist(), batches, places
-        copy.unlink(missing_ok=True)
-
-
-def _chunks(entries: Iterable[BatchEntry]) -> Iterator[list[BatchEntry]]:
-    part: list[BatchEntry] = []
-    rows = 0
-    for entry in entries:
-        part.append(entry)
-        rows += entry.rows
-        if rows >= _PREVIOUS_ROWS:
-            yield part
-            part, rows = [], 0
-    if part:
-        yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +68,7 @@ class Placement:
             f"FROM read_parquet({_quoted(index.path)})"
         )
         # fate: 0 placed, DUPLICATE, REFUSED (an id that was there before).
-        self._run("CREATE TABLE special (seq BIGINT, occurrence BIGINT, fate TINYINT, of_seq BIGINT)")
+        self._run("CREATE TABLE special (seq BIGINT, occurrence BIGINT, fate TINYINT, of_id VARCHAR)")
         self._run("CREATE TABLE placed (seq BIGINT, batch BIGINT, place BIGINT)")
 
     def __enter__(self) -> Self:
@@ -210,16 +91,14 @@ class Placement:
         if not self._with_id:
             return
         self._run(
-            f"INSERT INTO special SELECT seq, 0, {REFUSED}, first FROM ("
-            " SELECT seq, min(seq) OVER (PARTITION BY id_hi, id_lo) AS first FROM source SEMI JOIN"
+            "CREATE TABLE refused AS SELECT * FROM (SELECT seq, file, line, first_value(file) OVER same AS first_file,"
+            " first_value(line) OVER same AS first_line, row_number() OVER same AS number FROM source SEMI JOIN"
             " (SELECT id_hi, id_lo FROM source GROUP BY ALL HAVING count(*) > 1) USING (id_hi, id_lo)"
-            ") WHERE seq <> first"
+            " WINDOW same AS (PARTITION BY id_hi, id_lo ORDER BY seq)) WHERE number > 1"
         )
-        found = self._database.cursor().execute(
-            "SELECT s.file, s.line, f.file, f.line FROM special x JOIN source s ON s.seq = x.seq"
-            " JOIN source f ON f.seq = x.of_seq ORDER BY x.seq"
-        )
-        while part := found.fetchmany(_PREVIOUS_ROWS):
+        self._run(f"INSERT INTO special SELECT seq, 0, {REFUSED}, NULL FROM refused")
+        found = self._database.cursor().execute("SELECT file, line, first_file, first_line FROM refused ORDER BY seq")
+        while part := found.fetchmany(PART_ROWS):
             yield part
 
     def place(self, previous: ColumnFile | None) -> Counts:
@@ -254,14 +133,14 @@ class Placement:
             )
             return
         # The row that was asked before stays the one that is asked, wherever its equals appear.
-        known, order = "", "seq"
+        known, order = "", "r.seq"
         if previous:
             known = " LEFT JOIN previous p ON p.id_hi = r.id_hi AND p.id_lo = r.id_lo"
             order = "(p.key_hi = r.key_hi AND p.key_lo = r.key_lo) DESC NULLS LAST, p.batch IS NULL, r.seq"
         self._run(
-            f"INSERT INTO special SELECT seq, 0, {DUPLICATE}, of_seq FROM (SELECT r.seq, first_value(r.seq) OVER"
-            f" (PARTITION BY r.key_hi, r.key_lo ORDER BY {order}) AS of_seq FROM ({repeats}) r{known})"
-            " WHERE seq <> of_seq"
+            f"INSERT INTO special SELECT seq, 0, {DUPLICATE}, of_id FROM (SELECT r.seq, first_value(r.row_id) OVER same"
+            f" AS of_id, row_number() OVER same AS number FROM ({repeats}) r{known}"
+            f" WINDOW same AS (PARTITION BY r.key_hi, r.key_lo ORDER BY {order})) WHERE number > 1"
         )
 
     def _join_previous(self, fresh: Counts, previous_rows: int) -> Counts:
@@ -291,11 +170,7 @@ class Placement:
 
     def places(self) -> Places:
         """What `place` decided. It stays readable when the database is closed and its memory is free again."""
-        special = self._saved(
-            "special",
-            "SELECT x.seq, x.occurrence, x.fate, s.row_id AS of_id FROM special x LEFT JOIN source s"
-            f" ON s.seq = x.of_seq AND x.fate = {DUPLICATE} ORDER BY x.seq",
-        )
+        special = self._saved("special", "SELECT * FROM special ORDER BY seq")
         placed = self._saved("placed", "SELECT * FROM placed ORDER BY seq") if self._had_previous else None
         return Places(special, placed, self._batch_rows)
 
@@ -310,7 +185,7 @@ class _InOrder:
 
     def __init__(self, path: Path) -> None:
         file = _in_small_reads(path)
-        self._reader = file.iter_batches(_PREVIOUS_ROWS, use_threads=False)
+        self._reader = file.iter_batches(PART_ROWS, use_threads=False)
         self._table: pa.Table = file.schema_arrow.empty_table()
 
     def below(self, seq: int) -> pa.Table:

@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.ingest import Ingested, ingest, source_name
-from batch_assets.placement import DUPLICATE, Counts, PlacedRows, Placement, Places, previous_file
+from batch_assets.placement import DUPLICATE, Counts, PlacedRows, Placement, Places
+from batch_assets.row_index import previous_file
 from batch_assets.snapshot_files import Buckets, ShardWriter
 from batch_assets.source_errors import Reject, SourceError
 from batch_assets.spec import GeneratedDatasetSpec

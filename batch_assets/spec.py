@@ -18,13 +18,11 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
 
-from batch_assets.cron import cron_problem
 from batch_assets.spec_errors import SpecError, Unusable, explain, show
-from batch_assets.templates import Template, TemplateProblem
+from batch_assets.spec_fields import Column, Condition, Cron, Encodable, JsonSchema, Name, Rate, Scalar, Text, encodable
 from gpu_runner.rows import Generation, Task
 from resources.tables import OUTCOME_COLUMNS
 
@@ -32,109 +30,13 @@ __all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
 
 # Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
-MAX_SCHEMA_BYTES = 100_000
 _OWN_REQUEST_FIELDS = frozenset(
     {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "echo", "logprobs", "user"}
     | {"response_format", "structured_outputs", "guided_json"}
 )
-# Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
-_NOT_PER_ROW = re.compile(
-    r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
-    r"|lag|lead|ntile|over)\s*\(",
-    re.IGNORECASE,
-)
-_SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
-_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
 _OWNER = re.compile(r"team:\S+|[^@\s]+@[^@\s]+\.[^@\s]+")
-
-
-def _name(value: str) -> str:
-    if not _NAME.fullmatch(value):
-        raise Unusable(
-            "1 to 63 characters of a-z, 0-9 and _, starting with a letter or digit",
-            show(value),
-            "It becomes the asset group, the pool and a folder in the store.",
-        )
-    return value
-
-
-def _cron(value: str) -> str:
-    if problem := cron_problem(value):
-        raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
-    return value
-
-
-def _template(value: str) -> str:
-    try:
-        Template(value)
-    except TemplateProblem as error:
-        raise Unusable("a Jinja template", show(value), f"{error}.") from error
-    return value
-
-
-def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
-    import jsonschema_rs
-    import orjson
-
-    try:
-        size = len(orjson.dumps(value))
-    except TypeError as error:
-        raise Unusable("a JSON schema", show(value), f"It holds what JSON cannot: {error}.") from error
-    if size > MAX_SCHEMA_BYTES:
-        raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
-    for reference in _references(value):
-        if not str(reference).startswith("#"):
-            raise Unusable("references within the schema (#/$defs/…)", f"$ref {show(reference)}", "Nothing is fetched.")
-    try:
-        jsonschema_rs.meta.validate(value)
-        jsonschema_rs.validator_for(value)
-    except (jsonschema_rs.ValidationError, ValueError) as error:
-        raise Unusable("a valid JSON schema", show(value), f"{str(error).splitlines()[0]}.") from error
-    return value
-
-
-def _references(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        own = [value[key] for key in ("$ref", "$dynamicRef") if key in value]
-        return own + [found for inner in value.values() for found in _references(inner)]
-    if isinstance(value, list):
-        return [found for inner in value for found in _references(inner)]
-    return []
-
-
-def _where(value: str) -> str:
-    import polars as pl
-
-    if found := _NOT_PER_ROW.search(_SQL_TEXT.sub("''", value)):
-        raise Unusable("a condition on one row at a time", show(value), f"{found[1]}() looks at many rows.")
-    try:
-        columns = pl.sql_expr(value).meta.root_names()
-    except Exception as error:  # Polars has no one class for what its SQL parser refuses
-        reason = f"{str(error).splitlines()[0]}."
-        raise Unusable("a SQL condition over the row's columns", show(value), reason) from error
-    if not columns:
-        raise Unusable("a SQL condition that names a column", show(value))
-    return value
-
-
-def _encodable(value: Any) -> Any:
-    import orjson
-
-    try:
-        orjson.dumps(value)
-    except TypeError as error:
-        raise Unusable("what JSON can carry", show(value), f"{error}.") from error
-    return value
-
-
-def _scalar(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | int | float | bool):
-        raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
-    if isinstance(value, str) and not value.isascii():
-        _encodable(value)
-    return value
 
 
 def _extra(value: dict[str, Any]) -> dict[str, Any]:
@@ -142,18 +44,8 @@ def _extra(value: dict[str, Any]) -> dict[str, Any]:
         if key in _OWN_REQUEST_FIELDS or key in SamplingSpec.model_fields:
             hint = "Write it under sampling itself." if key in SamplingSpec.model_fields else ""
             raise Unusable("request fields that this platform does not set itself", show(key), hint)
-    _encodable(value)
+    encodable(value)
     return value
-
-
-Text = Annotated[str, Field(min_length=1, max_length=1 << 20), AfterValidator(_template)]
-Rate = Annotated[float, Field(ge=0, le=1)]
-Column = Annotated[str, Field(min_length=1, max_length=255)]
-Scalar = Annotated[
-    Any,
-    AfterValidator(_scalar),
-    WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
-]
 
 
 class _Strict(BaseModel):
@@ -190,7 +82,7 @@ class SourceSpec(_Strict):
     format: Literal["parquet", "jsonl", "csv"] | None = Field(
         default=None, description="Format of the files; otherwise taken from their ending (.gz and .zst may follow)."
     )
-    where: Annotated[str, AfterValidator(_where)] | None = Field(
+    where: Condition | None = Field(
         default=None,
         description="SQL condition over the columns, e.g. score > 3 AND lang = 'en'; other rows are left out.",
     )
@@ -255,7 +147,7 @@ class SamplingSpec(_Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
     dimensions: int | None = Field(default=None, ge=1, description="Length of the vectors (embedding).")
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = Field(
+    chat_template_kwargs: Encodable | None = Field(
         default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
     )
     extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(
@@ -271,7 +163,7 @@ class SamplingSpec(_Strict):
 class OutputSpec(_Strict):
     """What the engine must return."""
 
-    json_schema: Annotated[dict[str, Any], AfterValidator(_json_schema)] | None = Field(
+    json_schema: JsonSchema | None = Field(
         default=None, description="JSON schema of each output: sent as structured output and validated on return."
     )
     repair_tries: int = Field(
@@ -293,9 +185,7 @@ class ChecksSpec(_Strict):
 class GeneratedDatasetSpec(_Strict):
     """A dataset that a model writes, one output per row of a source."""
 
-    name: Annotated[str, AfterValidator(_name)] = Field(
-        description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store."
-    )
+    name: Name = Field(description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store.")
     source: SourceSpec = Field(description="Where the rows come from.")
     task: Task = Field(default="chat", description="chat, completion or embedding.")
     prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
@@ -320,9 +210,7 @@ class GeneratedDatasetSpec(_Strict):
     batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
     batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
     checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
-    schedule: Annotated[str, AfterValidator(_cron)] | None = Field(
-        default=None, description="Cron schedule of the refresh."
-    )
+    schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
     tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")
     description: str | None = Field(

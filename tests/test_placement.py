@@ -14,17 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batch_assets.placement import (
-    DUPLICATE,
-    REFUSED,
-    ColumnFile,
-    Counts,
-    Placement,
-    halves,
-    id_digest,
-    index_file,
-    previous_index,
-)
+from batch_assets.placement import DUPLICATE, REFUSED, Counts, Placement
+from batch_assets.row_index import ColumnFile, halves, id_digest, index_file, previous_index
 
 
 @dataclass(frozen=True)
@@ -302,3 +293,21 @@ def _check(
             here = [row_id for row_id, _ in rows if row_id in kept]
             assert before is not None
             assert here == [row_id for row_id, _ in before.batches.get(batch, []) if row_id in placed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distinct", [3, 1_500_000])
+def test_millions_of_equal_rows_fit_into_the_memory_limit(tmp_path: Path, distinct: int) -> None:
+    rows, part = 3_000_000, 50_000
+    index = index_file(tmp_path / "index.parquet", with_id=False)
+    for first in range(0, rows, part):
+        seq = np.arange(first, first + part)
+        key = (seq % distinct).astype(np.uint64)
+        index.add(seq=seq, file=np.zeros(part, np.int32), line=seq + 1, key_hi=key, key_lo=key)
+    index.close()
+    with Placement(tmp_path, index, with_id=False, dedupe=True, batch_rows=250) as placement:
+        counts = placement.place(None)
+        places = placement.places()
+    assert (counts.rows, counts.duplicates) == (distinct, rows - distinct)
+    fates = [places.next(part).fate for _ in range(0, rows, part)]
+    assert sum(int((fate == DUPLICATE).sum()) for fate in fates) == rows - distinct
