@@ -7,11 +7,10 @@ are imported by the commands that need them, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from batch_assets.spec import GeneratedDatasetSpec
+
+ENDPOINT_SECONDS = 2.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -92,8 +93,16 @@ def _known(name: str) -> GeneratedDatasetSpec:
     return specs[name]
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    _say(json.dumps(value, ensure_ascii=False))
+def _check_endpoint(endpoint: str) -> None:
+    """Somebody must answer there now: a run would wait ten minutes for it."""
+    from gpu_runner.providers.local import EngineStartError, wait_reachable
+
+    if not endpoint.startswith(("http://", "https://")):
+        raise UserError(f"--endpoint: expected a URL like http://127.0.0.1:8000, found {endpoint!r}")
+    try:
+        wait_reachable(endpoint, ENDPOINT_SECONDS)
+    except EngineStartError as error:
+        raise UserError(f"--endpoint: {error}") from None
 
 
 @app.command()
@@ -109,8 +118,8 @@ def run(
     """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
     with user_errors():
         _known(name)
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise UserError(f"--endpoint: expected a URL like http://127.0.0.1:8000, found {endpoint!r}")
+        if endpoint is not None:
+            _check_endpoint(endpoint)
         from batch_assets.request import Request
         from batch_assets.summary import carry_out
 
