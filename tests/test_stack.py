@@ -1,0 +1,113 @@
+"""One Dagster per home, its tables made once, and no process that outlives its owner."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from batch_assets.stack import Stack, StackAddress, StackError, port_taken, prepare_home, running_stack
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    return prepare_home()
+
+
+def test_a_new_home_gets_our_settings_and_keeps_what_is_written_there(home: Path):
+    settings = home / "dagster.yaml"
+    assert "QueuedRunCoordinator" in settings.read_text()
+    settings.write_text("telemetry: {enabled: false}\n")
+    assert prepare_home() == home
+    assert settings.read_text() == "telemetry: {enabled: false}\n"
+
+
+def test_a_home_is_held_by_whoever_has_its_lock(home: Path):
+    assert running_stack(home) is None
+    with (home / "stack.lock").open("w") as lock:
+        lock.write(json.dumps({"url": "http://127.0.0.1:1", "port": 1, "pid": 7}))
+        lock.flush()
+        assert running_stack(home) is None
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert running_stack(home) == StackAddress("http://127.0.0.1:1", 1, 7)
+        with pytest.raises(StackError, match="already runs"), Stack(home):
+            raise AssertionError("a second stack has started")
+    assert running_stack(home) is None
+
+
+def test_a_port_is_taken_while_somebody_listens_there():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port_taken(port)
+    assert not port_taken(port)
+
+
+@pytest.mark.slow
+def test_a_new_home_may_be_opened_by_several_processes_at_once(home: Path):
+    code = (
+        "from batch_assets.stack import ensure_storage, prepare_home; import dagster as dg\n"
+        "home = prepare_home(); ensure_storage(home)\n"
+        "with dg.DagsterInstance.from_config(str(home)) as instance: print(instance.get_runs_count())\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["0\n"] * 3
+
+
+GUARD = [sys.executable, "-m", "gpu_runner.providers.guard", "--", "bash", "-c"]
+
+
+def descendants(pid: int, count: int) -> list[psutil.Process]:
+    """The `count` descendants that the process will have within five seconds."""
+    deadline = time.monotonic() + 5
+    while len(found := psutil.Process(pid).children(recursive=True)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(found) == count
+    return found
+
+
+def test_what_escaped_into_a_group_of_its_own_ends_with_the_guard():
+    guard = subprocess.Popen([*GUARD, "setsid bash -c 'sleep 2; exit 0' & sleep 300"], stdin=subprocess.PIPE)
+    below = descendants(guard.pid, 4)
+    assert guard.stdin is not None
+    guard.stdin.close()
+    guard.wait(timeout=20)
+    assert not [process for process in below if process.is_running()]
+
+
+def test_the_guard_exits_with_its_commands_status_and_keeps_no_zombies():
+    guard = subprocess.Popen([*GUARD, "(setsid sleep 0.1 &) ; sleep 1; exit 7"], stdin=subprocess.PIPE)
+    time.sleep(0.6)
+    states = [process.status() for process in psutil.Process(guard.pid).children(recursive=True)]
+    assert psutil.STATUS_ZOMBIE not in states
+    assert guard.wait(timeout=20) == 7
+    assert guard.stdin is not None
+    guard.stdin.close()
+
+
+def test_killing_the_owner_of_a_guard_ends_its_command(tmp_path: Path):
+    note = tmp_path / "pid"
+    code = (
+        "import subprocess, time\n"
+        f"subprocess.Popen({[*GUARD, f'echo $$ > {note}; sleep 300']!r}, stdin=subprocess.PIPE)\n"
+        "time.sleep(300)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 10
+    while not (note.exists() and note.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    command = psutil.Process(int(note.read_text()))
+    os.kill(owner.pid, 9)
+    owner.wait()
+    command.wait(timeout=10)
+    assert not command.is_running()
