@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from virtual_time import run
 
 from gpu_runner.feed import Feed, FeedPolicy
-from gpu_runner.rows import Batch
+from gpu_runner.rows import Batch, Outcome
 from gpu_runner.wire import EngineLost, RowRejected, Transient
 
 POLICY = FeedPolicy()
@@ -232,12 +232,106 @@ def test_a_stalled_engine_is_given_up_though_its_health_is_fine() -> None:
     run(main)
 
 
-def test_without_metrics_silence_is_borne_longer() -> None:
+@pytest.mark.parametrize("seconds", [500, 2000])
+def test_without_metrics_silence_is_borne_while_a_canary_answers(seconds: float) -> None:
     async def main() -> None:
-        engine = FakeEngine(seconds=500, metrics=False)
+        engine = FakeEngine(seconds=seconds, metrics=False)
+        engine.canary = FakeEngine().canary  # type: ignore[method-assign]
         feed = make_feed(batches(8), Sink())
         await feed.serve(engine, ORIGIN, 8)
-        assert feed.finished
+        assert feed.finished and feed.counts.failures == 0
+
+    run(main)
+
+
+def test_without_metrics_a_silent_engine_is_given_up_in_the_end() -> None:
+    class Frozen(FakeEngine):
+        async def canary(self) -> None:
+            await asyncio.sleep(1e6)
+
+    async def main() -> None:
+        feed = make_feed(batches(8), Sink())
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(EngineLost, match=r"no_progress|stalled"):
+            await feed.serve(Frozen(seconds=1e6, metrics=False), ORIGIN, 8)
+        assert 120 < asyncio.get_running_loop().time() - started <= 610
+
+    run(main)
+
+
+def test_health_that_comes_and_goes_is_no_death() -> None:
+    class Flapping(FakeEngine):
+        checks = 0
+
+        async def healthy(self) -> bool:
+            self.checks += 1
+            return self.checks % 3 == 0
+
+    async def main() -> None:
+        engine = Flapping(seconds=100)
+        feed = make_feed(batches(8), Sink())
+        await feed.serve(engine, ORIGIN, 8)
+        assert engine.checks > 50 and feed.counts.engine_deaths == 0
+
+    run(main)
+
+
+def test_a_row_that_is_tried_again_goes_before_the_rest() -> None:
+    async def main() -> None:
+        sink = Sink()
+        await make_feed(batches(400), sink).serve(FakeEngine({"r3": [RESET]}, slots=4), ORIGIN, 1)
+        assert 20 < [outcome.row_id for _, outcome in sink.rows].index("r3") < 200
+
+    run(main)
+
+
+def test_rows_of_a_lost_engine_go_first_and_in_order() -> None:
+    async def main() -> None:
+        sink, first, second = Sink(), FakeEngine(seconds=1e6), FakeEngine()
+        feed = make_feed(batches(200), sink)
+        serving = asyncio.create_task(feed.serve(first, ORIGIN, 4))
+        await asyncio.sleep(1)
+        first.die()
+        with pytest.raises(EngineLost):
+            await serving
+        await feed.serve(second, ORIGIN, 4)
+        assert list(second.asked) == [f"r{i}" for i in range(200)]
+
+    run(main)
+
+
+def test_an_engine_that_dies_after_the_last_row_is_not_missed() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine()
+
+        async def slowly(key: str, outcomes: list[Outcome]) -> None:
+            await asyncio.sleep(50)
+            await sink.on_batch(key, outcomes)
+
+        feed = Feed(iter(batches(25)), on_row=sink.on_row, on_batch=slowly)
+        asyncio.get_running_loop().call_later(10, engine.die)
+        await feed.serve(engine, ORIGIN, 8)
+        assert feed.finished and len(sink.outcomes()) == 25
+
+    run(main)
+
+
+def test_a_row_that_was_refused_has_no_part_in_a_death() -> None:
+    async def main() -> None:
+        sink = Sink()
+        feed = make_feed(batches(2), sink)
+        for _ in range(2):
+            engine = FakeEngine({"r0": BUSY, "r1": "hang"})
+            serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8))
+            await asyncio.sleep(0.5)
+            engine.die()
+            with pytest.raises(EngineLost):
+                await serving
+        engine = FakeEngine({"r1": "kill"})
+        with pytest.raises(EngineLost):
+            await feed.serve(engine, ORIGIN, 8)
+        assert sink.rows == []
+        assert engine.together == [{"r1"}]  # the suspect alone
 
     run(main)
 
@@ -346,16 +440,21 @@ def test_an_unlucky_row_is_not_taken_for_one_that_kills() -> None:
 
 def test_while_one_engine_tries_suspects_the_other_goes_on() -> None:
     async def main() -> None:
-        sink, poison = Sink(), {"r5": "kill"}
+        sink, engines = Sink(), list[FakeEngine]()
         feed = make_feed(batches(600), sink)
 
         async def lane() -> None:
             while not feed.finished:
+                engines.append(FakeEngine({"r5": "kill"}, slots=8))
                 with suppress(EngineLost):
-                    await feed.serve(FakeEngine(poison, slots=8), ORIGIN, 8)
+                    await feed.serve(engines[-1], ORIGIN, 8)
 
         await asyncio.gather(lane(), lane())
         assert sink.dead() == {"r5": "engine_killed"}
+        deaths = [engine.together[0] for engine in engines if engine.together]
+        assert deaths.count({"r5"}) == 2
+        assert set().union(*deaths) == {f"r{i}" for i in range(32)}  # never beside a row that is no suspect
+        assert any(engine.answered.total() > 100 for engine in engines)
         assert {outcome.tries for outcome in sink.outcomes().values() if outcome.ok} == {1}
 
     run(main)
@@ -438,6 +537,9 @@ def test_whatever_fails_every_row_has_one_outcome_and_no_innocent_is_charged(
             # A row that hangs may be alone in flight when engines die by chance.
             if kind == "hang" and dead.get(f"r{number}") == "engine_killed":
                 expected[f"r{number}"] = "engine_killed"
+            # One that always fails may meet the outage at last.
+            if kind == "always" and dead.get(f"r{number}") == "http_500":
+                expected[f"r{number}"] = "http_500"
         assert dead == expected
         for row_id, outcome in outcomes.items():
             if outcome.ok and bad.get(int(row_id[1:])) != "once":
