@@ -291,8 +291,8 @@ class Lane:
         first = item.tries == 0 and item.voids == 0
         if error.overload and self.window.on_refused(len(self.in_flight), first=first) and error.retry_after:
             self._rest_until(now + min(error.retry_after, self.policy.retry.retry_after_max))
-        if error.unreached:
-            self.watchdog.unreached()
+        if error.unreached or error.code == "connection_lost":
+            self.watchdog.suspect()
 
     def _rest_until(self, until: float) -> None:
         if until > self.watchdog.resting_until:

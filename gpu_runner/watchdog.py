@@ -75,6 +75,7 @@ class Watchdog:
         self._canary_ok_at = float("-inf")
         self._canary_failures = 0
         self._next_canary = 0.0
+        self._next_tick = 0.0
         self._uneasy = asyncio.Event()
 
     def answered(self, now: float) -> None:
@@ -87,7 +88,7 @@ class Watchdog:
         self.proof.success(sent, now)
 
     def unreached(self) -> None:
-        """A connection was refused: looks at once instead of at the next poll."""
+        """A connection was refused or broken: looks at once instead of at the next poll."""
         self._uneasy.set()
 
     async def run(self, wake: Callable[[], None], spawn: Callable[..., asyncio.Task[None]]) -> None:
@@ -96,15 +97,21 @@ class Watchdog:
             while True:
                 await self._look(spawn)
                 wake()
-                quick = bool(self._bad_health) or self._uneasy.is_set()
-                self._uneasy.clear()
-                pause = min(UNEASY_SECONDS, self._policy.poll_seconds) if quick else self._policy.poll_seconds
-                # Not wait_for: before Python 3.12 it may swallow a cancel that comes with the time-out.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._uneasy.wait()
+                await self._rest()
         except Exception as error:
             self._lane.end(error)
+
+    async def _rest(self) -> None:
+        """Until the next look: a poll, or less while something is wrong."""
+        poll = self._policy.poll_seconds
+        shortest = min(UNEASY_SECONDS, poll)
+        await asyncio.sleep(shortest)
+        if not self._bad_health and not self._uneasy.is_set():
+            # Not wait_for: before Python 3.12 it may swallow a cancel that comes with the time-out.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(poll - shortest):
+                    await self._uneasy.wait()
+        self._uneasy.clear()
 
     async def _look(self, spawn: Callable[..., asyncio.Task[None]]) -> None:
         quiet = self._loop.time() - self._progress_at > 5 * self._policy.poll_seconds
@@ -131,10 +138,14 @@ class Watchdog:
         except EngineError:
             return False
         self._blind = load is None
-        self._window.on_tick(load, self._lane.rows_in_flight)
+        if self._loop.time() >= self._next_tick:
+            self._next_tick = self._loop.time() + 0.9 * self._policy.poll_seconds
+            self._window.on_tick(load, self._lane.rows_in_flight)
         if load is not None:
             if self._tokens is not None and load.generated_tokens > self._tokens:
                 self._progress_at = self._loop.time()
+            if self._tokens is not None and load.generated_tokens < self._tokens:
+                self._lane.end(EngineLost("restarted", "its counters began anew; its rows in flight are lost"))
             self._tokens = load.generated_tokens
         return True
 
@@ -142,6 +153,9 @@ class Watchdog:
         asked = self._loop.time()
         if await self._engine.healthy():
             self.proof.health = asked
+            failed_at = self._lane.oldest_failure
+            if self._bad_health and failed_at is not None and failed_at <= self._bad_health[-1]:
+                self._lane.end(EngineLost("restarted", "it was gone for a moment; its rows in flight are lost"))
             self._bad_health.clear()
             return
         if self._progress_at > asked:
