@@ -87,8 +87,8 @@ class Watchdog:
         self._trouble_since = None
         self.proof.success(sent, now)
 
-    def unreached(self) -> None:
-        """A connection was refused or broken: looks at once instead of at the next poll."""
+    def suspect(self) -> None:
+        """A connection was refused or broken: looks soon instead of at the next poll."""
         self._uneasy.set()
 
     async def run(self, wake: Callable[[], None], spawn: Callable[..., asyncio.Task[None]]) -> None:

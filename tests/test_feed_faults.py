@@ -460,6 +460,23 @@ def test_while_one_engine_tries_suspects_the_other_goes_on() -> None:
     run(main)
 
 
+def test_an_engine_finishes_its_rows_before_it_tries_suspects() -> None:
+    async def main() -> None:
+        sink, dying, slow = Sink(), FakeEngine({"r5": "kill"}), FakeEngine({"r5": "kill"}, seconds=50)
+        feed = make_feed(batches(40), sink, suspect_deaths=1)
+        both = [asyncio.create_task(feed.serve(*pair)) for pair in ((dying, ORIGIN, 4), (slow, ORIGIN, 64))]
+        with pytest.raises(EngineLost):
+            await both[0]
+        await asyncio.sleep(10)
+        assert len(slow.asked) == 24  # though there is room for more
+        with pytest.raises(EngineLost):
+            await both[1]
+        assert slow.together == [{f"r{i}" for i in range(16)}]
+        assert slow.answered.total() == 24
+
+    run(main)
+
+
 def test_a_trial_that_is_cancelled_is_taken_up_again() -> None:
     async def main() -> None:
         sink, rounds = Sink(), 0
