@@ -5,6 +5,7 @@ No postponed annotations in modules with Dagster decorators: Dagster reads the c
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -43,8 +44,8 @@ def partitions(dataset: str) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=dataset)
 
 
-def prompts_asset(spec: GeneratedDatasetSpec, code_version: str) -> dg.AssetsDefinition:
-    """The source as read once. Costs no GPU money."""
+def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> dg.AssetsDefinition:
+    """The source as read once. Costs no GPU money. Relative paths of the source start at `base`."""
 
     @dg.asset(
         key=ledger.prompts_key(spec.name),
@@ -60,7 +61,7 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str) -> dg.AssetsDef
         started = time.monotonic()
         try:
             with temporary_folder() as folder:
-                manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder)
+                manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
         except SourceError as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         register_batches(context.instance, data, manifest)

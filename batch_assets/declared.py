@@ -27,15 +27,19 @@ def foreign_folder() -> Path | None:
 
 def declared_specs() -> dict[str, GeneratedDatasetSpec]:
     """Every declared dataset by name. Raises SpecError for the first file that is wrong, or a name used twice."""
-    specs: dict[str, GeneratedDatasetSpec] = {}
-    files: dict[str, Path] = {}
+    return {name: spec for name, (spec, _) in declared().items()}
+
+
+def declared() -> dict[str, tuple[GeneratedDatasetSpec, Path]]:
+    """Every declared dataset by name, with the folder of its defs.yaml. Raises SpecError."""
+    found: dict[str, tuple[GeneratedDatasetSpec, Path]] = {}
     for file in sorted((foreign_folder() or settings.PROJECT / "batch_assets" / "defs").rglob("defs.yaml")):
         for spec in _specs_of(file):
-            if spec.name in specs:
-                found = f"{spec.name!r}, which {files[spec.name]} has already"
-                raise SpecError(file, [Problem("name", "a name of its own", found, "Rename one of them.")])
-            specs[spec.name], files[spec.name] = spec, file
-    return specs
+            if spec.name in found:
+                taken = f"{spec.name!r}, which {found[spec.name][1] / 'defs.yaml'} has already"
+                raise SpecError(file, [Problem("name", "a name of its own", taken, "Rename one of them.")])
+            found[spec.name] = (spec, file.parent)
+    return found
 
 
 def _specs_of(file: Path) -> Iterator[GeneratedDatasetSpec]:

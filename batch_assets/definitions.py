@@ -7,7 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import settings
-from batch_assets.declared import declared_specs, foreign_folder
+from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.sensors import watchdog
 from resources.fleet import GpuFleet
@@ -20,7 +20,7 @@ def defs() -> dg.Definitions:
     if foreign_folder() is None:
         datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     else:
-        datasets = dg.Definitions.merge(*(dataset_definitions(spec) for spec in declared_specs().values()))
+        datasets = dg.Definitions.merge(*(dataset_definitions(*found) for found in declared().values()))
     return dg.Definitions.merge(datasets, platform())
 
 

@@ -66,8 +66,8 @@ class GeneratedDataset(dg.Component):
     Declared by `attributes` in a defs.yaml; see docs/datasets.md for every key.
     """
 
-    def __init__(self, spec: GeneratedDatasetSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: GeneratedDatasetSpec, folder: Path) -> None:
+        self.spec, self.folder = spec, folder
 
     @classmethod
     def get_model_cls(cls) -> type[BaseModel]:
@@ -76,15 +76,16 @@ class GeneratedDataset(dg.Component):
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         written = attributes.model_dump() if attributes is not None else {}
-        return cls(load_spec(written, Path(context.path) / "defs.yaml"))
+        folder = Path(context.path)
+        return cls(load_spec(written, folder / "defs.yaml"), folder)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        return dataset_definitions(self.spec)
+        return dataset_definitions(self.spec, self.folder)
 
 
-def dataset_definitions(spec: GeneratedDatasetSpec) -> dg.Definitions:
-    """Everything Dagster knows of one dataset. Pure: touches no store and no database."""
-    prompts, rows = prompts_asset(spec, spec_version(spec)), rows_asset(spec)
+def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definitions:
+    """Everything Dagster knows of one dataset, whose defs.yaml lies in `folder`. Touches no store and no database."""
+    prompts, rows = prompts_asset(spec, spec_version(spec), folder), rows_asset(spec)
     table, dead = table_asset(spec), dead_letters_asset(spec)
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",

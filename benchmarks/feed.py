@@ -104,7 +104,7 @@ def make_dataset(folder: Path, rows: int, batches_per_run: int) -> tuple[dg.Defi
     store = DatasetStore(open_objects(str(folder / "store")), NAME)
     with tempfile.TemporaryDirectory() as work:
         build_snapshot(spec, store, now=time.time(), workdir=Path(work))
-    return dataset_definitions(spec), store
+    return dataset_definitions(spec, folder), store
 
 
 def bodies(store: DatasetStore) -> list[bytes]:
@@ -195,7 +195,7 @@ def memory_child(rows: int) -> None:
         store = DatasetStore(open_objects(str(folder / "store")), NAME)
         attributes = json.loads((folder / "spec.json").read_text())
         with simulator(256, 100, 400, 2_000) as url:
-            run_op(folder, dataset_definitions(load_spec(attributes, "bench")), store, url, 256)
+            run_op(folder, dataset_definitions(load_spec(attributes, "bench"), folder), store, url, 256)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
