@@ -104,7 +104,7 @@ class EngineClient:
         self._requests = Requests(generation)
         self._root = api.parent
         self._api = api
-        self._generate_url = URL(str(api) + PATHS[generation.task], encoded=True)
+        self._generate_url = self._address(api, PATHS[generation.task])
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -183,13 +183,16 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """Asks who serves here. Raises EngineRefused when the wanted model is not served, EngineLost when
-        nothing answers, Transient when the server is not ready.
+        nothing answers or the server is not ready.
         """
         wanted = self.generation.model
-        body = await self._page(URL(f"{self._api}/models", encoded=True))
         try:
+            body = await self._page(self._address(self._api, "models"))
+            version = await self._version()
             models = {str(entry["id"]): entry for entry in orjson.loads(body)["data"]}
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except Transient as error:
+            raise EngineLost("not_ready", error.code) from error
+        except (orjson.JSONDecodeError, KeyError, TypeError, RowRejected) as error:
             raise EngineRefused("expected a list of models at /v1/models, found something else") from error
         if wanted not in models:
             found = ", ".join(sorted(models)[:5]) or "none"
@@ -197,14 +200,13 @@ class EngineClient:
                 f"expected model {wanted}, found {found}: start the engine with this model or correct the dataset's"
             )
         entry = models[wanted]
-        version = await self._version()
         longest = entry.get("max_model_len")
         simulated = "simulat" in f"{version} {entry.get('owned_by')}".lower() or entry.get("simulated") is True
         return EngineInfo(wanted, version, longest if isinstance(longest, int) else None, simulated)
 
     async def _version(self) -> str:
         try:
-            answer = orjson.loads(await self._page(URL(f"{self._root}".rstrip("/") + "/version", encoded=True)))
+            answer = orjson.loads(await self._page(self._address(self._root, "version")))
         except (EngineRefused, RowRejected, orjson.JSONDecodeError):
             return ""
         return str(answer.get("version", "")) if isinstance(answer, dict) else ""
@@ -217,7 +219,7 @@ class EngineClient:
         if not self._has_metrics:
             return None
         try:
-            load = parse_metrics(await self._page(URL(f"{self._root}".rstrip("/") + "/metrics", encoded=True)))
+            load = parse_metrics(await self._page(self._address(self._root, "metrics")))
         except (EngineRefused, RowRejected):
             load = None
         self._has_metrics = load is not None
@@ -226,12 +228,16 @@ class EngineClient:
     async def healthy(self) -> bool:
         """Whether the server answers /health without a server error. It says nothing about progress."""
         try:
-            await self._page(URL(f"{self._root}".rstrip("/") + "/health", encoded=True))
+            await self._page(self._address(self._root, "health"))
         except (EngineRefused, RowRejected):
             return True  # a server without this page: it answers
         except (Transient, EngineLost):
             return False
         return True
+
+    @staticmethod
+    def _address(base: URL, page: str) -> URL:
+        return URL(f"{base}".rstrip("/") + f"/{page}", encoded=True)
 
     async def _page(self, url: URL) -> bytes:
         if self._session is None:

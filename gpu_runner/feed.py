@@ -57,6 +57,10 @@ class Feed:
     on the loop for every outcome of an engine and must be quick. `on_batch(batch key, outcomes in row order)`
     may wait: a bounded number run at once, and reading stops while too many batches wait for it. It is called
     again for a batch whose call was cancelled.
+
+    An outcome's `tries` are its charged failures and the request that ended it; repairs of an answer that did
+    not fit the schema, and failures that were the engine's, are no tries. Its `seconds` are those of all its
+    requests that were answered, without waiting between them.
     """
 
     def __init__(

@@ -285,13 +285,18 @@ class Lane:
         """Since when a failure waits to be judged."""
         return self.undecided[0].at if self.undecided else None
 
+    @property
+    def oldest_break(self) -> float | None:
+        """The same, of failures in which the connection was lost or refused."""
+        return next((failure.at for failure in self.undecided if failure.error.broken), None)
+
     def _failed(self, item: Item, error: Transient, now: float) -> None:
         self.work.counts.failures += 1
         self.undecided.append(Failure(item, error, now))
         first = item.tries == 0 and item.voids == 0
         if error.overload and self.window.on_refused(len(self.in_flight), first=first) and error.retry_after:
             self._rest_until(now + min(error.retry_after, self.policy.retry.retry_after_max))
-        if error.unreached or error.code == "connection_lost":
+        if error.broken:
             self.watchdog.suspect()
 
     def _rest_until(self, until: float) -> None:

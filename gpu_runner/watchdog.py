@@ -50,6 +50,8 @@ class Watched(Protocol):
     def rows_in_flight(self) -> int: ...
     @property
     def oldest_failure(self) -> float | None: ...
+    @property
+    def oldest_break(self) -> float | None: ...
     def judge(self) -> None: ...
     def abort_rows(self, sent_before: float) -> None: ...
     def end(self, error: BaseException | None = None) -> None: ...
@@ -153,8 +155,8 @@ class Watchdog:
         asked = self._loop.time()
         if await self._engine.healthy():
             self.proof.health = asked
-            failed_at = self._lane.oldest_failure
-            if self._bad_health and failed_at is not None and failed_at <= self._bad_health[-1]:
+            broken_at = self._lane.oldest_break
+            if self._bad_health and broken_at is not None and broken_at <= self._bad_health[-1]:
                 self._lane.end(EngineLost("restarted", "it was gone for a moment; its rows in flight are lost"))
             self._bad_health.clear()
             return

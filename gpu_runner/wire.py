@@ -24,7 +24,7 @@ MESSAGE_LENGTH = 500
 # Request fields that the client writes itself; in `sampling` they would contradict it.
 RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options", "n"})
 
-PATHS: Mapping[Task, str] = {"chat": "/chat/completions", "completion": "/completions", "embedding": "/embeddings"}
+PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
 
 # vLLM ends a request with these when it did not finish the row itself (shutdown, engine error).
 BROKEN_FINISH_REASONS = frozenset({"abort", "error"})
@@ -67,6 +67,11 @@ class Transient(EngineError):
         return self.code in ("http_429", "http_503")
 
     @property
+    def broken(self) -> bool:
+        """True when the connection was lost or refused: the engine may be gone."""
+        return self.unreached or self.code == "connection_lost"
+
+    @property
     def unreached(self) -> bool:
         """True when the request never got to the server."""
         return not self.taken and not self.overload
@@ -77,7 +82,9 @@ class EngineRefused(EngineError):
 
 
 class EngineLost(EngineError):
-    """The engine is gone or makes no progress. `reason` is a stable word: unreachable, stalled, no_progress."""
+    """The engine is gone or makes no progress. `reason` is a stable word: unreachable, not_ready, restarted,
+    stalled or no_progress.
+    """
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(f"{reason}: {message}" if message else reason)

@@ -50,6 +50,10 @@ class FakeEngine:
         self.alive = False
         self.death.set()
 
+    def revive(self) -> None:
+        """A supervisor started it anew at the same address."""
+        self.alive, self.death, self.tokens = True, asyncio.Event(), 0
+
     async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:

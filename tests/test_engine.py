@@ -321,6 +321,16 @@ def test_a_server_without_version_and_length_is_taken_as_it_is() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("code", "kind"), [(503, EngineLost), (401, EngineRefused), (400, EngineRefused)])
+def test_a_server_that_does_not_say_who_it_is_gets_no_row(code: int, kind: type[Exception]) -> None:
+    async def main() -> None:
+        async with http_server({"/v1/models": status(code)}) as url, EngineClient(url, CHAT) as engine:
+            with pytest.raises(kind):
+                await engine.info()
+
+    asyncio.run(main())
+
+
 def test_another_model_is_refused_by_name_before_any_row() -> None:
     async def main() -> None:
         async with (

@@ -160,6 +160,36 @@ def test_an_engine_that_says_500_before_it_dies_charges_nobody() -> None:
     run(main)
 
 
+def test_an_engine_that_was_restarted_in_place_charges_nobody() -> None:
+    async def main() -> None:
+        for gone in (0.1, 1.0, 1.5):
+            sink, engine = Sink(), FakeEngine(seconds=1)
+            feed = make_feed(batches(200), sink)
+            loop = asyncio.get_running_loop()
+            loop.call_later(2.5, engine.die)
+            loop.call_later(2.5 + gone, engine.revive)
+            with pytest.raises(EngineLost, match="restarted"):
+                await feed.serve(engine, ORIGIN, 16)
+            await feed.serve(engine, ORIGIN, 16)
+            assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_a_bad_row_and_a_slow_health_page_are_no_restart() -> None:
+    class Hiccup(FakeEngine):
+        async def healthy(self) -> bool:
+            return asyncio.get_running_loop().time() > 5
+
+    async def main() -> None:
+        sink, engine = Sink(), Hiccup({"r0": Transient("http_500")}, seconds=4)
+        feed = make_feed(batches(20), sink, dead_seconds=10)
+        await feed.serve(engine, ORIGIN, 8)
+        assert feed.counts.engine_deaths == 0 and sink.dead() == {"r0": "http_500"}
+
+    run(main)
+
+
 @pytest.mark.parametrize("error", [Transient("http_500"), BUSY, Transient("http_503")])
 def test_an_outage_that_passes_costs_one_window_of_requests_and_no_try(error: Transient) -> None:
     async def main() -> None:
