@@ -1,0 +1,103 @@
+"""Real vLLM on the CPU, started by the fleet for a run's lease, killed in the middle, and gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import eventually, platform, shared_data
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
+from vllm_server import make_models
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def vllm_python() -> str:
+    named = os.environ.get("VLLM_PYTHON")
+    if not named:
+        pytest.skip("needs VLLM_PYTHON: the Python of an environment with vLLM")
+    return named
+
+
+def engine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
+    """A `process` engine as a user writes it in fleet.yaml."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", "268435456", "--max-model-len", "2048", "--max-num-seqs", "128"]
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "TMPDIR": str(scratch),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    return {
+        "name": "vllm",
+        "kind": "process",
+        "command": command,
+        "environment": environment,
+        "max_num_seqs": 128,
+        "start_seconds": 240,
+    }
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    """Live descendants of ours whose command line or title holds `name`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and name in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_gsm8k_test_split_through_a_ui_backfill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_python: str
+) -> None:
+    make_models(vllm_python, tmp_path / "models")
+    llama = next(folder for folder in (tmp_path / "models").iterdir() if "llama" in folder.name)
+    scratch = Path("/tmp") / f"v{os.getpid()}"
+    scratch.mkdir()
+    spec = {
+        "name": "gsm8k_test",
+        "source": {"path": str(shared_data() / "gsm8k" / "test.jsonl")},
+        "prompt": {"user": "{{ question }}"},
+        "model": "tiny-llama",
+        "sampling": {"temperature": 0.7, "max_tokens": 64},
+    }
+    fleet = {"engines": [engine(vllm_python, llama, scratch)]}
+    with platform(tmp_path, monkeypatch, spec, simulator=["--speed", "1"], fleet=fleet) as site:
+        site.take_snapshot()
+        started = time.monotonic()
+        backfill = site.launch_backfill()
+
+        def halfway() -> bool:
+            with contextlib.closing(site.book()) as book:
+                return any(beat.rows_done > 400 for beat in book.runs())
+
+        eventually(halfway, 400, "four hundred rows")
+        for server in processes_of("VLLM::EngineCore") or processes_of("vllm.entrypoints.openai.api_server"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                server.kill()
+        state = site.finish_backfill(backfill, 500)
+        seconds = time.monotonic() - started
+        assert state["status"] == "COMPLETED_SUCCESS"
+        eventually(lambda: site.store.current_published(), 60, "the published table")
+        table = site.published_rows()
+        eventually(lambda: not processes_of("VLLM::") + processes_of("api_server"), 15, "the end of every vLLM process")
+    print(f"\n1,319 rows on vLLM on CPU with one engine killed: {seconds:.0f} s, two engine starts included")
+    assert len(table) == len({line["row_id"] for line in table}) == 1319
+    assert not [line for line in table if line["error"] is not None]
+    assert {line["tries"] for line in table} == {1}
+    assert {line["model"] for line in table} == {"tiny-llama"}
+    assert all(line["finish_reason"] in ("stop", "length") and line["completion_tokens"] > 0 for line in table)
