@@ -25,6 +25,11 @@ from gpu_runner.window import Window
 from gpu_runner.wire import Completion, EngineLost, EngineRefused, Repair, RowRejected, Transient
 from gpu_runner.work import Item, Work, end_tasks
 
+# New connections are opened in bursts that a listening socket's backlog holds (uvicorn: 2,048): beyond it they
+# are dropped or reset. Slots that are already at work take their next row without this.
+BURST = 256
+BURST_SECONDS = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -60,6 +65,7 @@ class Lane:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         schema = engine.generation.json_schema
+        self._filling: asyncio.TimerHandle | None = None
         self._check: Check | None = None if schema is None else compile_check(schema)
 
     # --- life ---
@@ -83,6 +89,8 @@ class Lane:
     async def close(self) -> None:
         """Cancels every request and gives the rows back; rows of a lost engine bear its death."""
         self.end()
+        if self._filling is not None:
+            self._filling.cancel()
         try:
             await end_tasks(self._tasks)
         finally:
@@ -135,9 +143,19 @@ class Lane:
     # --- rows ---
 
     def fill(self) -> None:
-        """Gives every free slot a row."""
-        while (item := self._take()) is not None:
+        """Gives every free slot a row, some hundreds at a time."""
+        if self._filling is not None:
+            return
+        for _ in range(BURST):
+            item = self._take()
+            if item is None:
+                return
             self.in_flight[item] = self._spawn(self._work(item))
+        self._filling = self._loop.call_later(BURST_SECONDS, self._fill_on)
+
+    def _fill_on(self) -> None:
+        self._filling = None
+        self.fill()
 
     async def _work(self, item: Item) -> None:
         """One slot: rows one after the other, until there is none to take."""

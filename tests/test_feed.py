@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -437,6 +438,23 @@ def test_the_window_finds_an_unknown_engine_s_slots() -> None:
         sink, engine = Sink(), FakeEngine(slots=100, seconds=0.5)
         await make_feed(batches(6000, size=250), sink).serve(engine, ORIGIN)
         assert 300 <= engine.most_open <= 400
+
+    run(main)
+
+
+def test_a_large_window_is_opened_in_bursts() -> None:
+    async def main() -> None:
+        engine = FakeEngine(slots=4096, seconds=100)
+        feed = make_feed(batches(5000, size=250), Sink())
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 1024))
+        opened = []
+        for _ in range(40):
+            await asyncio.sleep(0.02)
+            opened.append(engine.open)
+        assert max(later - earlier for earlier, later in pairwise(opened)) <= 512
+        assert opened[-1] == 4096
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
     run(main)
 
