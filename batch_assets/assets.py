@@ -1,19 +1,20 @@
-"""The four assets of a dataset: prompts → rows → dataset, dead_letters. Policy that they share stands here once.
+"""The assets of a dataset: source → prompts → rows → dataset, dead_letters. Policy that they share stands here once.
 
 No postponed annotations in modules with Dagster decorators: Dagster reads the classes of config and resources.
 """
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.card import Card
+from batch_assets.card import MEANING, Card
 from batch_assets.checks import check_results, check_specs
 from batch_assets.dead_letters import dead_letters
+from batch_assets.ingest import source_name
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
@@ -44,13 +45,36 @@ def partitions(dataset: str) -> dg.DynamicPartitionsDefinition:
     return dg.DynamicPartitionsDefinition(name=dataset)
 
 
+def source_asset(spec: GeneratedDatasetSpec) -> dg.AssetSpec:
+    """Where the rows come from: shown in the lineage, never materialized here."""
+    path = spec.source.path
+    kinds = {"yaml"} if path is None else {spec.source.format or _ending(path)}
+    if path is not None and path.lower().startswith("s3://"):
+        kinds.add("s3")
+    return dg.AssetSpec(
+        key=[spec.name, "source"],
+        group_name=spec.name,
+        kinds=kinds,
+        description=f"Read by `prompts`: {source_name(spec)}.",
+    )
+
+
+def _ending(path: str) -> str:
+    """Format in a file name, without what packed it."""
+    endings = [ending.lstrip(".") for ending in PurePosixPath(path.lower()).suffixes]
+    return next((ending for ending in reversed(endings) if ending.isalnum() and ending not in ("gz", "zst")), "file")
+
+
 def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> dg.AssetsDefinition:
     """The source as read once. Costs no GPU money. Relative paths of the source start at `base`."""
 
     @dg.asset(
         key=ledger.prompts_key(spec.name),
+        deps=[dg.AssetKey([spec.name, "source"])],
         code_version=code_version,
-        **_about(spec, "The source, rendered into prompts and cut into batches.", {"parquet", "jinja"}),
+        **_about(
+            spec, "The source, rendered into prompts and cut into batches. Costs no GPU time.", {"parquet", "jinja"}
+        ),
     )
     def prompts(
         context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
@@ -118,7 +142,7 @@ def rows_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         pool=spec.name,
         output_required=False,
         code_version=ledger.CODE_VERSION,
-        **_about(spec, f"Batches of {spec.batch_rows} rows, written by {spec.model}.", {"vllm", "parquet"}),
+        **_about(spec, _rows_text(spec), {"vllm", "parquet"}),
     )
     def rows(
         context: dg.AssetExecutionContext, config: RowsConfig, store: BatchStore, fleet: GpuFleet
@@ -126,6 +150,14 @@ def rows_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         yield from generate_rows(context, store.dataset(spec.name), fleet, config)
 
     return rows
+
+
+def _rows_text(spec: GeneratedDatasetSpec) -> str:
+    return (
+        f"Batches of {spec.batch_rows} rows, written by {spec.model}. There are no partitions until `prompts` has been "
+        f"materialized. The job `{spec.name}_refresh` does everything: it reads the source, then what is missing is "
+        "generated and published by itself."
+    )
 
 
 def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
@@ -172,7 +204,10 @@ def current_manifest(store: DatasetStore) -> SnapshotManifest:
 def table_metadata(store: DatasetStore, table: PublishedTable) -> dict[str, Any]:
     """Counts, schema, cost and places of a published table."""
     counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
-    columns = [dg.TableColumn(column.name, column.type) for column in table.columns]
+    columns = [
+        dg.TableColumn(column.name, column.type, description=MEANING.get(column.name, "column of the source"))
+        for column in table.columns
+    ]
     found: dict[str, Any] = {
         **{name: getattr(table, name) for name in counts},
         "dagster/row_count": table.rows,

@@ -25,7 +25,7 @@ _SIZES = (
     (1_000_000, "100K<n<1M"),
     (10_000_000, "1M<n<10M"),
 )
-_MEANING = {
+MEANING = {
     "row_id": "the source's id, or the hash of the request and an occurrence number",
     "output": "what the model wrote; null for a row without a completion",
     "finish_reason": "stop, or length when the answer was cut at the token limit",
@@ -142,7 +142,7 @@ def _columns(table: PublishedTable, manifest: SnapshotManifest) -> str:
     lines = [
         (f"`{column.name}`", column.type, f"source column `{kept[column.name]}`")
         if column.name in kept
-        else (f"`{column.name}`", column.type, _MEANING.get(column.name, ""))
+        else (f"`{column.name}`", column.type, MEANING.get(column.name, ""))
         for column in table.columns
     ]
     return "## Columns\n\n" + _table(("column", "type", "meaning"), lines)
