@@ -528,7 +528,7 @@ def test_a_trial_that_is_cancelled_is_taken_up_again() -> None:
 KINDS = ["kill", "hang", "rejected", "once", "always"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     bad=st.dictionaries(st.integers(0, 119), st.sampled_from(KINDS), max_size=8),
     deaths=st.lists(st.floats(0.0, 3.0), max_size=3),

@@ -130,14 +130,14 @@ def test_rows_survive_the_death_of_their_engine(fault: str, tmp_path: Path) -> N
 
 def test_a_stalled_engine_is_given_up_and_one_that_wakes_is_kept() -> None:
     async def main(engine: SimulatedEngine) -> None:
-        engine.set_faults({"kind": "stall", "seconds": 1.0, "match": {"at_request": 300}})
+        engine.set_faults({"kind": "stall", "seconds": 0.5, "match": {"at_request": 300}})
         sink = Sink()
         feed = make_feed(source(600), sink)
         await serve(feed, engine.url)
         assert feed.counts.engine_deaths == 0 and len(sink.outcomes()) == 600
         engine.set_faults({"kind": "stall", "match": {"at_request": 700}})
         with pytest.raises(EngineLost, match="stalled"):
-            await serve(make_feed(source(600), Sink()), engine.url)
+            await serve(make_feed(source(600), Sink(), replace(POLICY, stall_seconds=1.5)), engine.url)
 
     with_engine(main)
 
@@ -149,7 +149,7 @@ def test_a_storm_of_429_is_sat_out(tmp_path: Path) -> None:
         serving = asyncio.create_task(serve(feed, engine.url))
         await asyncio.sleep(0.3)
         await asyncio.to_thread(engine.set_faults, {"kind": "http_429", "retry_after": 0.2})
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         await asyncio.to_thread(engine.set_faults)
         await serving
         assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
