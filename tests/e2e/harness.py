@@ -26,6 +26,8 @@ from gpu_runner.providers.local import free_port
 from resources.objects import open_objects
 from resources.store import DatasetStore
 
+# Full sizes of the longest tests: what docs/evidence.md shows. Without it they are shortened to fit a CI run.
+SOAK = bool(os.environ.get("BATCH_ASSETS_SOAK"))
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LAUNCH_BACKFILL = """mutation($p: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $p) {

@@ -10,7 +10,7 @@ import dagster as dg
 import psutil
 import pytest
 
-from tests.e2e.harness import Platform, eventually, platform
+from tests.e2e.harness import SOAK, Platform, eventually, platform
 from tests.e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,12 +58,12 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_twenty_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
         taken = []
-        for _ in range(20):
+        for _ in range(20 if SOAK else 5):
             site.launch_job("gsm8k_refresh")
             taken.append(cancel_once(site))
             eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")
-        print(f"\n20 cancels: slowest {max(taken):.1f} s, median {sorted(taken)[10]:.1f} s")
+        print(f"\n{len(taken)} cancels: slowest {max(taken):.1f} s, median {sorted(taken)[len(taken) // 2]:.1f} s")
         assert max(taken) < 5

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import platform, shared_data
+from tests.e2e.harness import SOAK, platform, shared_data
 from tests.e2e.test_losses import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -84,7 +84,7 @@ def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, m
 
 
 def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, poison = poisoned_source(tmp_path, 1000, ["crash"])
+    source, poison = poisoned_source(tmp_path, rows := 1000 if SOAK else 300, ["crash"])
     log = tmp_path / "engines.jsonl"
     engine = {
         "name": "embedded",
@@ -106,7 +106,7 @@ def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, m
         crashes = sum(len(book.history(run_id)) for run_id in with_leases) - len(with_leases)
         book.close()
     dead = {row: line["error"] for row, line in table.items() if line["error"] is not None}
-    print(f"\n{len(poison)} rows of 1000 kill engines: {crashes} engines died", file=sys.stderr)
+    print(f"\n{len(poison)} rows of {rows} kill engines: {crashes} engines died", file=sys.stderr)
     assert set(dead) == set(poison)
     assert set(dead.values()) == {"engine_killed"}
     assert {line["tries"] for row, line in table.items() if row not in poison} == {1}
