@@ -22,7 +22,7 @@ from batch_assets.signals import Interrupted, Signals
 from batch_assets.stack import running_stack
 from batch_assets.status import dataset_status, observing
 from resources.objects import StoreError
-from resources.store import CorruptObject
+from resources.store import BatchFooter, BatchObject, CorruptObject, DatasetStore
 
 if TYPE_CHECKING:
     from batch_assets.verify import LedgerEntry, Verification
@@ -119,23 +119,42 @@ def _ledger_entries(reports: Mapping[str, BatchReport]) -> dict[str, LedgerEntry
 
 def rebuild(name: str) -> int:
     """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
+    from batch_assets.scan import read_ahead, threads_for
+
     with observing([name]) as (seen,):
         snapshot = seen.store.current_snapshot()
         if snapshot is None:
             raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
         entries, reports = seen.store.entries(snapshot), seen.reports()
         reported = unreadable = 0
-        for key, batch in seen.store.current_objects(entries).items():
-            known = reports.get(key)
-            if known is not None and known.version == ledger.LedgerVersion(batch.data_version, batch.generation):
-                continue
-            try:
-                footer = seen.store.footer(batch)
-            except CorruptObject as error:
-                sys.stderr.write(f"{error}\n")
+        current = seen.store.current_objects(entries).values()
+        for found in read_ahead(lambda batch: _footer(seen.store, batch), current, threads_for(seen.store.objects)):
+            if isinstance(found, CorruptObject):
+                sys.stderr.write(f"{found}\n")
                 unreadable += 1
-                continue
-            seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, footer, snapshot))
-            reported += 1
+            elif not _reported(seen.store, found, reports.get(found.key)):
+                seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, found, snapshot))
+                reported += 1
     sys.stdout.write(f"{name}: {reported:,} of {len(entries):,} batches reported again\n")
     return 1 if unreadable else 0
+
+
+def _footer(store: DatasetStore, batch: BatchObject) -> BatchFooter | CorruptObject:
+    try:
+        return store.footer(batch)
+    except CorruptObject as error:
+        return error
+
+
+def _reported(store: DatasetStore, footer: BatchFooter, report: BatchReport | None) -> bool:
+    """Whether the catalog says exactly this of the batch."""
+    if report is None:
+        return False
+    batch = BatchObject(footer.key, footer.data_version, footer.generation)
+    return (report.version, report.path, report.rows, report.ok, report.dead) == (
+        ledger.LedgerVersion(footer.data_version, footer.generation),
+        store.objects.uri(store.batch_path(batch)),
+        footer.rows,
+        footer.ok,
+        footer.dead,
+    )

@@ -191,7 +191,9 @@ class DatasetStore:
 
     def entries(self, snapshot: str) -> list[BatchEntry]:
         """Every batch of the snapshot in key order."""
-        table = pq.read_table(io.BytesIO(self.objects.get(self.snapshot_path(snapshot, "batches.parquet"))))
+        data = pa.BufferReader(self.objects.get(self.snapshot_path(snapshot, "batches.parquet")))
+        with pq.ParquetFile(data) as file:
+            table = file.read(use_threads=False)
         columns = [table.column(name).to_pylist() for name in ("key", "rows", "data_version", "shard", "row_group")]
         return [BatchEntry(*line) for line in zip(*columns, strict=True)]
 
