@@ -20,6 +20,7 @@ from gpu_runner.rows import Batch, Origin, Outcome
 from resources.fleet import LeasedEngine
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
 
+ALL_REFUSED = 200
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
 
 
@@ -137,6 +138,7 @@ class RangeRun:
         self.committed: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.epoch = 0
         self._work = {work.entry.key: work for work in plan.todo}
+        self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._journal_seconds = journal_seconds
         self._journal = _Journal()
         self._journaled: dict[str, dict[str, Outcome]] = {}
@@ -162,6 +164,10 @@ class RangeRun:
     def missing(self) -> list[str]:
         """Keys that are not committed."""
         return [key for key in self._work if key not in self._committed_keys]
+
+    async def prepare(self) -> bool:
+        """Commit the batches that need no engine. False: nothing is left, so none need be leased."""
+        return await self._feed.prepare()
 
     async def serve(self, leased: LeasedEngine) -> None:
         """Generate on this engine until all is committed. Raises EngineLost, and may be called again with the next."""
@@ -197,7 +203,12 @@ class RangeRun:
             )
 
     async def flush(self) -> None:
-        """Write what waits for the journal; called often, and once more when a run stands down."""
+        """Write what waits for the journal; called often, and once more when a run stands down.
+
+        Nothing is written while every row was refused: those may be no outcomes at all (see `_count_refusals`).
+        """
+        if self._refused:
+            return
         waiting, self._journal.waiting = self._journal.waiting, defaultdict(list)
         open_rows = {key: rows for key, rows in waiting.items() if key not in self._committed_keys}
         if open_rows:
@@ -245,6 +256,20 @@ class RangeRun:
 
     def _on_row(self, key: str, outcome: Outcome) -> None:
         self._journal.waiting[key].append(outcome)
+        if self._refused is not None:
+            self._count_refusals(outcome)
+
+    def _count_refusals(self, outcome: Outcome) -> None:
+        """An engine that refuses every row from the first on means a wrong request, not so many bad rows."""
+        assert self._refused is not None
+        refused = outcome.error is not None and outcome.error.startswith("rejected_")
+        self._refused = self._refused + 1 if refused else None
+        if self._refused == ALL_REFUSED:
+            self._journal.waiting.clear()
+            raise EngineRefused(
+                f"the engine refused each of the first {ALL_REFUSED} rows ({outcome.error}): expected a request that "
+                "it takes; check sampling and output.json_schema against the engine's log"
+            )
 
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
         footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ import dagster as dg
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gpu_runner.fleet import FleetBook
+from gpu_runner.fleet import FleetBook, Lease
 from gpu_runner.heart import Heart
 from gpu_runner.providers.local import EngineProcess, EngineStartError, wait_reachable
 from gpu_runner.rows import Task
@@ -55,6 +56,7 @@ class EngineConfig(BaseModel):
     command: list[str] = VLLM_COMMAND
     environment: dict[str, str] = {}
     api_key_env: str | None = None
+    models: list[str] = Field(default=[], description="only for datasets of these models; empty: for all")
     max_num_seqs: int | None = Field(default=None, ge=1)
     start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
     request_seconds: float = Field(default=1800, gt=0, description="longest that one row may take, queueing included")
@@ -148,13 +150,20 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         return Heart(book, run_id, ttl=self.ttl, interval=self.beat)
 
     def engines(self, need: Requirement) -> list[EngineConfig]:
-        """Engines that may serve the requirement."""
+        """Engines that may serve the requirement. Raises FleetConfigError when there is none."""
         if need.endpoint:
             key = "BATCH_ASSETS_API_KEY" if os.environ.get("BATCH_ASSETS_API_KEY") else None
-            address = need.endpoint.split("://")[-1].strip("/").replace("/", "-").replace(":", "-").lower()
-            own = EngineConfig(name=address[:63], kind="endpoint", url=need.endpoint, api_key_env=key)
+            address = re.sub(r"[^a-z0-9._-]+", "-", need.endpoint.split("://")[-1].lower()).strip("-._")
+            own = EngineConfig(name=address[:63] or "endpoint", kind="endpoint", url=need.endpoint, api_key_env=key)
             return [own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint"})]
-        return FleetConfig.load(Path(self.config_path)).engines
+        engines = FleetConfig.load(Path(self.config_path)).engines
+        fitting = [engine for engine in engines if not engine.models or need.model in engine.models]
+        if not fitting:
+            raise FleetConfigError(
+                f"{self.config_path}: expected an engine that serves {need.model}, found engines for "
+                f"{', '.join(sorted({model for engine in engines for model in engine.models}))}"
+            )
+        return fitting
 
     @contextlib.contextmanager
     def lease(
@@ -163,30 +172,44 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         book: FleetBook,
         heart: Heart,
         *,
+        say: Callable[[str], None] = lambda _: None,
         pause: Callable[[float], None] = time.sleep,
     ) -> Iterator[LeasedEngine]:
         """Wait, visibly, for a free engine; hold it while the body runs; give it back once.
 
-        Raises EngineStartError when a process engine does not come up. Calls `pause` in steps of at most half a second.
+        `say` hears what is waited for, once per reason. Calls `pause` in steps of at most half a second. Raises
+        FleetConfigError, and EngineStartError when an engine does not come up.
         """
         engines = self.engines(need)
         while True:
-            for engine in engines:
-                if book.leases_of(need.dataset) >= max(1, book.instances(need.dataset)):
-                    heart.note = f"waiting: {need.dataset} already holds all instances it may lease"
-                    break
-                if held := book.try_lease(engine.name, heart.run_id, need.dataset, self.ttl):
-                    heart.hold(held)
-                    heart.note = f"on {engine.name}"
-                    try:
-                        with self._running(engine, need, heart.run_id, pause) as endpoint:
-                            yield _leased(engine, endpoint, held.epoch)
-                    finally:
-                        heart.let_go()
-                        book.release(held)
-                    return
-                heart.note = f"waiting: {engine.name} is held by run {book.holder(engine.name)}"
+            held, note = self._try_engines(engines, need, book, heart.run_id)
+            if note != heart.note:
+                heart.note = note
+                say(note)
+            if held is not None:
+                break
             pause(0.5)
+        engine, lease = held
+        heart.hold(lease)
+        try:
+            with self._running(engine, need, heart.run_id, pause) as endpoint:
+                yield _leased(engine, endpoint, lease.epoch)
+        finally:
+            heart.let_go()
+            book.release(lease)
+
+    def _try_engines(
+        self, engines: Sequence[EngineConfig], need: Requirement, book: FleetBook, run_id: str
+    ) -> tuple[tuple[EngineConfig, Lease] | None, str]:
+        """The first engine that is free, with its lease; or None, and what stands in the way."""
+        if book.leases_of(need.dataset) >= max(1, book.instances(need.dataset)):
+            return None, f"waiting: {need.dataset} already holds all instances it may lease"
+        notes = []
+        for engine in engines:
+            if lease := book.try_lease(engine.name, run_id, need.dataset, self.ttl):
+                return (engine, lease), f"on {engine.name}"
+            notes.append(f"{engine.name} is held by run {book.holder(engine.name)}")
+        return None, "waiting: " + ", ".join(notes)
 
     @contextlib.contextmanager
     def _running(

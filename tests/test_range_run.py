@@ -1,0 +1,128 @@
+"""A range of batches against a real simulated engine and a real store, without Dagster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from simulated_engine import simulated_engine
+from snapshots import MODEL, questions, write_snapshot
+
+from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.wire import EngineRefused
+from resources.fleet import LeasedEngine
+from resources.objects import Objects
+from resources.store import DatasetStore, SnapshotManifest
+
+
+def leased(url: str) -> LeasedEngine:
+    return LeasedEngine("e", url, None, 64, "simulated", "simulated-h200", False, 7)
+
+
+def a_run(store: DatasetStore, manifest: SnapshotManifest, run_id: str, intent: Intent | None = None) -> RangeRun:
+    entries = store.entries(manifest.snapshot)
+    intent = intent or Intent(run_id)
+    identity = RunIdentity(run_id, intent, (entries[0].key, entries[-1].key))
+    return RangeRun(store, manifest, plan_range(store, entries, intent), identity, journal_seconds=0.1)
+
+
+async def generate(run: RangeRun, url: str, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        if await run.prepare():
+            await run.serve(leased(url))
+
+
+def test_a_range_is_generated_committed_and_then_only_reported(any_objects: Objects) -> None:
+    store = DatasetStore(any_objects, "d")
+    manifest = write_snapshot(store, questions(95))
+    with simulated_engine("--speed", "200", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        asyncio.run(generate(run, engine.url))
+        run.close()
+    assert run.missing() == []
+    assert not list(any_objects.list("d/journal/"))
+    again = plan_range(store, store.entries(manifest.snapshot), Intent("run-2"))
+    assert (len(again.done), again.todo) == (10, [])
+    assert {footer.epoch for footer in again.done} == {7}
+    assert {footer.model for footer in again.done} == {f"{MODEL} (simulated)"}
+
+
+def test_what_a_stopped_run_had_journaled_is_not_asked_again(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(300), batch_rows=100)
+
+    async def stop_in_the_middle(run: RangeRun, url: str) -> None:
+        serving = asyncio.create_task(run.serve(leased(url)))
+        while run.progress().rows_done < 120:  # noqa: ASYNC110  (progress has no event)
+            await asyncio.sleep(0.01)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await run.flush()
+
+    with simulated_engine("--speed", "10", model=MODEL) as engine:
+        first = a_run(store, manifest, "run-1")
+        asyncio.run(stop_in_the_middle(first, engine.url))
+        first.close()
+        done = first.progress().rows_done
+        second = a_run(store, manifest, "run-2")
+        asyncio.run(generate(second, engine.url))
+        second.close()
+        assert second.progress().known + first_committed(store, manifest) >= done
+        assert second.progress().ok <= 300 - done
+    assert second.missing() == []
+    assert not list(local_objects.list("d/journal/"))
+
+
+def first_committed(store: DatasetStore, manifest: SnapshotManifest) -> int:
+    footers = plan_range(store, store.entries(manifest.snapshot), Intent("x")).done
+    return sum(footer.rows for footer in footers if footer.run_id == "run-1")
+
+
+def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(600), batch_rows=250)
+    # vLLM's answer to a temperature that cannot be: 400 for whatever row.
+    with simulated_engine("--speed", "200", model="another") as engine, pytest.raises(EngineRefused, match="another"):
+        asyncio.run(generate(a_run(store, manifest, "run-1"), engine.url))
+    faults = json.dumps([{"kind": "http_500", "match": {"contains": "never"}}])
+    with simulated_engine("--speed", "200", "--faults", faults, model=MODEL) as engine:
+        broken = manifest.model_copy(update={"generation": manifest.generation | {"sampling": {"temperature": -1}}})
+        run = a_run(store, broken, "run-2")
+        with pytest.raises(EngineRefused, match="each of the first 200 rows"):
+            asyncio.run(generate(run, engine.url))
+        run.close()
+    assert not list(local_objects.list("d/journal/"))
+    assert not list(local_objects.list("d/batches/"))
+
+
+def test_a_redrive_keeps_completions_and_writes_the_next_generation(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(40))
+    poison = json.dumps([{"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}}])
+    with simulated_engine("--speed", "200", "--faults", poison, model=MODEL) as engine:
+        first = a_run(store, manifest, "run-1")
+        asyncio.run(generate(first, engine.url))
+    with simulated_engine("--speed", "200", model=MODEL) as engine:
+        redrive = a_run(store, manifest, "run-2", Intent("run-2", redrive=True))
+        asyncio.run(generate(redrive, engine.url))
+    assert redrive.progress().ok == 1
+    assert redrive.progress().known == 9
+    objects = store.objects_by_batch()["00000"]
+    assert [batch.generation for batch in objects] == [0, 1]
+    assert [o.output for o in store.outcomes(objects[0])][8:] == [o.output for o in store.outcomes(objects[1])][8:]
+    # A retry of the re-drive finds its own work done.
+    retry = plan_range(store, store.entries(manifest.snapshot), Intent("run-2", redrive=True))
+    assert [footer.generation for footer in retry.done][:2] == [1, 0]
+
+
+def test_a_torn_object_is_replaced_by_the_next_generation(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(20))
+    with simulated_engine("--speed", "200", model=MODEL) as engine:
+        asyncio.run(generate(a_run(store, manifest, "run-1"), engine.url))
+        torn = store.batch_path(store.objects_by_batch()["00001"][0])
+        local_objects.put(torn, local_objects.get(torn)[:-10])
+        asyncio.run(generate(a_run(store, manifest, "run-2"), engine.url))
+    assert [batch.generation for batch in store.objects_by_batch()["00001"]] == [0, 1]
+    assert plan_range(store, store.entries(manifest.snapshot), Intent("x")).todo == []
