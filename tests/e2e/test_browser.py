@@ -1,0 +1,191 @@
+"""What a person does in the browser: generate a dataset, look at a batch, cancel, repair (DESIGN section 4)."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from batch_assets.ledger import rows_key
+from tests.e2e.browser import Browser, browser, needs_chromium
+from tests.e2e.harness import Platform, eventually, platform
+from tests.e2e.test_losses import published
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_chromium]
+
+SLOW, FAST = ["--speed", "0.2"], ["--speed", "20"]
+
+
+def tales(batch_rows: int) -> dict[str, Any]:
+    """1,000 rows from a grid."""
+    animals, places = [f"animal {i}" for i in range(25)], [f"place {i}" for i in range(40)]
+    return {
+        "name": "tales",
+        "description": "One tale per animal and place.",
+        "source": {"grid": {"animal": animals, "place": places}},
+        "prompt": {"user": "Tell a tale of {{ animal }} at {{ place }}."},
+        "sampling": {"temperature": 0.7, "max_tokens": 128},
+        "keep_columns": ["animal", "place"],
+        "batch_rows": batch_rows,
+    }
+
+
+def materialized(site: Platform) -> set[str]:
+    return set(site.instance.get_materialized_partitions(rows_key(site.name)))
+
+
+def newest_backfill(site: Platform, known: set[str]) -> str:
+    """Id of the backfill that the UI has just launched."""
+
+    def found() -> str | None:
+        return next((b.backfill_id for b in site.instance.get_backfills() if b.backfill_id not in known), None)
+
+    backfill: str = eventually(found, 30, "a new backfill")
+    return backfill
+
+
+def launch(site: Platform, ui: Browser, which: str) -> tuple[int, str]:
+    """Materialize rows through the dialog; returns the number of partitions chosen and the backfill's id."""
+    known = {backfill.backfill_id for backfill in site.instance.get_backfills()}
+    ui.open_asset("rows")
+    ui.press("Materialize")
+    chosen = ui.choose(which)
+    ui.shot(f"dialog-{which.lower().replace(' ', '-')}")
+    ui.launch()
+    return chosen, newest_backfill(site, known)
+
+
+def serve(site: Platform, arguments: list[str]) -> None:
+    """Start the engine anew, at its old address."""
+    site.simulator.stop()
+    site.simulator.arguments = arguments
+    site.simulator.start()
+
+
+def check_batch_page(site: Platform, ui: Browser, key: str) -> None:
+    """The partition's page shows what the batch object's footer says."""
+    ui.open_asset("rows", "partitions", partition=key)
+    shown = ui.metadata()
+    batch = next(batch for batch in site.store.objects_by_batch(key, key)[key])
+    footer = site.store.footer(batch)
+    assert footer.rows == 250
+    for name in ("rows", "ok", "dead", "prompt_tokens", "completion_tokens"):
+        assert shown[name] == str(getattr(footer, name)), name
+    assert float(shown["rows_per_second"]) > 0
+    assert shown["model"] == "test-model (simulated)"
+    assert shown["object"] == site.store.objects.uri(site.store.batch_path(batch))
+    assert shown["run"] == footer.run_id
+
+
+def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        platform(tmp_path, monkeypatch, tales(250), simulator=FAST) as site,
+        browser(site.stack.url, site.name, tmp_path) as ui,
+    ):
+        ui.open_lineage()
+        assert set(ui.nodes()) == {"source", "prompts", "rows", "dataset", "dead_letters"}
+        chain = {("source", "prompts"), ("prompts", "rows"), ("rows", "dataset"), ("rows", "dead_letters")}
+        assert ui.edges() == chain
+
+        # Before the source was read there are no partitions, so the group's "Materialize all" has nothing to launch.
+        ui.press("Materialize all")
+        assert ui.choose("All") == 0
+        assert ui.launch_dialog().get_by_role("button", name="Launch backfill").is_disabled()
+        ui.shot("materialize-all-before-prompts")
+        assert "no partitions until" in described(ui, "rows")
+
+        ui.open_asset("prompts")
+        ui.press("Materialize")
+        eventually(lambda: site.store.current_snapshot(), 60, "a snapshot")
+        eventually(lambda: ui.partition_counts().get("Missing") == 4, 30, "four missing partitions on the page")
+
+        ui.open_asset("rows")
+        ui.press("Materialize")
+        ui.choose_partition("00002")
+        ui.shot("dialog-one-partition")
+        ui.launch()
+        eventually(lambda: ui.partition_counts().get("Materialized") == 1, 90, "one green partition")
+        assert materialized(site) == {"00002"}
+        check_batch_page(site, ui, "00002")
+        ui.shot("batch")
+
+        # One click does the rest: the job reads the source, sensors generate what is missing and publish.
+        ui.open(f"/locations/batch_assets/jobs/{site.name}_refresh")
+        ui.press("Materialize")
+        published(site, 120)
+        eventually(lambda: lineage_is_green(ui), 60, "a green lineage")
+        ui.shot("lineage")
+        ui.open_asset("dataset", "checks")
+        assert ui.text().count("Succeeded") == 6
+        ui.shot("checks")
+        assert len(site.published_rows()) == 1000
+
+        # "Materialize all" on what is complete reports it again and asks no engine.
+        asked = sum(site.simulator.received().values())
+        assert asked == 1000
+        ui.open_lineage()
+        ui.press("Materialize all")
+        assert ui.choose("All") == 4
+        ui.launch()
+        state = site.finish_backfill(newest_backfill(site, set()))
+        assert state["status"] == "COMPLETED_SUCCESS"
+        assert sum(site.simulator.received().values()) == asked
+
+
+def described(ui: Browser, asset: str) -> str:
+    ui.open_asset(asset)
+    return ui.text()
+
+
+def lineage_is_green(ui: Browser) -> bool:
+    ui.open_lineage()
+    nodes = ui.nodes()
+    return "100% filled" in nodes["rows"] and "6 / 6 Passed" in nodes["dataset"]
+
+
+def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        platform(tmp_path, monkeypatch, tales(50), simulator=[*FAST, "--model", "other"]) as site,
+        browser(site.stack.url, site.name, tmp_path) as ui,
+    ):
+        site.take_snapshot()
+        ui.open_asset("rows")
+        ui.press("Materialize")
+        ui.choose_partition("00007")
+        ui.launch()
+        eventually(lambda: ui.partition_counts().get("Failed") == 1, 90, "one failed partition")
+        run = site.rows_runs(dg.DagsterRunStatus.FAILURE)[0]
+        ui.open(f"/runs/{run.run_id}")
+        assert "expected model test-model, found other" in ui.text()
+        ui.shot("failed-run")
+
+        serve(site, SLOW)
+        chosen, _ = launch(site, ui, "Failed and missing")
+        assert chosen == 20
+        eventually(lambda: len(materialized(site)) >= 2, 120, "two batches of a running run")
+        running = site.rows_runs(dg.DagsterRunStatus.STARTED)
+        assert len(running) == 1
+        ui.terminate_run(running[0].run_id)
+        assert site.finish(running[0].run_id, 30) == dg.DagsterRunStatus.CANCELED
+        ui.shot("canceled-run")
+        with contextlib.closing(site.book()) as book:
+            assert all(released for _, _, released in book.history(running[0].run_id))
+        kept = materialized(site)
+        assert ui.partition_counts()["Materialized"] == len(kept)
+
+        serve(site, FAST)
+        chosen, backfill = launch(site, ui, "Failed and missing")
+        assert chosen == 20 - len(kept)
+        assert site.finish_backfill(backfill)["status"] == "COMPLETED_SUCCESS"
+        counts = ui.partition_counts()
+        assert (counts["Materialized"], counts["Missing"], counts["Failed"]) == (20, 0, 0)
+        ui.shot("repaired")
+        for key, (batch,) in site.store.objects_by_batch("00000", "00019").items():
+            assert (site.store.footer(batch).run_id == running[0].run_id) == (key in kept)
+        published(site, 60)
+        assert len(site.published_rows()) == 1000
