@@ -56,8 +56,7 @@ def test_every_dataset_has_its_jobs_and_sensors(definitions: dg.Definitions):
 
 
 def test_the_example_makes_five_thousand_prompts(tmp_path: Path):
-    from batch_assets import settings
-    from batch_assets.declared import declared_specs
+    from batch_assets.declared import declared
     from batch_assets.prompts import build_snapshot
     from resources.objects import open_objects
     from resources.store import DatasetStore
@@ -65,6 +64,6 @@ def test_the_example_makes_five_thousand_prompts(tmp_path: Path):
     store = DatasetStore(open_objects(str(tmp_path / "store")), "example")
     work = tmp_path / "work"
     work.mkdir()
-    spec = declared_specs()["example"]
-    manifest = build_snapshot(spec, store, now=0.0, workdir=work, base=settings.PROJECT)
+    spec, folder = declared()["example"]
+    manifest = build_snapshot(spec, store, now=0.0, workdir=work, base=folder)
     assert (manifest.rows, manifest.batches, manifest.rejected, manifest.duplicates) == (5000, 20, 0, 0)
