@@ -210,7 +210,10 @@ class LocalObjects:
                 file.parent.rmdir()
 
     def open(self, path: str) -> BinaryIO:
-        return self._file(path).open("rb")
+        import pyarrow as pa
+
+        # Not Python's own file: a thread of Arrow that lets go of one while the interpreter ends aborts the process.
+        return cast(BinaryIO, pa.OSFile(str(self._file(path)), "rb"))
 
     def uri(self, path: str) -> str:
         return str(self._file(path))
