@@ -24,6 +24,7 @@ WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
 FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes at most 9 (DESIGN section 5)
+FAILED_STARTS = 3
 NAMED_BATCHES = 20
 
 
@@ -117,14 +118,17 @@ def _serve_until_done(
     loop: LoopThread,
 ) -> str:
     """Lease after lease until nothing is missing. Returns why it gave up, or "" at the end."""
-    fruitless, done = 0, -1
+    fruitless, done, failed_starts = 0, -1, 0
     while _needs_engine(context, loop, run):
         try:
             with fleet.lease(need, book, heart, say=context.log.info) as leased:
                 context.log.info(f"leased {leased.name} ({leased.instance_type}), epoch {leased.epoch}")
+                failed_starts = 0
                 reason = _serve(context, loop, heart, run, leased)
         except EngineStartError as error:
-            reason = str(error)
+            reason, failed_starts = str(error), failed_starts + 1
+            if failed_starts >= FAILED_STARTS:
+                return f"{failed_starts} engines in a row did not start; the last one: {reason}"
         except (EngineRefused, FleetConfigError) as error:
             return str(error)
         if reason:

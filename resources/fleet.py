@@ -193,6 +193,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         heart.hold(lease)
         try:
             with self._running(engine, need, heart.run_id, pause) as endpoint:
+                heart.note = f"on {engine.name}"
                 yield _leased(engine, endpoint, lease.epoch)
         finally:
             heart.let_go()
@@ -207,7 +208,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         notes = []
         for engine in engines:
             if lease := book.try_lease(engine.name, run_id, need.dataset, self.ttl):
-                return (engine, lease), f"on {engine.name}"
+                return (engine, lease), f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}"
             notes.append(f"{engine.name} is held by run {book.holder(engine.name)}")
         return None, "waiting: " + ", ".join(notes)
 

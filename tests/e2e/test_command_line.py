@@ -125,6 +125,16 @@ def test_a_source_that_cannot_be_used_is_named_with_its_line(site: Site):
     assert "/runs/" in command.said()
 
 
+def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: Site):
+    site.engine(kind="process", command=["false"])
+    command = site.start("run", NAME)
+    assert command.end()[0] == 1
+    assert "failed 3 times: 20 batches" in command.said()
+    assert "3 engines in a row did not start" in command.said()
+    assert "its log: " in command.said()
+    assert all(given_back for _, _, given_back in site.leases())
+
+
 def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
     simulator = Simulator(site.folder, ["--speed", "30", "--api-key-env", "SIMULATOR_KEY"])
     os.environ["SIMULATOR_KEY"] = "right"
