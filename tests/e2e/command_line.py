@@ -18,10 +18,10 @@ import dagster as dg
 import psutil
 import yaml
 
+from e2e.harness import eventually
 from gpu_runner.fleet import FleetBook
 from resources.objects import open_objects
 from resources.store import DatasetStore
-from tests.e2e.harness import eventually
 
 NAME = "rhymes"
 ROWS, BATCHES = 1000, 20

@@ -10,8 +10,8 @@ import dagster as dg
 import psutil
 import pytest
 
-from tests.e2e.harness import SOAK, Platform, eventually, platform
-from tests.e2e.test_losses import answered, check_table, gsm8k, leased_run, published
+from e2e.harness import SOAK, Platform, eventually, platform
+from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

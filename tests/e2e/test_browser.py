@@ -10,9 +10,9 @@ import dagster as dg
 import pytest
 
 from batch_assets.ledger import rows_key
-from tests.e2e.browser import Browser, browser, needs_chromium
-from tests.e2e.harness import Platform, eventually, platform
-from tests.e2e.test_losses import published
+from e2e.browser import Browser, browser, needs_chromium
+from e2e.harness import Platform, eventually, platform
+from e2e.test_losses import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_chromium]
 

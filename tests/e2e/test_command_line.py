@@ -13,10 +13,10 @@ import dagster as dg
 import pytest
 
 from batch_assets.launcher import REQUEST_TAG
+from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Site
+from e2e.command_line import site as new_site
+from e2e.harness import Simulator, eventually
 from gpu_runner.providers.local import free_port
-from tests.e2e.command_line import BATCHES, NAME, ROWS, SPEC, Site
-from tests.e2e.command_line import site as new_site
-from tests.e2e.harness import Simulator, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from batch_assets.demo import REAL_MODEL
-from tests.e2e.command_line import Site
-from tests.e2e.command_line import site as new_site
+from e2e.command_line import Site
+from e2e.command_line import site as new_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ import dagster as dg
 import psutil
 import pytest
 
-from tests.e2e.harness import Platform, eventually, platform, shared_data
+from e2e.harness import Platform, eventually, platform, shared_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

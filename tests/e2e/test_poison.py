@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import SOAK, platform, shared_data
-from tests.e2e.test_losses import published
+from e2e.harness import SOAK, platform, shared_data
+from e2e.test_losses import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from tests.e2e.harness import Platform, eventually, platform, shared_data
-from tests.e2e.test_losses import answered
+from e2e.harness import Platform, eventually, platform, shared_data
+from e2e.test_losses import answered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e.harness import eventually, platform
+from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 from gpu_runner.providers.local import free_port
 from resources.objects import open_objects, self_test
-from tests.e2e.harness import eventually, platform
-from tests.e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

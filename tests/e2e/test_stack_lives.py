@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command_line import NAME, ROWS, Command, site
-from tests.e2e.harness import eventually
+from e2e.command_line import NAME, ROWS, Command, site
+from e2e.harness import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

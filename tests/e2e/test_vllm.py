@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.harness import eventually, platform, shared_data
+from e2e.harness import eventually, platform, shared_data
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 from vllm_server import make_models
