@@ -13,7 +13,7 @@ from batch_assets import ledger
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.engine import EngineLost, EngineRefused
-from gpu_runner.fleet import FleetBook
+from gpu_runner.fleet import FleetBook, RunEnded
 from gpu_runner.heart import Heart
 from resources.fleet import EngineStartError, FleetConfigError, GpuFleet, LeasedEngine, Requirement
 from resources.objects import self_test
@@ -129,7 +129,7 @@ def _serve_until_done(
             reason, failed_starts = str(error), failed_starts + 1
             if failed_starts >= FAILED_STARTS:
                 return f"{failed_starts} engines in a row did not start; the last one: {reason}"
-        except (EngineRefused, FleetConfigError) as error:
+        except (EngineRefused, FleetConfigError, RunEnded) as error:
             return str(error)
         if reason:
             context.log.warning(f"{reason}; asking for another engine")

@@ -21,6 +21,13 @@ from sqlalchemy.sql.functions import FunctionElement
 RunState = Literal["waiting", "leased", "ended"]
 
 
+class RunEnded(Exception):
+    """The run was declared dead while it was silent. It may have a successor: it leases nothing any more."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"run {run_id} gave no heartbeat and was declared dead; another run continues its work")
+
+
 class database_now(FunctionElement[float]):
     """Unix seconds by the database's clock."""
 
@@ -148,11 +155,12 @@ class FleetBook:
                 )
             )
 
-    def beat(self, run_id: str, state: RunState, note: str, rows_done: int) -> None:
-        """Say that the run lives, and what it does."""
-        change = _runs.update().where(_runs.c.run_id == run_id)
+    def beat(self, run_id: str, state: RunState, note: str, rows_done: int) -> bool:
+        """Say that the run lives, and what it does. False: it was declared dead meanwhile, and stays so."""
+        change = _runs.update().where((_runs.c.run_id == run_id) & (_runs.c.state != "ended"))
+        values = {"state": state, "note": note[:300], "rows_done": rows_done, "beat_at": database_now()}
         with self.engine.begin() as connection:
-            connection.execute(change.values(state=state, note=note[:300], rows_done=rows_done, beat_at=database_now()))
+            return connection.execute(change.values(**values)).rowcount == 1
 
     def runs(self) -> list[RunBeat]:
         """Every run that has not ended, oldest beat first."""
@@ -163,17 +171,28 @@ class FleetBook:
         return [RunBeat(*line) for line in lines]
 
     def end_run(self, run_id: str) -> None:
-        """The run's last word: it is over, and no watchdog looks for it."""
-        with self.engine.begin() as connection:
+        """The run's last word, or what is said of a dead one: it is over, it holds nothing and leases nothing."""
+        with self._transaction() as connection:
             connection.execute(
                 _runs.update().where(_runs.c.run_id == run_id).values(state="ended", beat_at=database_now())
             )
+            self._release_run(connection, run_id)
 
     # leases
 
-    def try_lease(self, instance: str, run_id: str, dataset: str, ttl: float) -> Lease | None:
-        """Take the instance for `ttl` seconds if no live lease stands on it, with an epoch above all before."""
+    def try_lease(
+        self, instance: str, run_id: str, dataset: str, ttl: float, *, limit: int | None = None
+    ) -> Lease | None:
+        """Take the instance for `ttl` seconds if no live lease stands on it, with an epoch above all before.
+
+        None also when the dataset holds `limit` leases already. Raises RunEnded for a run that was declared dead.
+        """
         with self._transaction() as connection:
+            state = connection.execute(sa.select(_runs.c.state).where(_runs.c.run_id == run_id)).scalar()
+            if state == "ended":
+                raise RunEnded(run_id)
+            if limit is not None and connection.execute(_live_leases(dataset)).scalar_one() >= limit:
+                return None
             newest = connection.execute(
                 sa.select(_leases.c.epoch, _leases.c.released_at, _leases.c.expires_at - database_now())
                 .where(_leases.c.instance == instance)
@@ -204,10 +223,8 @@ class FleetBook:
 
     def leases_of(self, dataset: str) -> int:
         """How many live leases the dataset's runs hold."""
-        live = (_leases.c.dataset == dataset) & _leases.c.released_at.is_(None)
-        query = sa.select(sa.func.count()).where(live & (_leases.c.expires_at > database_now()))
         with self.engine.connect() as connection:
-            return int(connection.execute(query).scalar_one())
+            return int(connection.execute(_live_leases(dataset)).scalar_one())
 
     def _fenced(self, lease: Lease) -> sa.ColumnElement[bool]:
         """The lease is live, and no later epoch exists (a later one exists only after this one ended)."""
@@ -229,8 +246,12 @@ class FleetBook:
     def release_run(self, run_id: str) -> int:
         """End every lease of a run that is known to be dead; returns how many there were."""
         with self._transaction() as connection:
-            live = (_leases.c.run_id == run_id) & _leases.c.released_at.is_(None)
-            return connection.execute(_leases.update().where(live).values(released_at=database_now())).rowcount
+            return self._release_run(connection, run_id)
+
+    @staticmethod
+    def _release_run(connection: sa.Connection, run_id: str) -> int:
+        held = (_leases.c.run_id == run_id) & _leases.c.released_at.is_(None)
+        return connection.execute(_leases.update().where(held).values(released_at=database_now())).rowcount
 
     def history(self, run_id: str) -> list[tuple[str, int, bool]]:
         """(instance, epoch, released) of every lease a run ever had."""
@@ -252,6 +273,11 @@ class FleetBook:
         with self.engine.begin() as connection:
             connection.execute(_datasets.delete().where(_datasets.c.dataset == dataset))
             connection.execute(_datasets.insert().values(dataset=dataset, instances=instances))
+
+
+def _live_leases(dataset: str) -> sa.Select[tuple[int]]:
+    live = (_leases.c.dataset == dataset) & _leases.c.released_at.is_(None)
+    return sa.select(sa.func.count()).where(live & (_leases.c.expires_at > database_now()))
 
 
 def _configure_sqlite(connection: Any, record: Any) -> None:

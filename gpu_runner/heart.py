@@ -20,6 +20,7 @@ class Heart:
 
     A lease counts as lost when the book refuses to renew it, or when no renewal succeeded for `ttl - margin` seconds on
     our own monotonic clock: after that somebody else may hold the instance (a stopped process that wakes up is one).
+    `ended` is set when the run was declared dead while it was silent: it has lost its lease, and gets no other.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Heart:
         self.note = ""
         self.rows_done: Callable[[], int] = lambda: 0
         self.lost = threading.Event()
+        self.ended = threading.Event()
         self._clock = clock
         self._lease: Lease | None = None
         self._renewed_at = 0.0
@@ -55,10 +57,14 @@ class Heart:
             self._thread.join(timeout=5)
             self.book.end_run(self.run_id)
 
-    def hold(self, lease: Lease) -> None:
-        """Keep this lease alive from now on."""
+    def now(self) -> float:
+        """Our own clock, by which a lease is counted."""
+        return self._clock()
+
+    def hold(self, lease: Lease, asked_at: float) -> None:
+        """Keep this lease alive. Its time runs from when it was asked for: we may have been stopped since."""
         with self._guard:
-            self._lease, self._renewed_at = lease, self._clock()
+            self._lease, self._renewed_at = lease, asked_at
             self.lost.clear()
             self.state = "leased"
 
@@ -78,7 +84,7 @@ class Heart:
             return not self.lost.is_set()
 
     def _loop(self) -> None:
-        while not self._stop.wait(self.interval):
+        while not self._stop.wait(self.interval) and not self.ended.is_set():
             try:
                 self._beat()
             except sa.exc.SQLAlchemyError as error:
@@ -97,4 +103,6 @@ class Heart:
                         self._renewed_at = asked_at
                     else:
                         self.lost.set()
-        self.book.beat(self.run_id, self.state, self.note, self.rows_done())
+        if not self.book.beat(self.run_id, self.state, self.note, self.rows_done()):
+            self.ended.set()
+            self.lost.set()

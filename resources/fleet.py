@@ -178,20 +178,26 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         """Wait, visibly, for a free engine; hold it while the body runs; give it back once.
 
         `say` hears what is waited for, once per reason. Calls `pause` in steps of at most half a second. Raises
-        FleetConfigError, and EngineStartError when an engine does not come up.
+        FleetConfigError, EngineStartError when an engine does not come up, and RunEnded for a run declared dead.
         """
         engines = self.engines(need)
+
+        def note(text: str) -> None:
+            if text != heart.note:
+                heart.note = text
+                say(text)
+
         while True:
-            held, note = self._try_engines(engines, need, book, heart.run_id)
-            if note != heart.note:
-                heart.note = note
-                say(note)
+            asked_at = heart.now()
+            held, waits_for = self._try_engines(engines, need, book, heart.run_id)
             if held is not None:
                 break
+            note(waits_for)
             pause(0.5)
         engine, lease = held
-        heart.hold(lease)
         try:
+            heart.hold(lease, asked_at)
+            note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
             with self._running(engine, need, heart.run_id, pause) as endpoint:
                 heart.note = f"on {engine.name}"
                 yield _leased(engine, endpoint, lease.epoch)
@@ -203,13 +209,13 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         self, engines: Sequence[EngineConfig], need: Requirement, book: FleetBook, run_id: str
     ) -> tuple[tuple[EngineConfig, Lease] | None, str]:
         """The first engine that is free, with its lease; or None, and what stands in the way."""
-        if book.leases_of(need.dataset) >= max(1, book.instances(need.dataset)):
-            return None, f"waiting: {need.dataset} already holds all instances it may lease"
-        notes = []
+        limit = max(1, book.instances(need.dataset))
         for engine in engines:
-            if lease := book.try_lease(engine.name, run_id, need.dataset, self.ttl):
-                return (engine, lease), f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}"
-            notes.append(f"{engine.name} is held by run {book.holder(engine.name)}")
+            if lease := book.try_lease(engine.name, run_id, need.dataset, self.ttl, limit=limit):
+                return (engine, lease), ""
+        if book.leases_of(need.dataset) >= limit:
+            return None, f"waiting: {need.dataset} already holds all instances it may lease"
+        notes = [f"{engine.name} is held by run {book.holder(engine.name)}" for engine in engines]
         return None, "waiting: " + ", ".join(notes)
 
     @contextlib.contextmanager
