@@ -6,6 +6,8 @@ No Dagster here. The op (rows.py) owns the lease and the ledger; this owns what 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import queue
 import random
 import time
@@ -19,6 +21,8 @@ from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Batch, Origin, Outcome
 from resources.fleet import LeasedEngine
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+
+log = logging.getLogger(__name__)
 
 ALL_REFUSED = 200
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
@@ -205,20 +209,38 @@ class RangeRun:
     async def flush(self) -> None:
         """Write what waits for the journal; called often, and once more when a run stands down.
 
-        Nothing is written while every row was refused: those may be no outcomes at all (see `_count_refusals`).
+        Nothing is written while every row was refused: those may be no outcomes at all (see `_count_refusals`). Rows
+        of a write that failed or was cancelled wait for the next one; a segment may hold a row that another one holds.
         """
         if self._refused:
             return
         waiting, self._journal.waiting = self._journal.waiting, defaultdict(list)
         open_rows = {key: rows for key, rows in waiting.items() if key not in self._committed_keys}
-        if open_rows:
-            await asyncio.get_running_loop().run_in_executor(self._pool, self._write_segment, open_rows)
+        if not open_rows:
+            return
+        self._journal.sequence += 1
+        write = asyncio.get_running_loop().run_in_executor(
+            self._pool, self._write_segment, self._journal.sequence, open_rows
+        )
+        try:
+            await write
+        except BaseException:
+            for key, rows in open_rows.items():
+                self._journal.waiting[key][:0] = rows
+            raise
 
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
-        finished = [path for path, keys in self._journal.segments if keys <= self._committed_keys]
-        self.store.objects.delete(finished)
+        self._drop_finished()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _drop_finished(self) -> None:
+        segments = list(self._journal.segments)
+        finished = [segment for segment in segments if segment[1] <= self._committed_keys]
+        self.store.objects.delete(path for path, _ in finished)
+        for segment in finished:
+            with contextlib.suppress(ValueError):  # close() may come while a thread is at this
+                self._journal.segments.remove(segment)
 
     # what the feed calls
 
@@ -235,14 +257,15 @@ class RangeRun:
             yield Batch(entry.key, rows, known)
 
     def _kept(self, work: Work) -> Iterator[Outcome]:
-        """Outcomes of earlier objects, dead ones first so that a completion of the same row wins."""
+        """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
         outcomes: list[Outcome] = []
         for batch in work.keep:
             try:
                 outcomes += self.store.outcomes(batch)
             except (CorruptObject, FileNotFoundError):
                 continue  # verify names it; its rows are generated again
-        return iter(sorted((o for o in outcomes if o.ok or work.keep_dead), key=lambda outcome: outcome.ok))
+        kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
+        return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
 
     def _read_journal(self) -> dict[str, dict[str, Outcome]]:
         found: dict[str, dict[str, Outcome]] = defaultdict(dict)
@@ -294,20 +317,24 @@ class RangeRun:
     # journal
 
     async def _flush_often(self) -> None:
+        """Journal until cancelled. A write that failed is tried again; a store that stays away fails the commits."""
         while True:
             started = time.monotonic()
-            await self.flush()
+            try:
+                await self.flush()
+                await asyncio.get_running_loop().run_in_executor(self._pool, self._drop_finished)
+            except Exception as error:
+                log.warning("run %s: journal not written: %s", self.identity.run_id, type(error).__name__)
             await asyncio.sleep(max(0.1, self._journal_seconds - (time.monotonic() - started)))
 
-    def _write_segment(self, batches: Mapping[str, Sequence[Outcome]]) -> None:
-        identity, journal = self.identity, self._journal
-        journal.sequence += 1
+    def _write_segment(self, sequence: int, batches: Mapping[str, Sequence[Outcome]]) -> None:
+        identity = self.identity
         path = self.store.append_journal(
             identity.key_range,
             identity.intent.purpose,
             identity.run_id,
-            journal.sequence,
+            sequence,
             batches,
             self.generation.task,
         )
-        journal.segments.append((path, frozenset(batches)))
+        self._journal.segments.append((path, frozenset(batches)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from simulated_engine import simulated_engine
-from snapshots import MODEL, questions, write_snapshot
+from snapshots import MODEL, commit, questions, write_snapshot
 
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.wire import EngineRefused
@@ -126,3 +127,86 @@ def test_a_torn_object_is_replaced_by_the_next_generation(local_objects: Objects
         asyncio.run(generate(a_run(store, manifest, "run-2"), engine.url))
     assert [batch.generation for batch in store.objects_by_batch()["00001"]] == [0, 1]
     assert plan_range(store, store.entries(manifest.snapshot), Intent("x")).todo == []
+
+
+def test_a_regenerated_row_stays_when_the_rows_around_it_change(local_objects: Objects) -> None:
+    """Of several earlier completions of a row the newest is copied, whatever the hashes of their data versions."""
+    store = DatasetStore(local_objects, "d")
+    for extra in range(6):  # six data versions of one batch: some sort before the regenerated one, some after
+        manifest = write_snapshot(store, questions(4) + questions(1, start=100 + extra))
+        answers = {"id-000000": f"answer of version {extra}"}
+        commit(store, manifest, answer=lambda row, n, said=answers: said.get(row.row_id, f"answer {n}"))
+        age_objects(store, manifest, extra)
+        run = a_run(store, write_snapshot(store, questions(4)), "next")
+        ((_, batch),) = [(work, list(run._kept(work))) for work in run._work.values()]
+        kept = {outcome.row_id: outcome.output for outcome in batch}
+        assert kept["id-000000"] == f"answer of version {extra}"
+
+
+def test_a_journal_write_that_fails_costs_no_journal(local_objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(300), batch_rows=150)
+    put, failures = local_objects.put, iter(range(3))
+
+    def fails_at_first(path: str, data: bytes) -> None:
+        if "/journal/" in path and next(failures, None) is not None:
+            raise OSError("the store is away")
+        put(path, data)
+
+    monkeypatch.setattr(local_objects, "put", fails_at_first)
+
+    async def stop_in_the_middle(run: RangeRun, url: str) -> int:
+        serving = asyncio.create_task(run.serve(leased(url)))
+        while run.progress().rows_done < 100:  # noqa: ASYNC110  (progress has no event)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return len(journaled(store))
+
+    with simulated_engine("--speed", "2", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        before_the_end = asyncio.run(stop_in_the_middle(run, engine.url))
+        asyncio.run(run.flush())
+        run.close()
+    assert next(failures, None) is None
+    assert before_the_end >= 64
+    assert len(journaled(store)) + first_committed(store, manifest) >= run.progress().rows_done
+
+
+def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(400), batch_rows=20)
+    most = 0
+
+    async def watched(run: RangeRun, url: str) -> None:
+        nonlocal most
+        serving = asyncio.create_task(generate(run, url))
+        while not serving.done():
+            most = max(most, len(list(local_objects.list("d/journal/"))))
+            await asyncio.sleep(0.02)
+        await serving
+
+    with simulated_engine("--speed", "10", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        asyncio.run(watched(run, engine.url))
+        written = run._journal.sequence
+        run.close()
+    assert written > most > 0
+
+
+def journaled(store: DatasetStore) -> set[str]:
+    """Ids of the rows that the journal holds."""
+    segments = store.journal_segments(("00000", "99999"))
+    return {o.row_id for path in segments for rows in store.read_journal(path).values() for o in rows}
+
+
+def age_objects(store: DatasetStore, manifest: SnapshotManifest, hours: int) -> None:
+    """Make a snapshot's objects as if their rows had been generated `hours` later."""
+    for entry, batch in zip(
+        store.entries(manifest.snapshot), store.current_objects(store.entries(manifest.snapshot)).values(), strict=True
+    ):
+        footer = store.footer(batch)
+        later = [replace(o, started_at=o.started_at + 3600 * hours) for o in store.outcomes(batch)]
+        store.objects.delete([store.batch_path(batch)])
+        assert store.commit(footer, later, "chat")[1] and entry.key == batch.key
