@@ -14,7 +14,7 @@ from batch_assets.display import Display
 from batch_assets.follow import Ending, Follower, Moment, give_up
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.signals import Interrupted, Signals
-from batch_assets.stack import StackAddress, prepare_home, running_stack, stack
+from batch_assets.stack import LOGS, StackAddress, prepare_home, running_stack, stack
 from batch_assets.status import Observer, observing
 
 LOOK_SECONDS = 0.5
@@ -106,7 +106,7 @@ class Runner:
                 elif not self.own and running_stack(settings.dagster_home()) is None:
                     return None
                 elif looked - answered > SILENT_SECONDS:
-                    logs = settings.dagster_home() / "logs"
+                    logs = settings.dagster_home() / LOGS
                     return Ending(False, f"Dagster at {dagster.url} does not answer any more; its logs: {logs}")
             # A look at 80,000 batches takes its time: looking never takes more than a third of it.
             self._pause(max(LOOK_SECONDS, 2 * (time.monotonic() - looked)))

@@ -26,6 +26,9 @@ from batch_assets import settings
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
 
+# Never `logs`: dagster-webserver uploads whatever lies in DAGSTER_HOME/logs, also when telemetry is off
+# (dagster_webserver/cli.py, dagster/_core/telemetry_upload.py).
+LOGS = "process_logs"
 START_SECONDS = 120.0
 RESTARTS = 20
 END_SECONDS = 3 * GRACE_SECONDS
@@ -175,7 +178,7 @@ class Stack:
         return {child.name: child.process.pid for child in self._children if child.process}
 
     def _start(self, child: _Child) -> None:
-        logs = self.home / "logs"
+        logs = self.home / LOGS
         logs.mkdir(exist_ok=True)
         child.starts.append(time.monotonic())
         with (logs / f"{child.name}.log").open("ab") as log:
@@ -185,7 +188,7 @@ class Stack:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=settings.PROJECT,
-                env={**os.environ, "DAGSTER_HOME": str(self.home)},
+                env={**os.environ, "DAGSTER_HOME": str(self.home), "DAGSTER_DISABLE_TELEMETRY": "1"},
                 start_new_session=True,
             )
 
@@ -228,7 +231,7 @@ def _wait_loaded(url: str, home: Path, seconds: float, healthy: Callable[[], boo
         if state is not None and state != "loading":
             raise StackError(f"the definitions do not load:\n{state}")
         time.sleep(0.2)
-    raise StackError(f"Dagster on {home} did not answer in time at {url}; its logs: {home / 'logs'}")
+    raise StackError(f"Dagster on {home} did not answer in time at {url}; its logs: {home / LOGS}")
 
 
 def _location_state(url: str) -> str | None:

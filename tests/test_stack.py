@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batch_assets.stack import Stack, StackAddress, StackError, port_taken, prepare_home, running_stack
+from batch_assets.stack import LOGS, Stack, StackAddress, StackError, _Child, port_taken, prepare_home, running_stack
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def test_a_home_is_held_by_whoever_has_its_lock(home: Path):
         with pytest.raises(StackError, match="already runs"), Stack(home):
             raise AssertionError("a second stack has started")
     assert running_stack(home) is None
+
+
+def test_dagster_uploads_nothing_that_our_processes_write(home: Path):
+    child = _Child("probe", [sys.executable, "-c", "import os; print(os.environ['DAGSTER_DISABLE_TELEMETRY'])"])
+    Stack(home)._start(child)
+    assert child.process is not None and child.process.stdin is not None
+    child.process.wait(timeout=30)
+    child.process.stdin.close()
+    assert (home / LOGS / "probe.log").read_text() == "1\n"
+    assert not (home / "logs").exists()
 
 
 def test_a_port_is_taken_while_somebody_listens_there():
