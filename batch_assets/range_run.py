@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from batch_assets.verify import check_object
 from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Batch, Origin, Outcome
@@ -61,7 +62,7 @@ class Intent:
 
 
 def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Intent) -> RangePlan:
-    """Compare the snapshot's batches with the store. Lists and reads footers; writes nothing.
+    """Compare the snapshot's batches with the store. Lists, reads every current object whole; writes nothing.
 
     A torn object at the current data version is never overwritten: the next generation replaces it.
     """
@@ -88,8 +89,8 @@ def _plan_batch(
         return None, Work(entry, 0, tuple(objects))
     newest = current[-1]
     try:
-        footer = store.footer(newest)
-    except CorruptObject:
+        footer = check_object(store, entry, newest)
+    except (CorruptObject, FileNotFoundError):
         earlier = tuple(batch for batch in objects if batch != newest)
         return None, Work(entry, newest.generation + 1, earlier)
     if footer.root_run_id == intent.root_run_id:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -117,13 +118,16 @@ def test_a_redrive_keeps_completions_and_writes_the_next_generation(local_object
     assert [footer.generation for footer in retry.done][:2] == [1, 0]
 
 
-def test_a_torn_object_is_replaced_by_the_next_generation(local_objects: Objects) -> None:
+@pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: data[:300] + b"?" + data[301:]])
+def test_a_damaged_object_is_replaced_by_the_next_generation(
+    local_objects: Objects, damage: Callable[[bytes], bytes]
+) -> None:
     store = DatasetStore(local_objects, "d")
     manifest = write_snapshot(store, questions(20))
     with simulated_engine("--speed", "200", model=MODEL) as engine:
         asyncio.run(generate(a_run(store, manifest, "run-1"), engine.url))
         torn = store.batch_path(store.objects_by_batch()["00001"][0])
-        local_objects.put(torn, local_objects.get(torn)[:-10])
+        local_objects.put(torn, damage(local_objects.get(torn)))
         asyncio.run(generate(a_run(store, manifest, "run-2"), engine.url))
     assert [batch.generation for batch in store.objects_by_batch()["00001"]] == [0, 1]
     assert plan_range(store, store.entries(manifest.snapshot), Intent("x")).todo == []
@@ -176,7 +180,7 @@ def test_a_journal_write_that_fails_costs_no_journal(local_objects: Objects, mon
 
 def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(local_objects: Objects) -> None:
     store = DatasetStore(local_objects, "d")
-    manifest = write_snapshot(store, questions(400), batch_rows=20)
+    manifest = write_snapshot(store, questions(800), batch_rows=20)
     most = 0
 
     async def watched(run: RangeRun, url: str) -> None:
@@ -187,7 +191,7 @@ def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(loca
             await asyncio.sleep(0.02)
         await serving
 
-    with simulated_engine("--speed", "10", model=MODEL) as engine:
+    with simulated_engine("--speed", "5", model=MODEL) as engine:
         run = a_run(store, manifest, "run-1")
         asyncio.run(watched(run, engine.url))
         written = run._journal.sequence
