@@ -20,6 +20,7 @@ PUBLISH_TAG = "batch/publish"
 PUBLISH_ATTEMPTS = 3
 SECONDS = 5
 SPARE_RUNS = 3
+_NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 ALIVE = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
 
 
@@ -44,6 +45,15 @@ def latest_request(instance: dg.DagsterInstance, tag: str, dataset: str) -> dg.D
     return found[0] if found else None
 
 
+def snapshot_asked(instance: dg.DagsterInstance, request: dg.DagsterRun) -> str | None:
+    """The snapshot that a request was made for, as its own materialization says; None when that was wiped."""
+    for entry in instance.all_logs(request.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
+        found = entry.asset_materialization.metadata.get("snapshot") if entry.asset_materialization else None
+        if found is not None:
+            return str(found.value)
+    return None
+
+
 def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
     """Starts packed range runs for what a refresh, `batch-assets run` or a re-drive wants."""
     cache = SnapshotCache()
@@ -66,17 +76,25 @@ def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
         launches: list[dg.RunRequest] = []
         reasons: list[str] = []
         if refresh is not None:
-            found, reason = _launch(context.instance, spec, fleet, refresh, [entry.key for entry in missing], {})
-            launches, reasons = found, [reason]
+            asked = _asked(context.instance, refresh, snapshot) if missing else True
+            wanted = [entry.key for entry in missing] if asked else []
+            found, reason = _launch(context.instance, spec, fleet, refresh, wanted, {})
+            launches, reasons = found, [reason if asked else _NOT_ASKED.format(len(missing), spec.name)]
         if redrive is not None and not missing:
             dead = dead_batches(store.dataset(spec.name))
-            found, reason = _launch(context.instance, spec, fleet, redrive, dead, {"redrive": True})
+            wanted = dead if dead and _asked(context.instance, redrive, snapshot) else []
+            found, reason = _launch(context.instance, spec, fleet, redrive, wanted, {"redrive": True})
             launches, reasons = launches + found, [*reasons, f"re-drive: {reason}"]
         said = f"snapshot {snapshot}: {'; '.join(reasons)}"
         context.log.info(said) if launches else None
         return dg.SensorResult(run_requests=launches) if launches else dg.SensorResult(skip_reason=said)
 
     return launcher
+
+
+def _asked(instance: dg.DagsterInstance, request: dg.DagsterRun, snapshot: str | None) -> bool:
+    """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
+    return snapshot_asked(instance, request) in (None, snapshot)
 
 
 def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
@@ -155,7 +173,7 @@ def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefiniti
         runs = context.instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
         if any(run.status == dg.DagsterRunStatus.SUCCESS for run in runs):
             return dg.SkipReason(f"snapshot {snapshot} is published")
-        if any(not run.is_finished for run in runs):
+        if any(not run.is_finished or ledger.will_be_retried(run) for run in runs):
             return dg.SkipReason(f"snapshot {snapshot} is being published")
         if len(runs) >= PUBLISH_ATTEMPTS:
             return dg.SkipReason(f"publishing snapshot {snapshot} failed {len(runs)} times: see job {job.name}")
