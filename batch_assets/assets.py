@@ -84,13 +84,12 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         self_test(data.objects)
         started = time.monotonic()
         try:
-            with temporary_folder() as folder:
+            with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
+                register_batches(context.instance, data, manifest)
+                ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
         except SourceError as error:
             raise dg.Failure(str(error), allow_retries=False) from None
-        register_batches(context.instance, data, manifest)
-        with fleet.open_book() as book:
-            ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),
             metadata=snapshot_metadata(data, manifest) | {"seconds": round(time.monotonic() - started, 3)},
@@ -170,13 +169,13 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         check_specs=check_specs(spec, key),
         **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
     )
-    def dataset(context: dg.AssetExecutionContext, store: BatchStore) -> dg.MaterializeResult:
+    def dataset(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:
         data = store.dataset(spec.name)
         manifest = current_manifest(data)
         card = Card(spec.description or "", spec.owners, [f"{key}:{value}" for key, value in spec.tags.items()])
         journal = data.ordinary_journal()  # garbage if the snapshot is complete now; what comes later is not ours
         try:
-            with temporary_folder() as folder:
+            with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "publishing the table"):
                 table = publish(data, manifest, card=card, now=time.time(), workdir=folder)
                 versions = ledger.ledger_versions(context.instance, spec.name)
                 checks = check_results(spec, data, manifest, table, versions)
@@ -228,9 +227,10 @@ def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         deps=[ledger.rows_key(spec.name)],
         **_about(spec, "Rows without a completion, with reason, tries and instance.", {"parquet"}),
     )
-    def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore) -> dg.MaterializeResult:
+    def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:
         data = store.dataset(spec.name)
-        found = dead_letters(data, current_manifest(data))
+        with fleet.alive(context.run.run_id, spec.name, "listing the dead letters"):
+            found = dead_letters(data, current_manifest(data))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(found.version),
             metadata={

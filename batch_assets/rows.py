@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 import queue
 import time
@@ -23,6 +24,8 @@ ENDPOINT_TAG = "batch/endpoint"
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
+REPORT_SECONDS = 1.0
+REST_SECONDS = 15.0
 FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes at most 9 (DESIGN section 5)
 FAILED_STARTS = 3
 NAMED_BATCHES = 20
@@ -85,7 +88,7 @@ def _generate(context: dg.AssetExecutionContext, fleet: GpuFleet, book: FleetBoo
             reason = _serve_until_done(context, fleet, book, heart, need, run, loop)
         finally:
             loop.submit(run.flush()).wait(FLUSH_SECONDS)
-            _report(context, run)
+            _report(context, run, math.inf)
     if missing := run.missing():
         named = ", ".join(missing[:NAMED_BATCHES]) + (" …" if len(missing) > NAMED_BATCHES else "")
         raise dg.Failure(
@@ -118,7 +121,8 @@ def _serve_until_done(
     loop: LoopThread,
 ) -> str:
     """Lease after lease until nothing is missing. Returns why it gave up, or "" at the end."""
-    fruitless, done, failed_starts = 0, -1, 0
+    fruitless, failed_starts, unused = 0, 0, 0
+    before = run.progress()
     while _needs_engine(context, loop, run):
         try:
             with fleet.lease(need, book, heart, say=context.log.info) as leased:
@@ -133,11 +137,14 @@ def _serve_until_done(
             return str(error)
         if reason:
             context.log.warning(f"{reason}; asking for another engine")
-            now_done = run.progress().rows_done
-            fruitless, done = (fruitless + 1 if now_done == done else 0), now_done
+            now = run.progress()
+            fruitless = fruitless + 1 if now.rows_done == before.rows_done else 0
+            unused = unused + 1 if now.requests == before.requests else 0
+            before = now
             if fruitless >= FRUITLESS_ENGINES:
                 return f"{fruitless} engines in a row finished no row; the last one: {reason}"
-            time.sleep(WAIT_SECONDS)
+            # A server behind a proxy answers 503 at once for as long as it starts: minutes.
+            time.sleep(min(REST_SECONDS, WAIT_SECONDS * 2**unused))
     return ""
 
 
@@ -170,9 +177,13 @@ def _serve(
         serving.cancel(CANCEL_SECONDS)
 
 
-def _report(context: dg.AssetExecutionContext, run: RangeRun) -> None:
-    """Write the ledger entries of what was committed since. In the main thread: a database write blocks no row."""
+def _report(context: dg.AssetExecutionContext, run: RangeRun, seconds: float = REPORT_SECONDS) -> None:
+    """Write the ledger entries of what was committed since. In the main thread: a database write blocks no row.
+
+    Returns after `seconds`, so that a lost lease is noticed also while batches come faster than entries are written.
+    """
+    until = time.monotonic() + seconds
     with contextlib.suppress(queue.Empty):
-        while True:
+        while time.monotonic() < until:
             footer = run.committed.get_nowait()
             context.log_event(ledger.batch_event(run.store, footer, run.manifest.snapshot))

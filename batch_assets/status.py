@@ -106,7 +106,7 @@ class Observer:
     def look(self) -> Sight:
         """The dataset as it is now."""
         snapshot = self.store.current_snapshot()
-        beats = tuple(beat for beat in self.book.runs() if beat.dataset == self.store.dataset)
+        beats = tuple(beat for beat in self.book.runs() if beat.dataset == self.store.dataset and beat.first_key)
         if snapshot is None:
             return Sight(None, [], {}, beats, _NOTHING)
         if snapshot != self._snapshot:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import dagster as dg
 import yaml
@@ -69,6 +70,10 @@ class EngineConfig(BaseModel):
     def _endpoint_has_url(self) -> EngineConfig:
         if (self.kind == "endpoint") != (self.url is not None):
             raise ValueError("url: expected for kind endpoint, and for no other kind")
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+                raise ValueError("url: expected http://host:port or https://host:port, without a user or password")
         return self
 
 
@@ -77,6 +82,13 @@ class FleetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     engines: list[EngineConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> FleetConfig:
+        names = [engine.name for engine in self.engines]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"engines: expected a name of its own for each, found twice: {', '.join(twice)}")
+        return self
 
     @classmethod
     def embedded(cls) -> FleetConfig:
@@ -93,13 +105,22 @@ class FleetConfig(BaseModel):
             return cls.embedded()
         try:
             return cls.model_validate(yaml.safe_load(path.read_text()))
-        except (ValidationError, yaml.YAMLError) as error:
-            problems = (
-                [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
-                if isinstance(error, ValidationError)
-                else [str(error)]
-            )
-            raise FleetConfigError(f"{path}: " + "; ".join(problems)) from None
+        except ValidationError as error:
+            problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
+            raise FleetConfigError(f"{path}: {problems}") from None
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            raise FleetConfigError(f"{path}: expected YAML, found: {error}") from None
+
+
+def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:
+    """Key, expected and found. Of a part or a setting of an engine's environment only the type: it may be a secret."""
+    plain = isinstance(found, str | int | float | bool) and "environment" not in keys
+    shown = f"{found!r:.80}" if plain else type(found).__name__
+    where = ".".join(map(str, keys))
+    text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")
+    return f"{where + ': ' if where else ''}{text}" + (
+        "" if text.startswith(("url", "engines")) else f", found {shown}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +169,15 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
     def heart(self, book: FleetBook, run_id: str) -> Heart:
         """The heartbeat of one run."""
         return Heart(book, run_id, ttl=self.ttl, interval=self.beat)
+
+    @contextlib.contextmanager
+    def alive(self, run_id: str, dataset: str, doing: str) -> Iterator[FleetBook]:
+        """Beat for a run that leases nothing, so that the watchdog finds it too when its worker is gone."""
+        with self.open_book() as book:
+            heart = self.heart(book, run_id)
+            heart.note = doing
+            with heart.beating(dataset, "", ""):
+                yield book
 
     def engines(self, need: Requirement) -> list[EngineConfig]:
         """Engines that may serve the requirement. Raises FleetConfigError when there is none."""

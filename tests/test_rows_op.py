@@ -1,0 +1,185 @@
+"""The rows op as Dagster runs it: a range in, one ledger entry per batch out, the lease given back once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dagster._core.errors import DagsterExecutionInterruptedError
+from dataset_site import BATCH, MODEL, DatasetSite, dataset_site
+from simulated_engine import SimulatedEngine, simulated_engine
+
+import batch_assets.rows
+from batch_assets import ledger
+
+QUESTIONS = [f"What is {i} plus {i}?" for i in range(60)]
+FIVE_TAGS = {
+    "dagster/data_version",
+    "dagster/code_version",
+    "dagster/input_data_version/d/prompts",
+    "dagster/input_event_pointer/d/prompts",
+    "dagster/data_version_is_user_provided",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[SimulatedEngine]:
+    with simulated_engine("--speed", "100", "--max-num-seqs", "16", model=MODEL) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: SimulatedEngine) -> SimulatedEngine:
+    shared_engine.set_faults()
+    return shared_engine
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[DatasetSite]:
+    with dataset_site(tmp_path) as site:
+        site.source(QUESTIONS)
+        assert site.materialize("prompts").success
+        yield site
+
+
+def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00001", "00003", engine.url).success
+    events = site.events()
+    assert sorted(key for key, _, _ in events) == ["00001", "00002", "00003"]
+    versions = {entry.key: entry.data_version for entry in site.store.entries(site.manifest().snapshot)}
+    for key, tags, metadata in events:
+        assert {name for name in tags if name in FIVE_TAGS} == FIVE_TAGS
+        assert tags["dagster/data_version"] == versions[key]
+        assert tags["dagster/input_data_version/d/prompts"] == site.manifest().snapshot
+        assert tags["dagster/input_event_pointer/d/prompts"] == "NULL"
+        assert (metadata["rows"], metadata["ok"], metadata["dead"]) == (BATCH, BATCH, 0)
+        assert Path(metadata["object"]).exists()
+    assert ledger.ledger_versions(site.instance, "d").keys() == {"00001", "00002", "00003"}
+    assert site.book.runs() == []
+
+
+def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00002", engine.url).success
+    first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
+    nobody = "http://127.0.0.1:9"  # were an engine needed, this run would fail
+    assert site.run_rows("00000", "00002", nobody).success
+    again = site.events()[3:]
+    assert {key: tags["dagster/data_version"] for key, tags, _ in again} == first
+    assert site.book.history(site.instance.get_runs(limit=1)[0].run_id) == []
+    assert all(len(objects) == 1 for objects in site.store.objects_by_batch().values())
+
+
+def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00001", engine.url).success
+    (site.folder / "fleet.yaml").write_text("engines: [{name: e, kind: process, command: ['false']}]\n")
+    result = site.run_rows("00000", "00003", None)
+    assert not result.success
+    assert "2 of 4 batches are not committed: 00002, 00003. 3 engines in a row did not start" in site.reason()
+    assert site.instance.get_materialized_partitions(ledger.rows_key("d")) == {"00000", "00001"}
+    history = site.book.history(result.run_id)
+    assert [released for _, _, released in history] == [True, True, True]
+    assert site.book.runs() == []
+
+
+def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_asked_again(
+    site: DatasetSite, monkeypatch: pytest.MonkeyPatch
+):
+    """Dagster raises in the main thread, wherever that is: here in its wait for the engine."""
+    released: list[bool] = []
+    report = batch_assets.rows._report
+    done = {"rows": 0}
+
+    def interrupting(context, run, *more):
+        report(context, run, *more)
+        done["rows"] = run.progress().rows_done
+        if 15 <= done["rows"] < 60 and not released:
+            released.append(True)
+            raise DagsterExecutionInterruptedError
+
+    with simulated_engine("--speed", "1", "--max-num-seqs", "16", model=MODEL) as slow:
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_assets.rows, "_report", interrupting)
+            started = time.monotonic()
+            assert not site.run_rows("00000", "00005", slow.url).success
+        assert time.monotonic() - started < 10
+        run_id = site.instance.get_runs(limit=1)[0].run_id
+        assert [back for _, _, back in site.book.history(run_id)] == [True]
+        assert site.book.runs() == []
+        assert not [t for t in threading.enumerate() if t.name in ("event-loop", "heart")]
+        assert site.run_rows("00000", "00005", slow.url).success
+    objects = [batch for found in site.store.objects_by_batch().values() for batch in found]
+    by_run = Counter(outcome.origin.run_id for batch in objects for outcome in site.store.outcomes(batch))
+    assert by_run[run_id] >= done["rows"] >= 15
+    assert by_run.total() == 60
+
+
+def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00001", engine.url).success
+    result = site.run_rows("00000", "00001", engine.url, config={"regenerate": True})
+    assert result.success
+    assert [[b.generation for b in objects] for objects in site.store.objects_by_batch().values()] == [[0, 1], [0, 1]]
+    newest = {key: version.generation for key, version in ledger.ledger_versions(site.instance, "d").items()}
+    assert newest == {"00000": 1, "00001": 1}
+    for objects in site.store.objects_by_batch().values():
+        assert {o.origin.run_id for o in site.store.outcomes(objects[1])} == {result.run_id}
+
+
+def test_a_redrive_asks_for_dead_rows_only(site: DatasetSite, engine: SimulatedEngine):
+    engine.set_faults({"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}})
+    first = site.run_rows("00000", "00001", engine.url)
+    assert first.success
+    engine.set_faults()
+    second = site.run_rows("00000", "00001", engine.url, config={"redrive": True})
+    assert second.success
+    objects = site.store.objects_by_batch()
+    assert [b.generation for b in objects["00000"]] == [0, 1]
+    assert [b.generation for b in objects["00001"]] == [0]
+    asked = [o.row_id for o in site.store.outcomes(objects["00000"][1]) if o.origin.run_id == second.run_id]
+    assert asked == ["id-0007"]
+    assert all(o.ok for o in site.store.outcomes(objects["00000"][1]))
+
+
+def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(site: DatasetSite, engine: SimulatedEngine):
+    site.source(QUESTIONS[:50])
+    assert site.materialize("prompts").success
+    assert site.run_rows("00004", "00005", engine.url).success
+    (empty,) = [(key, metadata["rows"]) for key, tags, metadata in site.events() if metadata["rows"] == 0]
+    assert empty == ("00005", 0)
+
+
+def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
+    site: DatasetSite, monkeypatch: pytest.MonkeyPatch
+):
+    """The watchdog's word, while the worker was stopped: its successor has the range, so it must spend nothing."""
+    report = batch_assets.rows._report
+
+    def declared_dead(context, run, *more):
+        report(context, run, *more)
+        if run.progress().rows_done >= 5:
+            site.book.end_run(context.run.run_id)
+
+    monkeypatch.setattr(batch_assets.rows, "_report", declared_dead)
+    with simulated_engine("--speed", "0.5", "--max-num-seqs", "4", model=MODEL) as slow:
+        result = site.run_rows("00000", "00005", slow.url)
+    assert not result.success
+    assert "declared dead" in site.reason()
+    assert len(site.book.history(result.run_id)) == 1
+
+
+def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch):
+    assert site.run_rows("00000", "00005", engine.url).success
+    seen: list[str] = []
+    begin_run = type(site.book).begin_run
+
+    def noted(self, run_id, dataset, first, last):
+        begin_run(self, run_id, dataset, first, last)
+        seen.extend(beat.run_id for beat in self.runs())
+
+    monkeypatch.setattr(type(site.book), "begin_run", noted)
+    runs = [site.materialize(name).run_id for name in ("prompts", "dataset", "dead_letters")]
+    assert seen == runs
+    assert site.book.runs() == []
