@@ -169,6 +169,10 @@ def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefiniti
         missing = sum(not _current(versions.get(entry.key), entry) for entry in entries)
         if missing:
             return dg.SkipReason(f"snapshot {snapshot}: {missing} of {len(entries)} batches are missing")
+        if under_way := [run for run in range_runs(context.instance, spec.name, "") if run.outcome == "unfinished"]:
+            return dg.SkipReason(
+                f"snapshot {snapshot} is complete; {len(under_way)} runs over its batches are under way"
+            )
         state = ledger_state(snapshot, entries, versions)
         runs = context.instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
         if any(run.status == dg.DagsterRunStatus.SUCCESS for run in runs):

@@ -102,6 +102,8 @@ class FleetConfig(BaseModel):
     def load(cls, path: Path) -> FleetConfig:
         """Read fleet.yaml. Raises FleetConfigError naming file, key, expected and found."""
         if not path.exists():
+            if os.environ.get("BATCH_ASSETS_FLEET") == str(path):
+                raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
             return cls.model_validate(yaml.safe_load(path.read_text()))

@@ -27,6 +27,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _harmless(environment: Mapping[str, str]) -> dict[str, str]:
+    """What an engine may see of our environment: not the keys of the store, nor where our databases are."""
+    ours = ("AWS_", "DAGSTER_", "BATCH_ASSETS_")
+    return {name: value for name, value in environment.items() if not name.startswith(ours)}
+
+
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until something accepts connections at the address. Raises EngineStartError when the time is over."""
     parts = urlsplit(endpoint)
@@ -71,7 +77,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**_harmless(os.environ), **(environment or {})},
                 start_new_session=True,
             )
 
