@@ -5,6 +5,8 @@ Backfills have no public query: what we lean on here is held by `tests/test_sens
 
 from __future__ import annotations
 
+import time
+
 import dagster as dg
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
 
@@ -14,22 +16,23 @@ from batch_assets.packing import KeyRange
 
 UNFINISHED = [status for status in dg.DagsterRunStatus if status not in (
     dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)]  # fmt: skip
+DECISION_SECONDS = 60.0
 _OPEN = [BulkActionStatus.REQUESTED, BulkActionStatus.CANCELING, BulkActionStatus.FAILING]
 
 
 def range_runs(instance: dg.DagsterInstance, dataset: str, request: str) -> list[RangeRunRecord]:
     """Every run of the request, and every unfinished run over the dataset's batches, whoever started it."""
-    found = {run.run_id: run for run in instance.get_runs(dg.RunsFilter(tags={REQUEST_TAG: request}))}
-    for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED)):
-        if ledger.rows_key(dataset) in (run.asset_selection or ()):
-            found[run.run_id] = run
-    return [_record(run) for run in found.values() if _keys(run) is not None]
+    own = instance.get_run_records(dg.RunsFilter(tags={REQUEST_TAG: request}))
+    unfinished = instance.get_run_records(dg.RunsFilter(statuses=UNFINISHED))
+    over_rows = [found for found in unfinished if ledger.rows_key(dataset) in (found.dagster_run.asset_selection or ())]
+    newest = {record.dagster_run.run_id: record for record in (*own, *over_rows)}
+    return [_record(instance, record, keys) for record in newest.values() if (keys := _keys(record.dagster_run))]
 
 
-def _record(run: dg.DagsterRun) -> RangeRunRecord:
-    keys = _keys(run)
-    assert keys is not None
-    return RangeRunRecord(run.run_id, keys, _outcome(run), run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id)
+def _record(instance: dg.DagsterInstance, record: dg.RunRecord, keys: KeyRange) -> RangeRunRecord:
+    run = record.dagster_run
+    outcome = "unfinished" if _is_undecided(instance, record) else _outcome(run)
+    return RangeRunRecord(run.run_id, keys, outcome, run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id)
 
 
 def _keys(run: dg.DagsterRun) -> KeyRange | None:
@@ -46,6 +49,17 @@ def _outcome(run: dg.DagsterRun) -> RunOutcome:
     if run.status == dg.DagsterRunStatus.FAILURE:
         return "unfinished" if ledger.will_be_retried(run) else "failed"
     return "canceled" if run.status == dg.DagsterRunStatus.CANCELED else "unfinished"
+
+
+def _is_undecided(instance: dg.DagsterInstance, record: dg.RunRecord) -> bool:
+    """A run that failed a moment ago, of which Dagster has not yet said whether it will be retried.
+
+    It writes the status first and the tag after it: a range started in between would run twice.
+    """
+    run = record.dagster_run
+    if run.status != dg.DagsterRunStatus.FAILURE or ledger.WILL_RETRY_TAG in run.tags or record.end_time is None:
+        return False
+    return instance.run_retries_enabled and time.time() - record.end_time < DECISION_SECONDS
 
 
 def open_backfill(instance: dg.DagsterInstance, dataset: str) -> bool:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
@@ -9,7 +10,14 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from batch_assets import ledger
 from batch_assets.backfills import open_backfill, range_runs
 from batch_assets.dead_letters import dead_batches
-from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG, plan_launch
+from batch_assets.launcher import (
+    CANCELED_TAG,
+    REDRIVE_TAG,
+    REFRESH_TAG,
+    REQUEST_TAG,
+    RangeRunRecord,
+    plan_launch,
+)
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from gpu_runner.fleet import RunBeat
@@ -54,6 +62,27 @@ def snapshot_asked(instance: dg.DagsterInstance, request: dg.DagsterRun) -> str 
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A run that asked for work, and what is at work on the dataset's batches, for it or for others.
+
+    Read before the ledger. The other way round, a run that ends in between has its last batches neither in flight nor
+    in the ledger, and they are started again.
+    """
+
+    asked_by: dg.DagsterRun
+    runs: list[RangeRunRecord]
+    backfill_open: bool
+
+    @classmethod
+    def newest(cls, instance: dg.DagsterInstance, tag: str, dataset: str) -> "Request | None":
+        """The newest request of this kind; None before the first."""
+        run = latest_request(instance, tag, dataset)
+        if run is None:
+            return None
+        return cls(run, range_runs(instance, dataset, run.run_id), open_backfill(instance, dataset))
+
+
 def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
     """Starts packed range runs for what a refresh, `batch-assets run` or a re-drive wants."""
     cache = SnapshotCache()
@@ -66,8 +95,8 @@ def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
         description="Starts runs for the batches that a refresh or re-drive wants.",
     )
     def launcher(context: dg.SensorEvaluationContext, store: BatchStore, fleet: GpuFleet) -> dg.SensorResult:
-        refresh = latest_request(context.instance, REFRESH_TAG, spec.name)
-        redrive = latest_request(context.instance, REDRIVE_TAG, spec.name)
+        refresh = Request.newest(context.instance, REFRESH_TAG, spec.name)
+        redrive = Request.newest(context.instance, REDRIVE_TAG, spec.name)
         if refresh is None and redrive is None:
             return dg.SensorResult(skip_reason="nothing was requested")
         snapshot, entries = cache.entries(store.dataset(spec.name))
@@ -92,9 +121,9 @@ def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
     return launcher
 
 
-def _asked(instance: dg.DagsterInstance, request: dg.DagsterRun, snapshot: str | None) -> bool:
+def _asked(instance: dg.DagsterInstance, request: Request, snapshot: str | None) -> bool:
     """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
-    return snapshot_asked(instance, request) in (None, snapshot)
+    return snapshot_asked(instance, request.asked_by) in (None, snapshot)
 
 
 def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
@@ -105,40 +134,40 @@ def _launch(
     instance: dg.DagsterInstance,
     spec: GeneratedDatasetSpec,
     fleet: GpuFleet,
-    request: dg.DagsterRun,
+    request: Request,
     wanted: Sequence[str],
     config: dict[str, bool],
 ) -> tuple[list[dg.RunRequest], str]:
     """Run requests for the wanted batches of one request, and the reason in words."""
+    asked_by, runs = request.asked_by, request.runs
     if not wanted:
         return [], "nothing is missing"
-    if CANCELED_TAG in request.tags:
+    if CANCELED_TAG in asked_by.tags:
         return [], "this request was canceled: start it again to go on"
-    runs = range_runs(instance, spec.name, request.run_id)
     if config.get("redrive"):
-        tried = [run.keys for run in runs if run.request == request.run_id and run.outcome == "succeeded"]
+        tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
         wanted = [key for key in wanted if not any(key in keys for keys in tried)]
     with fleet.open_book() as book:
         room = book.instances(spec.name) + SPARE_RUNS
     launch = plan_launch(
-        request.run_id,
+        asked_by.run_id,
         instance.get_dynamic_partitions(spec.name),
         dict.fromkeys(wanted),
         runs,
-        backfill_open=open_backfill(instance, spec.name),
+        backfill_open=request.backfill_open,
         batches_per_run=spec.batches_per_run,
         room=room,
     )
-    own = sum(run.request == request.run_id for run in runs)
-    copied = {key: request.tags[key] for key in (ENDPOINT_TAG,) if key in request.tags}
+    own = sum(run.request == asked_by.run_id for run in runs)
+    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG,) if key in asked_by.tags}
     op = ledger.rows_key(spec.name).to_python_identifier()
     requests = [
         dg.RunRequest(
-            run_key=f"{request.run_id}:{keys.first}:{keys.last}:{own + number}",
+            run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{own + number}",
             asset_selection=[ledger.rows_key(spec.name)],
             run_config={"ops": {op: {"config": config}}} if config else {},
             tags={
-                REQUEST_TAG: request.run_id,
+                REQUEST_TAG: asked_by.run_id,
                 ledger.RANGE_START_TAG: keys.first,
                 ledger.RANGE_END_TAG: keys.last,
                 **copied,
@@ -165,11 +194,13 @@ def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefiniti
         snapshot, entries = cache.entries(data)
         if snapshot is None:
             return dg.SkipReason("no snapshot yet")
+        # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
+        under_way = [run for run in range_runs(context.instance, spec.name, "") if run.outcome == "unfinished"]
         versions = ledger.ledger_versions(context.instance, spec.name)
         missing = sum(not _current(versions.get(entry.key), entry) for entry in entries)
         if missing:
             return dg.SkipReason(f"snapshot {snapshot}: {missing} of {len(entries)} batches are missing")
-        if under_way := [run for run in range_runs(context.instance, spec.name, "") if run.outcome == "unfinished"]:
+        if under_way:
             return dg.SkipReason(
                 f"snapshot {snapshot} is complete; {len(under_way)} runs over its batches are under way"
             )
