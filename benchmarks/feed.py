@@ -210,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cell, a few seconds")
     parser.add_argument("--rate", type=float, default=400.0, help="rows/s that the engine shall be able to give")
+    parser.add_argument("--slots", type=int, choices=SLOTS, help="only this half of the grid")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--memory", action="store_true", help="peak memory of the op at 20,000 and 200,000 rows")
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
@@ -225,7 +226,8 @@ def main() -> None:
         for rows in (20_000, 200_000):
             print(f"{rows} rows: peak {peak_memory(rows)} MiB")
         return
-    grid = [(256, LENGTHS[0])] if options.quick else [(slots, lengths) for slots in SLOTS for lengths in LENGTHS]
+    half = SLOTS if options.slots is None else (options.slots,)
+    grid = [(256, LENGTHS[0])] if options.quick else [(slots, lengths) for slots in half for lengths in LENGTHS]
     cells = []
     print("slots  mean/cap      rows  speed  unbounded  saturating  op rows/s  ratio  barrier  share  cpu ms/row")
     for slots, (mean, cap) in grid:
