@@ -1,0 +1,131 @@
+"""A PostgreSQL server of its own for one benchmark or test, from the distribution's binaries, on loopback.
+
+PostgreSQL refuses to run as root: under root it runs as the user `postgres`, which the distribution's package creates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 30.0
+USER = "postgres"
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresServer:
+    """A running server; its folder is gone when it ends."""
+
+    port: int
+    password: str
+    pid: int
+    folder: Path
+
+    def url(self, database: str = "postgres") -> str:
+        """SQLAlchemy URL, with the driver that dagster-postgres installs."""
+        return f"postgresql+psycopg2://{USER}:{self.password}@127.0.0.1:{self.port}/{database}"
+
+    def dagster_storage(self, database: str = "postgres") -> dict[str, Any]:
+        """The `storage` block of dagster.yaml."""
+        return {"postgres": {"postgres_url": self.url(database)}}
+
+
+def binaries() -> Path | None:
+    """Folder of the newest installed server, or None."""
+    found = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/postgres")]
+    if on_path := shutil.which("postgres"):
+        found.append(Path(on_path).resolve().parent)
+    return max(found, key=_version, default=None)
+
+
+def why_not() -> str:
+    """Why no server can be started here, or ""."""
+    if binaries() is None:
+        return "needs PostgreSQL: apt-get install postgresql"
+    if os.geteuid() == 0 and _system_user() is None:
+        return f"needs the system user {USER!r}: PostgreSQL does not run as root"
+    return ""
+
+
+@contextlib.contextmanager
+def postgres(*, durable: bool = True) -> Iterator[PostgresServer]:
+    """A server for as long as the body runs. Not `durable`: without fsync, for tests."""
+    folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # short: a socket's path holds 107 characters
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        password, port = secrets.token_hex(16), _free_port()
+        _create(folder, password)
+        options = ["-D", str(folder / "data"), "-p", str(port), "-c", "listen_addresses=127.0.0.1"]
+        options += ["-c", f"unix_socket_directories={folder}", "-c", f"fsync={'on' if durable else 'off'}"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(_as_user("postgres", *options), cwd=folder, stdout=log, stderr=log)
+        _wait_ready(process, folder, port)
+        yield PostgresServer(port, password, process.pid, folder)
+    finally:
+        if process is not None:
+            process.send_signal(signal.SIGINT)  # fast shutdown: open connections are closed
+            process.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _create(folder: Path, password: str) -> None:
+    secret = folder / "password"
+    secret.touch(mode=0o600)
+    secret.write_text(password)
+    if os.geteuid() == 0:
+        user = _system_user()
+        assert user is not None
+        for path in (folder, secret):
+            os.chown(path, user.pw_uid, user.pw_gid)
+    options = ["-D", str(folder / "data"), "-U", USER, "-A", "scram-sha-256", f"--pwfile={secret}"]
+    command = _as_user("initdb", *options, "-E", "UTF8", "--locale=C.UTF-8", "--no-sync")
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    secret.unlink()
+
+
+def _as_user(program: str, *options: str) -> list[str]:
+    """The command, as the server's own user when we are root, and ended by SIGINT when we are killed."""
+    folder = binaries()
+    assert folder is not None, why_not()
+    user = _system_user() if os.geteuid() == 0 else None
+    identity = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"] if user else []
+    return ["setpriv", "--pdeathsig=INT", *identity, str(folder / program), *options]
+
+
+def _wait_ready(process: subprocess.Popen[bytes], folder: Path, port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    ready = _as_user("pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port))
+    while subprocess.run(ready, cwd=folder).returncode != 0:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"PostgreSQL did not start: {(folder / 'log').read_text()[-2000:]}")
+        time.sleep(0.05)
+
+
+def _system_user() -> pwd.struct_passwd | None:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(USER)
+    return None
+
+
+def _version(folder: Path) -> tuple[int, ...]:
+    """Of `/usr/lib/postgresql/15/bin`: (15,). Of another folder: ()."""
+    name = folder.parent.name
+    return tuple(int(part) for part in name.split(".")) if name.replace(".", "").isdigit() else ()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,37 @@
+"""A dataset of 200 batches through the whole platform, on both databases; `benchmarks/scale.py` does 2,000,000 rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.harness import REPOSITORY
+
+ROWS = 50_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_every_row_is_asked_and_published_once_and_every_batch_is_one_ledger_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
+) -> None:
+    """The benchmark itself compares engines, ledger and table with the source; here are the bounds on what it used."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    from postgres import why_not
+
+    if database == "postgres" and (reason := why_not()):
+        pytest.skip(reason)
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "scale.py"), "--rows", str(ROWS), "--fast-disk"]
+    command += ["--database", database, "--batches-per-run", "25", "--minutes", "4", "--json", str(figures)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = json.loads(figures.read_text())
+    assert (found["rows"], found["batches"]) == (ROWS, 200)
+    assert found["runs"] == 1 + 8 + 1, "the refresh, one run per 25 batches, one publication"
+    assert all(sensor["ticks"] and not sensor["failed"] for sensor in found["ticks"].values())
+    assert max(process["peak_mib"] for process in found["processes"].values()) < 600
