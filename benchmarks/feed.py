@@ -99,7 +99,7 @@ def make_dataset(folder: Path, rows: int, batches_per_run: int) -> tuple[dg.Defi
         "prompt": {"user": "{{ question }}"},
         "model": "bench",
         "sampling": {"temperature": 1.0, "max_tokens": 16_384},
-        "batches_per_run": batches_per_run,
+        "batches_per_run": min(batches_per_run, 100_000),
     }
     (folder / "spec.json").write_text(json.dumps(attributes))
     spec = load_spec(attributes, "bench")
