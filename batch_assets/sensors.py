@@ -232,7 +232,7 @@ def ledger_state(snapshot: str, entries: Sequence[BatchEntry], versions: dict[st
     description="Fails runs whose heartbeat stopped, so that they are retried and their slots and leases are free.",
 )
 def watchdog(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> dg.SkipReason:
-    """Dagster itself never notices a worker that died together with its code server (dagster.md section 2)."""
+    """Dagster itself never notices a worker that died together with its code server."""
     found: list[str] = []
     with fleet.open_book() as book:
         for beat in book.runs():

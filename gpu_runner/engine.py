@@ -2,7 +2,7 @@
 
 One `EngineClient` per engine, used by one event loop. It sends single requests and says what came of each;
 it never retries a row, with one exception that is no try: a kept-alive connection that the server had
-already closed. vLLM closes idle connections after 5 s (services.md section 1), and on a loaded machine the
+already closed. vLLM closes idle connections after 5 s, and on a loaded machine the
 client learns of it only by the reset that its next request meets.
 """
 

@@ -1,6 +1,6 @@
 """The row feed: rows of many open batches flow through engines continuously; full batches are handed on.
 
-The durable unit is the batch, never the scheduling unit (peers.md, rule 1). State survives the loss of an
+The durable unit is the batch, never the scheduling unit. State survives the loss of an
 engine: call `serve` again with the next one, or with two at once.
 
 Who does what: `work.py` knows where every row is, `lane.py` brings rows through one engine, this module reads

@@ -1,6 +1,6 @@
 """Watches one engine: its load, its health, and whether it still makes progress.
 
-/health proves no progress, and neither does an open connection (services.md section 1). What proves an engine
+/health proves no progress, and neither does an open connection. What proves an engine
 alive is an answer: of a row, or of a canary, a request for one token that is sent when no row answers. The
 canary also tells rows that fail or hang from an engine that does.
 """

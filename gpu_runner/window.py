@@ -1,7 +1,7 @@
 """How many rows to keep submitted to one engine. Pure: fed with load readings and refusals, no clock, no I/O.
 
 An engine that always has three times as many rows waiting as running refills every freed slot at once
-(peers.md, rule 1). Where `max_num_seqs` is unknown the window finds that point itself.
+Where `max_num_seqs` is unknown the window finds that point itself.
 """
 
 from __future__ import annotations

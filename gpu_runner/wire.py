@@ -256,7 +256,7 @@ class EngineLoad:
     preemptions: int
 
 
-# vLLM's metric names (services.md section 1); gpu_cache_usage_perc is the name before 0.9.
+# vLLM's metric names; gpu_cache_usage_perc is the name before 0.9.
 _METRIC = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc"
     rb"|generation_tokens_total|num_preemptions_total)(?:\{[^\n]*\})? ([0-9.eE+-]+)",
