@@ -1,6 +1,6 @@
 """How many rows to keep submitted to one engine. Pure: fed with load readings and refusals, no clock, no I/O.
 
-An engine that always has three times as many rows waiting as running refills every freed slot at once
+An engine that always has three times as many rows waiting as running refills every freed slot at once.
 Where `max_num_seqs` is unknown the window finds that point itself.
 """
 
