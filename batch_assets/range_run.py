@@ -13,8 +13,8 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 
 from batch_assets.verify import check_object
 from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
@@ -26,6 +26,8 @@ from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject,
 log = logging.getLogger(__name__)
 
 ALL_REFUSED = 200
+UNDECIDED_SECONDS = 0.05
+CLOSE_SECONDS = 2.0
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
 
 
@@ -143,17 +145,19 @@ class RangeRun:
         self.committed: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.epoch = 0
         self._work = {work.entry.key: work for work in plan.todo}
+        self._rows = sum(work.entry.rows for work in plan.todo)
         self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._journal_seconds = journal_seconds
         self._journal = _Journal()
         self._journaled: dict[str, dict[str, Outcome]] = {}
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
+        self._writing: Future[None] | None = None
         self._feed = Feed(
             self._batches(),
             on_row=self._on_row,
             on_batch=self._on_batch,
-            policy=policy or FeedPolicy(),
+            policy=self._enough_backlog(policy or FeedPolicy()),
             rng=rng or random.Random(),
         )
 
@@ -220,11 +224,9 @@ class RangeRun:
         if not open_rows:
             return
         self._journal.sequence += 1
-        write = asyncio.get_running_loop().run_in_executor(
-            self._pool, self._write_segment, self._journal.sequence, open_rows
-        )
+        self._writing = self._pool.submit(self._write_segment, self._journal.sequence, open_rows)
         try:
-            await write
+            await asyncio.wrap_future(self._writing)
         except BaseException:
             for key, rows in open_rows.items():
                 self._journal.waiting[key][:0] = rows
@@ -232,6 +234,8 @@ class RangeRun:
 
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
+        if self._writing is not None:  # a cancelled flush leaves its thread at work
+            wait([self._writing], CLOSE_SECONDS)
         self._drop_finished()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -288,14 +292,28 @@ class RangeRun:
         assert self._refused is not None
         refused = outcome.error is not None and outcome.error.startswith("rejected_")
         self._refused = self._refused + 1 if refused else None
-        if self._refused == ALL_REFUSED:
+        if self._refused is not None and self._refused >= ALL_REFUSED:
             self._journal.waiting.clear()
             raise EngineRefused(
                 f"the engine refused each of the first {ALL_REFUSED} rows ({outcome.error}): expected a request that "
                 "it takes; check sampling and output.json_schema against the engine's log"
             )
 
+    def _enough_backlog(self, policy: FeedPolicy) -> FeedPolicy:
+        """Small batches that wait for `_undecided` must not end the reading before so many rows are answered."""
+        enough = 2 * ALL_REFUSED * len(self._work) // max(1, self._rows) + 1
+        return replace(policy, commit_backlog=max(policy.commit_backlog, enough))
+
+    def _undecided(self) -> bool:
+        """Every row so far was refused, and an engine is there to show with the next ones what that means."""
+        if not self._refused:
+            return False
+        progress = self._feed.progress()
+        return self._refused >= ALL_REFUSED or (progress.window > 0 and progress.rows_done < self._rows)
+
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
+        while self._undecided():  # noqa: ASYNC110  (progress has no event)
+            await asyncio.sleep(UNDECIDED_SECONDS)
         footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
         self._committed_keys.add(key)
         self._journal.waiting.pop(key, None)

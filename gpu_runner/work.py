@@ -115,7 +115,8 @@ class Work:
         self.counts.batches += 1
 
     def settle(self, item: Item, outcome: Outcome) -> None:
-        """The row has its outcome."""
+        """The row has its outcome, unless `on_row` raises: then it has none."""
+        self._on_row(item.batch.key, outcome)
         batch = item.batch
         batch.outcomes[item.index] = outcome
         batch.left -= 1
@@ -128,7 +129,6 @@ class Work:
         counts.completion_tokens += outcome.completion_tokens
         if batch.left == 0:
             self.complete.append(batch)
-        self._on_row(batch.key, outcome)
 
     def take(self) -> Item | None:
         """The next ready row."""

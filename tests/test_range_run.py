@@ -81,9 +81,12 @@ def first_committed(store: DatasetStore, manifest: SnapshotManifest) -> int:
     return sum(footer.rows for footer in footers if footer.run_id == "run-1")
 
 
-def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(local_objects: Objects) -> None:
+@pytest.mark.parametrize("batch_rows", [50, 250])
+def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(
+    local_objects: Objects, batch_rows: int
+) -> None:
     store = DatasetStore(local_objects, "d")
-    manifest = write_snapshot(store, questions(600), batch_rows=250)
+    manifest = write_snapshot(store, questions(600), batch_rows=batch_rows)
     # vLLM's answer to a temperature that cannot be: 400 for whatever row.
     with simulated_engine("--speed", "200", model="another") as engine, pytest.raises(EngineRefused, match="another"):
         asyncio.run(generate(a_run(store, manifest, "run-1"), engine.url))
@@ -96,6 +99,18 @@ def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(local_ob
         run.close()
     assert not list(local_objects.list("d/journal/"))
     assert not list(local_objects.list("d/batches/"))
+
+
+def test_a_small_range_whose_rows_are_all_refused_is_dead_letters(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(30), batch_rows=5)
+    refusal = json.dumps([{"kind": "too_long", "match": {"contains": "What is"}}])
+    with simulated_engine("--speed", "200", "--faults", refusal, model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        asyncio.run(generate(run, engine.url))
+        run.close()
+    assert run.missing() == []
+    assert run.progress().dead == 30
 
 
 def test_a_redrive_keeps_completions_and_writes_the_next_generation(local_objects: Objects) -> None:
