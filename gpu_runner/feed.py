@@ -19,6 +19,7 @@ from gpu_runner.engine import allow_open_files
 from gpu_runner.lane import Lane
 from gpu_runner.policy import FeedPolicy
 from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.spend import Spending
 from gpu_runner.watchdog import Engine
 from gpu_runner.window import Window
 from gpu_runner.wire import EngineLost
@@ -32,7 +33,10 @@ __all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
 
 @dataclass(frozen=True, slots=True)
 class FeedProgress:
-    """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted."""
+    """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted.
+
+    `last_rows`: every row is in flight or done; an engine may take other work beside what is left.
+    """
 
     rows_done: int
     known: int
@@ -47,6 +51,7 @@ class FeedProgress:
     requests: int
     engine_deaths: int
     window: int
+    last_rows: bool
     finished: bool
 
 
@@ -116,6 +121,7 @@ class Feed:
             requests=counts.requests,
             engine_deaths=counts.engine_deaths,
             window=sum(lane.window.size for lane in self._lanes),
+            last_rows=self._exhausted and work.queued == 0,
             finished=self.finished,
         )
 
@@ -126,8 +132,11 @@ class Feed:
         max_num_seqs: int | None = None,
         *,
         stop: asyncio.Event | None = None,
+        spending: Spending | None = None,
     ) -> None:
         """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
+
+        `spending` keeps the books of the engine's time, and prices the rows.
 
         Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
         EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
@@ -137,7 +146,7 @@ class Feed:
         if self.finished:
             return
         window = Window(self._policy.window, max_num_seqs, most=max(1, allow_open_files() - OTHER_FILES))
-        lane = Lane(engine, origin, self._work, self._policy, self._rng, window, self._wake)
+        lane = Lane(engine, origin, self._work, self._policy, self._rng, window, self._wake, spending or Spending())
         self._lanes.append(lane)
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, lane))
         in_order = False

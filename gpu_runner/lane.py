@@ -19,6 +19,7 @@ from gpu_runner.policy import FeedPolicy
 from gpu_runner.retry import backoff, judge
 from gpu_runner.rows import Origin, Outcome, Output
 from gpu_runner.schema import Check, compile_check
+from gpu_runner.spend import Spending
 from gpu_runner.suspects import Group
 from gpu_runner.watchdog import Engine, Watchdog
 from gpu_runner.window import Window
@@ -52,8 +53,10 @@ class Lane:
         rng: random.Random,
         window: Window,
         wake: Callable[[], None],
+        spending: Spending,
     ) -> None:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
+        self.spending = spending
         self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
         self.undecided: deque[Failure] = deque()
         self.group: Group[Item] | None = None
@@ -94,6 +97,7 @@ class Lane:
         try:
             await end_tasks(self._tasks)
         finally:
+            self.spending.lose(self._loop.time())
             self._return_rows()
             self.work.counts.canaries += self.watchdog.canaries
 
@@ -186,6 +190,7 @@ class Lane:
         if item is not None:
             item.sent = now
             self.in_flight[item] = None
+            self.spending.begin(now)
         return item
 
     def _take_suspect(self) -> Item | None:
@@ -228,6 +233,10 @@ class Lane:
         del self.in_flight[item]
         item.seconds += now - item.sent
         return now
+
+    def _usd(self, item: Item) -> float | None:
+        now = self._loop.time()
+        return self.spending.settle(item.prompt_tokens, item.completion_tokens, len(self.in_flight), now)
 
     def _completed(self, item: Item, completion: Completion) -> None:
         if self._check is not None and isinstance(completion.output, str):
@@ -289,6 +298,7 @@ class Lane:
             self.origin,
             item.started_at,
             item.seconds,
+            self._usd(item),
         )
 
     # --- failures ---
@@ -310,6 +320,8 @@ class Lane:
 
     def _failed(self, item: Item, error: Transient, now: float) -> None:
         self.work.counts.failures += 1
+        if not self.in_flight:
+            self.spending.rest(now)
         self.undecided.append(Failure(item, error, now))
         first = item.tries == 0 and item.voids == 0
         if error.overload and self.window.on_refused(len(self.in_flight), first=first) and error.retry_after:
