@@ -1,4 +1,4 @@
-"""Reads a model's config.json and safetensors index: from a local folder or, over plain HTTPS, from the hub.
+"""Reads a model's config.json and safetensors index: from a folder, the hub's local cache or, over HTTPS, the hub.
 
 Only these two small files are read, never weights, and with the standard library alone.
 """
@@ -28,6 +28,22 @@ def read_folder(folder: Path | str) -> ModelConfig:
     index_file = Path(folder) / INDEX
     index = _parse(_file(index_file), str(index_file)) if index_file.exists() else None
     return parse(config, index, where=str(Path(folder) / CONFIG))
+
+
+def cached_folder(model: str) -> Path | None:
+    """Folder of a hub model ("owner/name") in the Hugging Face cache of this machine; None when it is not there.
+
+    Layout and variables as in huggingface_hub's documentation: `models--owner--name/snapshots/<commit>`, the newest
+    commit named in `refs/main`.
+    """
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    folder = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        return snapshot if (snapshot / CONFIG).is_file() else None
+    except OSError:
+        return None
 
 
 def read_hub(

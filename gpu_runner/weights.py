@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gpu_runner.model_config import Experts, GroupedAttention, LatentAttention, ModelConfig, VisionTower
 from gpu_runner.quantization import SCHEMES, UnknownQuantization
@@ -67,6 +68,7 @@ def active_parameters(model: ModelConfig) -> int:
     return sum(matrix.inputs * matrix.outputs * matrix.active for matrix in matrices(model))
 
 
+@lru_cache(maxsize=1024)
 def weight_bytes(model: ModelConfig, tensor_parallel: int = 1) -> int:
     """Bytes of the weights on one GPU as vLLM holds them.
 
