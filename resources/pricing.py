@@ -338,6 +338,11 @@ class PricingConfig(BaseModel):
             sources.append(PriceHistory(self.history, conducts))
         return sources
 
+    def below(self, folder: Path) -> PricingConfig:
+        """The same with relative paths taken from `folder`, where the file lies that names them."""
+        history = folder / self.history if self.history is not None else None
+        return self.model_copy(update={"lists": [folder / path for path in self.lists], "history": history})
+
     def sanity(self) -> Sanity:
         """When a price is not believed."""
         return Sanity(max_age=self.max_age_days * DAY)

@@ -1,0 +1,31 @@
+"""The work in hand: rows that a dataset still has to generate, and how long they are. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gpu_runner.speed import LengthMix
+
+Basis = Literal["measured", "estimated", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Rows left of `all_rows`, their mean lengths, and the longest of them (prompt and completion, in tokens).
+
+    `prompt_basis`, `output_basis`: how we know the mean lengths. `assumptions`: sentences on what is not known.
+    """
+
+    rows: int
+    all_rows: int
+    mix: LengthMix
+    longest: int
+    prompt_basis: Basis
+    output_basis: Basis
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and completion tokens of all rows left."""
+        return self.rows * self.mix.tokens
