@@ -76,9 +76,10 @@ class Provider(Protocol):
         ...
 
     def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
-        """Rent a machine and return the provider's id. A second create of a name is the same machine, billed once.
+        """Rent a machine at the offer's price and return the provider's id.
 
-        A name whose machine has ended is used up: ProviderError. Raises NoCapacity, ProviderError, ProviderUnclear.
+        A second create of a name is the same machine, billed once, also when it has ended since. An offer that is not
+        had at this price any more is a ProviderError. Raises NoCapacity, ProviderError, ProviderUnclear.
         """
         ...
 

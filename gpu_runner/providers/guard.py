@@ -3,8 +3,8 @@
 `python -m gpu_runner.providers.guard -- COMMAND …`: the owner holds our standard input. When it closes (the owner gave
 the engine back, or was killed with SIGKILL), the whole group gets SIGTERM and, five seconds later, SIGKILL. A killed
 vLLM API server leaves its workers alive, so only the group counts. What the command started in groups of its own (the
-guards of engines below a run worker) is adopted and waited for, so that nothing is left when we end. Exits with the
-command's status.
+guards of engines below a run worker) is adopted and waited for, so that nothing is left when we end, except hosts of
+machines, which end by themselves. Exits with the command's status.
 """
 
 from __future__ import annotations
@@ -48,14 +48,21 @@ def reap_orphans(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_orphans(grace: float = GRACE_SECONDS) -> None:
-    """Wait until every adopted child has ended; what is left after the grace gets SIGKILL."""
+    """Wait until every adopted child has ended; what is left after the grace gets SIGKILL.
+
+    Hosts of machines stay: a machine is rented by the fleet, not by the process that ordered it.
+    """
     deadline = time.monotonic() + grace
     with contextlib.suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0]:
                 continue
+            children = _children()
+            ours = [pid for pid in children if not _is_host(pid)]
+            if children and not ours:
+                return
             if time.monotonic() >= deadline:
-                for pid in _children():
+                for pid in ours:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
@@ -66,6 +73,14 @@ def _children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:
         return []
+
+
+def _is_host(pid: int) -> bool:
+    """Whether it is a `gpu_runner.providers.host`, which ends by itself when the fleet does."""
+    try:
+        return b"gpu_runner.providers.host" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def main(command: list[str]) -> int:

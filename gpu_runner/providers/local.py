@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 import subprocess
@@ -31,6 +32,15 @@ def _harmless(environment: Mapping[str, str]) -> dict[str, str]:
     """What an engine may see of our environment: not the keys of the store, nor where our databases are."""
     ours = ("AWS_", "DAGSTER_", "BATCH_ASSETS_")
     return {name: value for name, value in environment.items() if not name.startswith(ours)}
+
+
+def answers(endpoint: str) -> bool:
+    """Whether the engine's /health answers 200."""
+    try:
+        with urllib.request.urlopen(f"{endpoint}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
@@ -90,13 +100,6 @@ class EngineProcess:
         """False once the engine's process has ended."""
         return self._process.poll() is None
 
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.endpoint}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     def wait_ready(self, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
         """Wait until /health answers 200. Raises EngineStartError when the process ends or the time is over."""
         deadline = time.monotonic() + seconds
@@ -105,7 +108,7 @@ class EngineProcess:
                 raise EngineStartError(
                     f"the engine ended with status {self._process.returncode} before it was ready; its log: {self.log}"
                 )
-            if self._answers():
+            if answers(self.endpoint):
                 return
             pause(0.05)
         raise EngineStartError(f"the engine was not ready after {seconds:.0f} s; its log: {self.log}")

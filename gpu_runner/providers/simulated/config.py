@@ -1,0 +1,193 @@
+"""What a simulated cloud is made of, as written in fleet.yaml.
+
+    clock: 60                       # simulated seconds per real second
+    seed: 0                         # same seed, same faults
+    orphan_seconds: 120             # real seconds without a living fleet until machines end themselves
+    model: {weight_bytes: 1.6e10, active_parameters: 8.0e9, kv_bytes_per_token: 131072}
+    models: {"org/70b": {weight_bytes: 1.4e11, active_parameters: 7.0e10, kv_bytes_per_token: 327680}}
+    arguments: ["--output-tokens", "fixed:64"]      # further words for every engine; {name}, {home} are filled in
+    providers:
+      - name: sim-north
+        region: north-1
+        boot_seconds: 240           # simulated
+        offers:
+          - {instance_type: h100, gpu: H100, price_per_hour: 2.5, capacity: 4}
+          - {instance_type: h100-spot, gpu: H100, price_per_hour: 1.6, spot: true}
+        changes:                    # `at`: simulated seconds since the cloud began
+          - {at: 3600, offer: h100, price_per_hour: 1.2}
+          - {at: 7200, offer: h100, capacity: 0}
+        list_lag_seconds: 3         # real
+        interruptions_per_hour: 0.2 # of each spot machine, per simulated hour
+        notice_seconds: 20          # real; leave out: without notice
+        interruptions: [{at: 5400, offer: h100-spot}]
+        faults:                     # see FaultRule
+          - {kind: lost_reply, calls: [create], rate: 0.05}
+          - {kind: boot_fails, times: 1}
+
+Prices and work run on the simulated clock. What our own processes must react to (notice, lag, time-outs) is in real
+seconds, because they do not run faster.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gpu_runner.gpus import find_sheet, spell_gpu
+from gpu_runner.speed import ModelFacts
+
+ApiCall = Literal["offers", "create", "list", "terminate"]
+FaultKind = Literal[
+    "error", "time_out", "lost_reply", "no_capacity", "empty_list", "deaf_terminate", "boot_fails", "boot_hangs"
+]
+_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SimulatedModel(_Strict):
+    """The size of a model. Default: Llama-3.1-8B in bf16 (config.json: 32 layers, 8 KV heads of 128)."""
+
+    weight_bytes: float = Field(default=16.06e9, gt=0)
+    active_parameters: float = Field(default=8.03e9, gt=0)
+    kv_bytes_per_token: float = Field(default=131072, gt=0)
+    max_model_len: int = Field(default=4096, ge=16)
+    tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
+    fp8: bool = False
+
+    def facts(self, model: str) -> ModelFacts:
+        """As the sizing formulas take it."""
+        return ModelFacts(
+            model,
+            self.weight_bytes,
+            self.active_parameters,
+            self.kv_bytes_per_token,
+            self.tensor_parallel,
+            self.fp8,
+        )
+
+
+class FaultRule(_Strict):
+    """What goes wrong, how often, and how many times.
+
+    error: ProviderError, nothing done. time_out: no answer, nothing done. lost_reply: no answer, but it was done.
+    no_capacity: of creates, whatever the offer says. empty_list: `list` answers, with nothing in it. deaf_terminate:
+    accepted, but the machine runs and bills on. boot_fails: the provider gives up after the boot time and bills no
+    more. boot_hangs: never ready, billed until terminated. `calls` counts for the first three; empty: every call.
+    `rate`: share of the calls (of the boots) that it hits. `times`: the first so many hits. `delay_seconds`: real
+    seconds until the fault shows.
+    """
+
+    kind: FaultKind
+    calls: tuple[ApiCall, ...] = ()
+    rate: float = Field(default=1.0, gt=0, le=1)
+    times: int | None = Field(default=None, ge=1)
+    delay_seconds: float = Field(default=0.0, ge=0, le=5)
+
+    def concerns(self, call: str) -> bool:
+        """Whether the rule is about this call, or about the boot of a machine (`boot`)."""
+        of_one = {"no_capacity": "create", "empty_list": "list", "deaf_terminate": "terminate"}
+        if self.kind in of_one:
+            return call == of_one[self.kind]
+        if self.kind in ("boot_fails", "boot_hangs"):
+            return call == "boot"
+        return call != "boot" and (not self.calls or call in self.calls)
+
+
+class SimulatedOffer(_Strict):
+    """An instance type. `gpu_memory_gib`: from the datasheet where the name leaves no choice."""
+
+    instance_type: str = Field(min_length=1, max_length=100)
+    gpu: str
+    gpus: int = Field(default=1, ge=1)
+    gpu_memory_gib: float = Field(default=0.0, ge=0)
+    spot: bool = False
+    price_per_hour: float = Field(gt=0)
+    capacity: int | None = Field(default=None, ge=0)
+    boot_seconds: float | None = Field(default=None, ge=0, description="simulated; default: the provider's")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_gpu(cls, given: object) -> object:
+        if not isinstance(given, dict) or not isinstance(given.get("gpu"), str):
+            return given
+        name, memory = spell_gpu(given["gpu"])
+        memory = given.get("gpu_memory_gib") or memory
+        sheet = find_sheet(name, memory if isinstance(memory, int | float) else None)
+        if sheet is None:
+            raise ValueError(
+                f"gpu: expected a GPU with a datasheet in gpu_runner/gpus.py, with gpu_memory_gib where it has "
+                f"several sizes, found {given['gpu']!r} with {memory or 'no'} GiB"
+            )
+        return {**given, "gpu": name, "gpu_memory_gib": memory or sheet.memory}
+
+
+class OfferChange(_Strict):
+    """From `at` on, a new price or capacity of an instance type. Machines that run keep their price."""
+
+    at: float = Field(ge=0, description="simulated seconds since the cloud began")
+    offer: str
+    price_per_hour: float | None = Field(default=None, gt=0)
+    capacity: int | None = Field(default=None, ge=0)
+
+
+class Interruption(_Strict):
+    """All machines of an instance type (None: all spot machines) that run at `at` are taken away."""
+
+    at: float = Field(ge=0, description="simulated seconds since the cloud began")
+    offer: str | None = None
+    notice_seconds: float | None = Field(default=None, ge=0, description="real; default: the provider's")
+
+
+class SimulatedProviderConfig(_Strict):
+    """One provider of the cloud."""
+
+    name: str = Field(pattern=_NAME)
+    region: str = ""
+    boot_seconds: float = Field(default=180.0, ge=0, description="simulated, from the order to the first answer")
+    reliability: float = Field(default=0.99, ge=0, le=1)
+    offers: tuple[SimulatedOffer, ...] = ()
+    changes: tuple[OfferChange, ...] = ()
+    list_lag_seconds: float = Field(default=0.0, ge=0)
+    interruptions_per_hour: float = Field(default=0.0, ge=0)
+    notice_seconds: float | None = Field(default=None, ge=0)
+    interruptions: tuple[Interruption, ...] = ()
+    faults: tuple[FaultRule, ...] = ()
+
+    @model_validator(mode="after")
+    def _offers_are_named_once(self) -> SimulatedProviderConfig:
+        types = [offer.instance_type for offer in self.offers]
+        if twice := sorted({one for one in types if types.count(one) > 1}):
+            raise ValueError(f"offers: expected each instance_type once, found twice: {', '.join(twice)}")
+        named = [*(change.offer for change in self.changes), *(one.offer for one in self.interruptions if one.offer)]
+        if types and (unknown := sorted(set(named) - set(types))):
+            raise ValueError(f"changes, interruptions: expected offers among {types}, found {', '.join(unknown)}")
+        return self
+
+
+class SimulatedCloudConfig(_Strict):
+    """All simulated providers of a home."""
+
+    clock: float = Field(default=60.0, gt=0, le=100_000)
+    seed: int = 0
+    orphan_seconds: float = Field(default=120.0, gt=0)
+    model: SimulatedModel = SimulatedModel()
+    models: dict[str, SimulatedModel] = {}
+    arguments: tuple[str, ...] = ()
+    providers: tuple[SimulatedProviderConfig, ...] = Field(min_length=1)
+
+    @field_validator("providers")
+    @classmethod
+    def _names_differ(cls, providers: tuple[SimulatedProviderConfig, ...]) -> tuple[SimulatedProviderConfig, ...]:
+        names = [provider.name for provider in providers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"providers: expected a name of its own for each, found {', '.join(names)}")
+        return providers
+
+    def facts(self, model: str) -> tuple[ModelFacts, int]:
+        """What is taken for true of a model, and its context in tokens."""
+        found = self.models.get(model, self.model)
+        return found.facts(model), found.max_model_len
