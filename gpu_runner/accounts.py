@@ -1,0 +1,123 @@
+"""What an instance's bill was spent on: booting, useful, idle, wasted. Pure: the time is an argument.
+
+A bill runs from the order to the end of the machine. Until the engine is ready it is booting; if it never was ready,
+all of it is wasted. Afterwards, each lease counts as useful and wasted what its holder said; what lies between a
+holder's last word and the end of its lease (it died, or the machine did) is wasted; the rest is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Seconds or US dollars by what they went into."""
+
+    booting: float = 0.0
+    useful: float = 0.0
+    idle: float = 0.0
+    wasted: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All four together."""
+        return self.booting + self.useful + self.idle + self.wasted
+
+    def times(self, factor: float) -> Split:
+        """Each part multiplied."""
+        return Split(self.booting * factor, self.useful * factor, self.idle * factor, self.wasted * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSpan:
+    """A lease on an instance. `renewed_at`: its holder's last word, with these totals. `ended_at` None: it is live."""
+
+    acquired_at: float
+    renewed_at: float
+    ended_at: float | None
+    useful_seconds: float
+    wasted_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When an instance was ordered, ready and ended; None: not yet, or never. `failed`: it will not be ready any more.
+
+    `leases` in the order of their epochs. Only draining leases overlap with later ones.
+    """
+
+    created_at: float
+    ready_at: float | None
+    ended_at: float | None
+    failed: bool
+    leases: Sequence[LeaseSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceCost:
+    """One instance's bill. `seconds` are real ones, of which each costs `price_per_hour` / 3600 × `clock`."""
+
+    name: str
+    provider: str
+    region: str
+    instance_type: str
+    gpu: str
+    gpus: int
+    spot: bool
+    model: str
+    dataset: str
+    state: str
+    price_per_hour: float
+    clock: float
+    seconds: Split
+    rows: int
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def usd(self) -> Split:
+        """The bill in US dollars."""
+        return self.seconds.times(usd_per_second(self.price_per_hour, self.clock))
+
+
+def usd_per_second(price_per_hour: float, clock: float) -> float:
+    """Price of a real second."""
+    return price_per_hour / HOUR * clock
+
+
+def split_bill(line: Timeline, now: float) -> tuple[Split, list[float]]:
+    """Seconds of the bill by use, and the useful seconds of each lease as they were counted.
+
+    Where leases overlap, a second is counted once, for the earlier one: the parts never exceed the bill.
+    """
+    end = max(line.created_at, now if line.ended_at is None else line.ended_at)
+    if line.ready_at is None:
+        whole = end - line.created_at
+        return (Split(wasted=whole) if line.failed else Split(booting=whole)), [0.0] * len(line.leases)
+    ready = min(max(line.ready_at, line.created_at), end)
+    useful: list[float] = []
+    wasted = covered = 0.0
+    frontier = ready  # the furthest that any lease so far reaches; `covered` is the length of their union
+    for number, lease in enumerate(line.leases):
+        start = min(max(lease.acquired_at, ready), end)
+        stop = max(start, min(end, now if lease.ended_at is None else lease.ended_at))
+        covered += max(0.0, stop - max(start, frontier))
+        frontier = max(frontier, stop)
+        room = max(0.0, min(stop - start, covered - sum(useful) - wasted))
+        lost = min(room, _lost(lease, start, stop, line.leases[number + 1 :]))
+        useful.append(min(lease.useful_seconds, room - lost))
+        wasted += lost + min(lease.wasted_seconds, room - lost - useful[-1])
+    idle = max(0.0, end - ready - sum(useful) - wasted)
+    return Split(ready - line.created_at, sum(useful), idle, wasted), useful
+
+
+def _lost(lease: LeaseSpan, start: float, stop: float, later: Sequence[LeaseSpan]) -> float:
+    """Seconds from the holder's last word to the lease's end in which nobody else held the instance."""
+    if lease.ended_at is None:
+        return 0.0
+    until = min([stop, *(other.acquired_at for other in later)])
+    return max(0.0, until - max(start, lease.renewed_at))

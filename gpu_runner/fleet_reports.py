@@ -1,0 +1,206 @@
+"""What the fleet's tables say: instances with their ages and holders, what each cost, how fast each was."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from gpu_runner.accounts import InstanceCost, LeaseSpan, Split, Timeline, split_bill, usd_per_second
+from gpu_runner.fleet_tables import INSTANCES, LEASES, Tables
+from gpu_runner.instances import InstanceState, existed
+from gpu_runner.leases import Lease
+from gpu_runner.speed import LengthMix, Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A rented instance. Ages in real seconds by the database's clock; None: it has not happened.
+
+    `reason`: why it ends. `run_id`, `dataset`: who ordered it. `seen`: the provider listed it once. `end_unproven`: it
+    was taken for ended because it is not listed. `retiring`: it ends with its last lease. `notice_seconds`: until it is
+    taken away. `idle_seconds`: since its last lease ended or it was ready, None while one stands on it. `lease`: the
+    live one that does not drain, with its age; `draining`: live ones that do. `epoch`: of the latest lease. `usd`: the
+    bill so far.
+    """
+
+    name: str
+    provider: str
+    region: str
+    instance_type: str
+    gpu: str
+    gpus: int
+    gpu_memory_gib: float
+    spot: bool
+    price_per_hour: float
+    clock: float
+    boot_seconds: float
+    engine_key: str
+    model: str
+    max_num_seqs: int | None
+    state: InstanceState
+    endpoint: str | None
+    machine_id: str | None
+    reason: str
+    run_id: str
+    dataset: str
+    seen: bool
+    end_unproven: bool
+    retiring: bool
+    age: float
+    ready_age: float | None
+    ending_age: float | None
+    ended_age: float | None
+    missing_seconds: float | None
+    notice_seconds: float | None
+    idle_seconds: float | None
+    lease: Lease | None
+    lease_age: float | None
+    draining: tuple[Lease, ...]
+    epoch: int
+    usd: float
+
+    @property
+    def leased(self) -> bool:
+        """A live lease stands on it, draining or not."""
+        return self.lease is not None or bool(self.draining)
+
+
+class Reports(Tables):
+    """Reads of the fleet's tables."""
+
+    def fleet(self, *, ended: bool = False) -> list[Instance]:
+        """Every instance that has not ended, or every one; oldest first."""
+        return self._instances(sa.true() if ended else INSTANCES.c.state != "ended")
+
+    def instance(self, name: str) -> Instance | None:
+        """The instance of that name."""
+        return next(iter(self._instances(INSTANCES.c.name == name)), None)
+
+    def warm(self, engine_key: str) -> list[Instance]:
+        """Instances that serve `engine_key` and that a run may lease at once; cheapest first.
+
+        One that a run is draining is among them.
+        """
+        free = (INSTANCES.c.engine_key == engine_key) & (INSTANCES.c.state == "ready")
+        free &= INSTANCES.c.notice_at.is_(None) & INSTANCES.c.retire_at.is_(None)
+        found = [one for one in self._instances(free) if one.lease is None]
+        return sorted(found, key=lambda one: (one.price_per_hour, one.age, one.name))
+
+    def costs(self) -> list[InstanceCost]:
+        """The bill of every instance there ever was, split; oldest first."""
+        with self._reading() as (connection, now):
+            rows, leases = _load(connection, sa.true())
+        return [_cost(row, leases[row["name"]], now) for row in rows]
+
+    def measurements(self) -> list[Measurement]:
+        """How fast each model was on each kind of instance: one measurement per dataset, and so per length mix."""
+        with self._reading() as (connection, now):
+            rows, leases = _load(connection, INSTANCES.c.ready_at.is_not(None))
+        sums: dict[tuple[str, str, float, int, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+        for row in rows:
+            _, useful = split_bill(_timeline(row, leases[row["name"]], now), now)
+            for lease, seconds in zip(leases[row["name"]], useful, strict=True):
+                kind = (row["model"], row["gpu"], row["gpu_memory_gib"], row["gpus"], lease["dataset"])
+                added = (seconds * row["clock"], lease["rows"], lease["prompt_tokens"], lease["completion_tokens"])
+                sums[kind] = [total + more for total, more in zip(sums[kind], added, strict=True)]
+        found: list[Measurement] = []
+        for (model, gpu, memory, gpus, _), (seconds, count, prompt, completion) in sums.items():
+            if seconds > 0 and count > 0 and prompt + completion >= count:
+                mix = LengthMix(prompt / count, completion / count)
+                found.append(Measurement(model, gpu, memory, gpus, mix, prompt + completion, seconds))
+        return found
+
+    def _instances(self, which: sa.ColumnElement[bool]) -> list[Instance]:
+        with self._reading() as (connection, now):
+            rows, leases = _load(connection, which)
+        return [_instance(row, leases[row["name"]], now) for row in rows]
+
+
+Row = sa.RowMapping
+
+
+def _load(connection: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Sequence[Row], dict[str, list[Row]]]:
+    """Instances, and their leases in the order of epochs."""
+    query = sa.select(INSTANCES).where(which).order_by(INSTANCES.c.created_at, INSTANCES.c.name)
+    rows = connection.execute(query).mappings().all()
+    names = sa.select(INSTANCES.c.name).where(which)
+    leases: dict[str, list[Row]] = defaultdict(list)
+    query = sa.select(LEASES).where(LEASES.c.instance.in_(names)).order_by(LEASES.c.instance, LEASES.c.epoch)
+    for lease in connection.execute(query).mappings():
+        leases[lease["instance"]].append(lease)
+    return rows, leases
+
+
+def _end(lease: Row, now: float) -> float | None:
+    """When the lease ended; None: it is live."""
+    if lease["released_at"] is not None:
+        return float(lease["released_at"])
+    return float(lease["expires_at"]) if lease["expires_at"] <= now else None
+
+
+def _timeline(row: Row, leases: Sequence[Row], now: float) -> Timeline:
+    ended_at = row["ended_at"]
+    if ended_at is not None and not existed(row):
+        ended_at = row["created_at"]  # nothing was rented
+    spans = [
+        LeaseSpan(
+            acquired_at=lease["acquired_at"],
+            renewed_at=lease["acquired_at"] if lease["renewed_at"] is None else lease["renewed_at"],
+            ended_at=_end(lease, now),
+            useful_seconds=lease["useful_seconds"],
+            wasted_seconds=lease["wasted_seconds"],
+        )
+        for lease in leases
+    ]
+    return Timeline(row["created_at"], row["ready_at"], ended_at, row["state"] in ("ending", "ended"), spans)
+
+
+def _cost(row: Row, leases: Sequence[Row], now: float) -> InstanceCost:
+    return InstanceCost(
+        **{name: row[name] for name in _COST_COLUMNS},
+        seconds=split_bill(_timeline(row, leases, now), now)[0],
+        rows=sum(lease["rows"] for lease in leases),
+        prompt_tokens=sum(lease["prompt_tokens"] for lease in leases),
+        completion_tokens=sum(lease["completion_tokens"] for lease in leases),
+    )
+
+
+_COST_COLUMNS = [name for name in InstanceCost.__dataclass_fields__ if name in INSTANCES.c]
+_INSTANCE_COLUMNS = [name for name in Instance.__dataclass_fields__ if name in INSTANCES.c]
+
+
+def _instance(row: Row, leases: Sequence[Row], now: float) -> Instance:
+    def age(moment: float | None) -> float | None:
+        return None if moment is None else max(0.0, now - moment)
+
+    seconds: Split = split_bill(_timeline(row, leases, now), now)[0]
+    standing = [lease for lease in leases if _end(lease, now) is None]
+    holding = next((lease for lease in standing if lease["draining_at"] is None), None)
+    idle = None
+    if row["state"] == "ready" and not standing:
+        idle = age(max([row["ready_at"], *(_end(lease, now) or 0.0 for lease in leases)]))
+    return Instance(
+        **{name: row[name] for name in _INSTANCE_COLUMNS},
+        seen=row["seen_at"] is not None,
+        end_unproven=row["state"] == "ended" and (row["missing_since"] is not None or not existed(row)),
+        retiring=row["retire_at"] is not None,
+        age=max(0.0, now - row["created_at"]),
+        ready_age=age(row["ready_at"]),
+        ending_age=age(row["ending_at"]),
+        ended_age=age(row["ended_at"]),
+        missing_seconds=age(row["missing_since"]),
+        notice_seconds=None if row["notice_at"] is None else max(0.0, row["notice_at"] - now),
+        idle_seconds=idle,
+        lease=None if holding is None else _lease(holding),
+        lease_age=None if holding is None else age(holding["acquired_at"]),
+        draining=tuple(_lease(lease) for lease in standing if lease["draining_at"] is not None),
+        epoch=max((lease["epoch"] for lease in leases), default=0),
+        usd=seconds.total * usd_per_second(row["price_per_hour"], row["clock"]),
+    )
+
+
+def _lease(row: Row) -> Lease:
+    return Lease(row["instance"], row["epoch"], row["run_id"], row["dataset"])

@@ -1,0 +1,264 @@
+"""Rented instances: the transactions that order, end and settle them.
+
+intent → booting → ready → ending → ended. The intent and its first lease are written before the provider is called,
+so that whatever answer is lost, the reaper knows what may run. Nothing is `ending` while a live lease stands on it;
+`ending` is final for us, `ended` is what the provider says. All seconds are real ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from gpu_runner.choice import OfferFailure
+from gpu_runner.fleet_tables import FACTS, INSTANCES, LEASES, OFFER_FAILURES
+from gpu_runner.leases import (
+    Lease,
+    Leases,
+    add_lease,
+    count_leases,
+    end_retired,
+    fenced,
+    leased,
+    refuse_dead,
+    release_leases,
+)
+from gpu_runner.offers import Offer
+
+InstanceState = Literal["intent", "booting", "ready", "ending", "ended"]
+
+STANDING = ("intent", "booting", "ready")
+KEPT_FAILURES = 24 * 3600.0
+
+
+class Instances(Leases):
+    """The transactions on instances."""
+
+    def tag(self) -> str:
+        """What every name of this fleet starts with; made once per database."""
+        with self._transaction() as (connection, _):
+            found = connection.execute(sa.select(FACTS.c.value).where(FACTS.c.name == "tag")).scalar()
+            if found is None:
+                found = f"ba-{secrets.token_hex(3)}-"
+                connection.execute(FACTS.insert().values(name="tag", value=found))
+            return str(found)
+
+    def new_name(self) -> str:
+        """A name for an instance that nobody had."""
+        return self.tag() + secrets.token_hex(4)
+
+    # by the run that orders it; all but the first are fenced
+
+    def intend(
+        self,
+        name: str,
+        offer: Offer,
+        *,
+        clock: float,
+        engine_key: str,
+        model: str,
+        run_id: str,
+        dataset: str,
+        ttl: float,
+        limit: int | None,
+        cap: int | None = None,
+        replaces: Lease | None = None,
+    ) -> Lease | None:
+        """Write down that `name` is about to be ordered, with its first lease.
+
+        None when the dataset holds `limit` leases already (without draining ones and `replaces`), or the fleet has
+        `cap` instances that have not ended. Raises RunEnded for a run that was declared dead.
+        """
+        described = {column: getattr(offer, column) for column in _OF_OFFER}
+        with self._transaction() as (connection, now):
+            refuse_dead(connection, run_id)
+            if limit is not None and count_leases(connection, dataset, now, replaces) >= limit:
+                return None
+            standing = sa.select(sa.func.count()).where(INSTANCES.c.state != "ended")
+            if cap is not None and connection.execute(standing).scalar_one() >= cap:
+                return None
+            connection.execute(
+                INSTANCES.insert().values(
+                    name=name,
+                    **described,
+                    clock=clock,
+                    engine_key=engine_key,
+                    model=model,
+                    state="intent",
+                    run_id=run_id,
+                    dataset=dataset,
+                    created_at=now,
+                )
+            )
+            return add_lease(connection, now, name, run_id, dataset, ttl)
+
+    def created(self, lease: Lease, machine_id: str) -> bool:
+        """The provider accepted the order. False: the lease is not ours any more, or the instance is to end."""
+        with self._transaction() as (connection, now):
+            return _advance(connection, now, lease, ["intent", "booting"], state="booting", machine_id=machine_id)
+
+    def ready(self, lease: Lease, endpoint: str, max_num_seqs: int | None) -> bool:
+        """Its engine answers. False: the lease is not ours any more, or the instance is to end."""
+        with self._transaction() as (connection, now):
+            values = {"state": "ready", "endpoint": endpoint, "max_num_seqs": max_num_seqs, "ready_at": now}
+            return _advance(connection, now, lease, ["intent", "booting"], **values)
+
+    def refused(self, lease: Lease, reason: str) -> bool:
+        """The provider said no to the only order of this name: there is nothing to end or to pay. False: not ours."""
+        with self._transaction() as (connection, now):
+            if not _advance(connection, now, lease, ["intent"], state="ended", ended_at=now, reason=reason[:300]):
+                return False
+            release_leases(connection, now, fenced(lease, now), reason[:300])
+            return True
+
+    # by the reaper, and by whoever ends the fleet
+
+    def begin_ending(self, name: str, reason: str) -> bool:
+        """Decide that the instance ends. False when a live lease stands on it (draining counts), or it has ended."""
+        with self._transaction() as (connection, now):
+            if _get(connection, name, "state") == "ending":
+                return True
+            due = (INSTANCES.c.name == name) & INSTANCES.c.state.in_(STANDING) & ~leased(now)
+            values = {"state": "ending", "ending_at": now, "reason": reason[:300]}
+            return connection.execute(INSTANCES.update().where(due).values(**values)).rowcount == 1
+
+    def end_overdue(self, idle_seconds: float) -> list[str]:
+        """Close expired leases and decide which instances without a live lease end; says what was done.
+
+        These are: boots whose run is gone, instances that were to end with their last lease, those with a notice, and
+        those that are idle for `idle_seconds`.
+        """
+        with self._transaction() as (connection, now):
+            said = _close_expired(connection, now)
+            ends = sa.select(sa.func.max(LEASES.c.released_at)).where(LEASES.c.instance == INSTANCES.c.name)
+            free = INSTANCES.c.state.in_(STANDING) & ~leased(now)
+            query = sa.select(INSTANCES, ends.scalar_subquery().label("last_lease")).where(free)
+            for row in connection.execute(query.order_by(INSTANCES.c.name)).mappings().all():
+                if reason := _overdue(row, now, idle_seconds):
+                    values = {"state": "ending", "ending_at": now, "reason": reason[:300]}
+                    connection.execute(INSTANCES.update().where(INSTANCES.c.name == row["name"]).values(**values))
+                    said.append(f"{row['name']} ends: {reason}")
+            return said
+
+    def ended(self, name: str, ended_seconds: float | None, reason: str = "") -> None:
+        """The machine is gone: the provider says since when its bill is closed, or lists it no longer (None).
+
+        Its leases end too. Without a time its end is when it was first missing, but not before its last sign of life.
+        """
+        with self._transaction() as (connection, now):
+            row = connection.execute(sa.select(INSTANCES).where(INSTANCES.c.name == name)).mappings().first()
+            unproven = row is None or row["missing_since"] is not None or not existed(row)
+            if row is None or (row["state"] == "ended" and (ended_seconds is None or not unproven)):
+                return
+            values: dict[str, Any] = {"state": "ended", "reason": (row["reason"] or reason)[:300]}
+            if ended_seconds is not None:
+                values |= {"ended_at": max(row["created_at"], now - ended_seconds), "missing_since": None}
+                values["seen_at"] = now if row["seen_at"] is None else row["seen_at"]
+            else:
+                values["ended_at"] = _probable_end(connection, row, now)
+            connection.execute(INSTANCES.update().where(INSTANCES.c.name == name).values(**values))
+            release_leases(connection, now, LEASES.c.instance == name, reason[:300] or "instance ended")
+
+    def notice(self, name: str, seconds: float) -> None:
+        """The provider takes the instance away in `seconds`: nobody leases it any more."""
+        with self._transaction() as (connection, now):
+            standing = (INSTANCES.c.name == name) & INSTANCES.c.state.in_(STANDING)
+            connection.execute(INSTANCES.update().where(standing).values(notice_at=now + seconds))
+
+    def seen(self, name: str) -> None:
+        """The provider lists the machine as alive. One that was taken for ended is `ending` again, and billed."""
+        with self._transaction() as (connection, now):
+            row = connection.execute(sa.select(INSTANCES).where(INSTANCES.c.name == name)).mappings().first()
+            if row is None:
+                return
+            values: dict[str, Any] = {"missing_since": None}
+            values["seen_at"] = now if row["seen_at"] is None else row["seen_at"]
+            if row["state"] == "ended":
+                began = row["ending_at"] if row["ending_at"] is not None else now
+                values |= {"state": "ending", "ended_at": None, "ending_at": began}
+                if not existed(row):
+                    values["created_at"] = row["ended_at"]  # it was ordered after it had been written off
+            connection.execute(INSTANCES.update().where(INSTANCES.c.name == name).values(**values))
+
+    def missing(self, name: str) -> float:
+        """The provider does not list the machine; returns for how many seconds it has been missing. 0 if it ended."""
+        with self._transaction() as (connection, now):
+            standing = (INSTANCES.c.name == name) & (INSTANCES.c.state != "ended")
+            since = sa.func.coalesce(INSTANCES.c.missing_since, now)
+            if connection.execute(INSTANCES.update().where(standing).values(missing_since=since)).rowcount == 0:
+                return 0.0
+            return now - float(_get(connection, name, "missing_since"))
+
+    # what failed to start lately
+
+    def offer_failed(self, provider: str, offer: str, reason: str) -> None:
+        """Remember that an instance of this offer (`Offer.name`) was not to be had, or was lost. Forgets old ones."""
+        with self._transaction() as (connection, now):
+            connection.execute(OFFER_FAILURES.delete().where(OFFER_FAILURES.c.at < now - KEPT_FAILURES))
+            connection.execute(
+                OFFER_FAILURES.insert().values(provider=provider, offer=offer, at=now, reason=reason[:300])
+            )
+
+    def offer_failures(self, horizon: float) -> list[OfferFailure]:
+        """Failures of the last `horizon` seconds, the latest first."""
+        columns = OFFER_FAILURES.c
+        with self._reading() as (connection, now):
+            query = sa.select(columns.provider, columns.offer, now - columns.at, columns.reason)
+            query = query.where(columns.at >= now - horizon).order_by(columns.at.desc(), columns.id.desc())
+            return [OfferFailure(*line) for line in connection.execute(query)]
+
+
+_OF_OFFER = (
+    *("provider", "region", "instance_type", "gpu", "gpus", "gpu_memory_gib", "spot"),
+    *("price_per_hour", "boot_seconds"),
+)
+
+
+def existed(row: Any) -> bool:
+    """There was a machine: the provider said so, in an answer or in its list."""
+    return row["machine_id"] is not None or row["seen_at"] is not None
+
+
+def _get(connection: sa.Connection, name: str, column: str) -> Any:
+    return connection.execute(sa.select(INSTANCES.c[column]).where(INSTANCES.c.name == name)).scalar()
+
+
+def _advance(connection: sa.Connection, now: float, lease: Lease, states: Iterable[str], **values: Any) -> bool:
+    """Fenced: the instance of a live lease goes on from one of `states`."""
+    mine = (INSTANCES.c.name == lease.instance) & INSTANCES.c.state.in_(list(states))
+    mine &= sa.exists().where(fenced(lease, now))
+    return connection.execute(INSTANCES.update().where(mine).values(**values)).rowcount == 1
+
+
+def _close_expired(connection: sa.Connection, now: float) -> list[str]:
+    """End the leases whose time ran out, and the instances that were to end with them."""
+    expired = LEASES.c.released_at.is_(None) & (LEASES.c.expires_at <= now)
+    found = connection.execute(sa.select(LEASES.c.instance, LEASES.c.run_id).where(expired)).all()
+    release_leases(connection, now, LEASES.c.expires_at <= now, "expired")
+    end_retired(connection, now, [instance for instance, _ in found])
+    return [f"the lease of run {run} on {instance} expired" for instance, run in found]
+
+
+def _overdue(row: Any, now: float, idle_seconds: float) -> str | None:
+    """Why an instance without a live lease ends, or None."""
+    if row["retire_at"] is not None:
+        return row["reason"] or "it was to end with its last lease"
+    if row["state"] != "ready":
+        return "its run is gone, and it is not ready"
+    if row["notice_at"] is not None:
+        return "the provider takes it away"
+    idle = now - max(row["ready_at"], row["last_lease"] or 0.0)
+    return f"idle for {idle:.0f} s" if idle >= idle_seconds else None
+
+
+def _probable_end(connection: sa.Connection, row: Any, now: float) -> float:
+    """When a machine that is not listed any more ended."""
+    if row["missing_since"] is None:
+        return now
+    if row["seen_at"] is None:  # too short-lived to be listed: it ran until we ended it
+        return float(max(row["missing_since"], row["ending_at"] or 0.0))
+    last_word = sa.select(sa.func.max(LEASES.c.renewed_at)).where(LEASES.c.instance == row["name"])
+    return float(max(row["missing_since"], connection.execute(last_word).scalar() or 0.0))
