@@ -1,4 +1,4 @@
-"""The command line: `batch-assets run | status | verify | rebuild-ledger | demo | ui`.
+"""The command line: `batch-assets run | status | offers | verify | rebuild-ledger | demo | ui`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -75,7 +75,7 @@ def user_errors() -> Iterator[None]:
     except (UserError, SpecError, StackError, StoreError) as error:
         _fail(str(error), 2)
     except Exception as error:
-        if type(error).__name__ in ("FleetConfigError", "LaunchError", "DagsterInvalidConfigError"):
+        if type(error).__name__ in ("FleetConfigError", "PricingError", "LaunchError", "DagsterInvalidConfigError"):
             _fail(str(error), 2)
         raise
 
@@ -156,6 +156,24 @@ def status(
         from batch_assets.report import show_status
 
         show_status(names, alone=name is not None, watch=watch, as_json=as_json)
+
+
+@app.command()
+def offers(
+    name: Name,
+    as_json: Json = False,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="Only this GPU, in place of the dataset's choice; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
+) -> None:
+    """What can be rented for the work that is left, best first, and the reason against every other offer."""
+    with user_errors():
+        spec = _known(name)
+        from batch_assets.declared import declared
+        from batch_assets.offers_command import show_offers
+
+        show_offers(spec, declared()[name][1], gpus=gpu or (), limit=limit, as_json=as_json)
 
 
 @app.command()

@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -22,7 +20,20 @@ from pydantic import (
 )
 
 from batch_assets.spec_errors import SpecError, Unusable, explain, show
-from batch_assets.spec_fields import Column, Condition, Cron, Encodable, JsonSchema, Name, Rate, Scalar, Text, encodable
+from batch_assets.spec_fields import (
+    Column,
+    Condition,
+    Cron,
+    Encodable,
+    JsonSchema,
+    Name,
+    Rate,
+    Scalar,
+    Strict,
+    Text,
+    encodable,
+)
+from batch_assets.spec_hardware import HardwareSpec
 from gpu_runner.rows import Generation, Task
 from resources.tables import OUTCOME_COLUMNS
 
@@ -48,11 +59,7 @@ def _extra(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class GridColumn(_Strict):
+class GridColumn(Strict):
     """One list of a grid, read from a column of a CSV file."""
 
     csv: str = Field(min_length=1, description="CSV file with a header line.")
@@ -68,7 +75,7 @@ GridValues = Annotated[
 ]
 
 
-class SourceSpec(_Strict):
+class SourceSpec(Strict):
     """Where the rows come from: exactly one of `path` and `grid`."""
 
     path: str | None = Field(
@@ -101,14 +108,14 @@ class SourceSpec(_Strict):
         return self
 
 
-class MessageSpec(_Strict):
+class MessageSpec(Strict):
     """One chat message."""
 
     role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
     content: Text = Field(description="Jinja template over the row's columns.")
 
 
-class PromptSpec(_Strict):
+class PromptSpec(Strict):
     """The prompt: Jinja templates over the row's columns."""
 
     system: Text | None = Field(default=None, description="System message (chat).")
@@ -126,7 +133,7 @@ class PromptSpec(_Strict):
         return [(key, role, template) for key, role, template in parts if template is not None]
 
 
-class SamplingSpec(_Strict):
+class SamplingSpec(Strict):
     """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default."""
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 = always the likeliest token.")
@@ -160,7 +167,7 @@ class SamplingSpec(_Strict):
         return fields | dict(self.extra or {})
 
 
-class OutputSpec(_Strict):
+class OutputSpec(Strict):
     """What the engine must return."""
 
     json_schema: JsonSchema | None = Field(
@@ -171,7 +178,7 @@ class OutputSpec(_Strict):
     )
 
 
-class ChecksSpec(_Strict):
+class ChecksSpec(Strict):
     """Thresholds of the asset checks. Leave a rate empty (null) to switch its check off."""
 
     max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
@@ -182,7 +189,7 @@ class ChecksSpec(_Strict):
     )
 
 
-class GeneratedDatasetSpec(_Strict):
+class GeneratedDatasetSpec(Strict):
     """A dataset that a model writes, one output per row of a source."""
 
     name: Name = Field(description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store.")
@@ -210,6 +217,9 @@ class GeneratedDatasetSpec(_Strict):
     batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
     batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
     checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
+    hardware: HardwareSpec = Field(
+        default=HardwareSpec(), description="Which offers may be rented for it, and what counts as the best."
+    )
     schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
     tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")

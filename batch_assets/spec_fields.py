@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from batch_assets.cron import cron_problem
 from batch_assets.spec_errors import Unusable, show
@@ -21,6 +21,12 @@ _NOT_PER_ROW = re.compile(
 )
 _SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
+
+
+class Strict(BaseModel):
+    """A section of a spec: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def _name(value: str) -> str:

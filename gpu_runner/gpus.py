@@ -56,6 +56,9 @@ SHEETS: tuple[GpuSheet, ...] = (
     GpuSheet("MI325X", 256, 6000, 1307, 2615, "AMD Instinct MI325X datasheet"),
 )
 
+# Below compute capability 8.0: vLLM does not start a bfloat16 model on them (T4: vllm#1157, V100: vllm#946).
+WITHOUT_BFLOAT16 = frozenset({"T4", "V100"})
+
 _SPELLING = {sheet.name.lower(): sheet.name for sheet in SHEETS}
 _BOARDS = {sheet.name.lower(): sheet.name for sheet in SHEETS if sheet.name.endswith(("PCIe", "NVL"))}
 _NOISE = re.compile(r"nvidia|geforce|quadro|tesla|amd|instinct|nvlink|tensor\s*core|sxm\d?|[\s_-]+", re.IGNORECASE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from gpu_runner.gpus import find_sheet
+from gpu_runner.gpus import WITHOUT_BFLOAT16, find_sheet
 from gpu_runner.model_config import ModelConfig
 from gpu_runner.sizing import (
     Serving,
@@ -125,6 +125,8 @@ def place(
     Every copy must hold one row of `longest` tokens (of `max_model_len`, where that is set). Rows beyond the model's
     own context are the engine's to refuse, and no reason against an instance.
     """
+    if model.config is not None and model.config.dtype == "bfloat16" and gpu in WITHOUT_BFLOAT16:
+        return NoSpeed(f"{gpu} has no bfloat16, in which {model.name} is served")
     card = _Card(gpu, memory_gib)
     row = min(max_model_len or max(longest, math.ceil(mix.tokens)), model.context or 1 << 40)
     facts = model.facts(mix.tokens)

@@ -96,9 +96,9 @@ def price_list(tmp_path: Path) -> Path:
 def test_every_offer_is_either_ranked_or_refused_with_a_reason() -> None:
     found = ask(market(FakeProvider("north", [H100, L4, T4])))
     assert [one.offer for one in found.ranked] == [H100, L4]
-    assert reasons(found) == {
-        "north/eu/t4.1x": f"{MODEL} does not fit: with a row of 800 tokens it needs 20.1 GiB on the GPU, T4 has 16"
-    }
+    assert reasons(found) == {"north/eu/t4.1x": f"T4 has no bfloat16, in which {MODEL} is served"}
+    large = ask(market(FakeProvider("north", [H100, L4])), "meta-llama/Llama-3.1-70B")
+    assert all("does not fit: with a row of 800 tokens" in one.reason for one in large.refused)
 
 
 def test_filters_and_objectives_are_the_datasets() -> None:

@@ -109,6 +109,14 @@ def test_a_model_that_does_not_fit_says_what_it_needs() -> None:
     assert found.reason == ("70B does not fit: with a row of 3,000 tokens it needs 152.6 GiB on the GPU, H100 has 80")
 
 
+def test_a_card_without_bfloat16_serves_no_bfloat16_model() -> None:
+    model = of_config("0.6B", fixture("qwen3-0.6b"), "files", "")
+    found = place(model, "T4", 16, 1, MIX, 3000)
+    assert isinstance(found, NoSpeed) and found.reason == "T4 has no bfloat16, in which 0.6B is served"
+    half = of_config("0.6B", replace(fixture("qwen3-0.6b"), dtype="float16"), "files", "")
+    assert isinstance(place(half, "T4", 16, 1, MIX, 3000), Placement)
+
+
 def test_the_longest_row_decides_whether_an_instance_will_do() -> None:
     model = of_config("8B", fixture("llama-3.1-8b"), "files", "")
     assert isinstance(place(model, "L4", 24, 1, MIX, 4_000), Placement)
