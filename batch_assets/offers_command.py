@@ -17,6 +17,7 @@ from batch_assets import settings
 from batch_assets.report import print_json
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.stack import prepare_home
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.model_facts import KnownModel, Placement
 from gpu_runner.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal
@@ -127,9 +128,10 @@ def fleet_market() -> tuple[Market, list[Measurement]]:
     """The market of this deployment's fleet, and the speeds in its books."""
     from resources.fleet import GpuFleet
 
+    home = prepare_home()
     fleet = GpuFleet(
         database=settings.fleet_database(),
-        home=str(settings.dagster_home()),
+        home=str(home),
         config_path=str(settings.fleet_config()),
     )
     config = fleet.config()

@@ -25,6 +25,7 @@ from resources.market import Market
 from resources.objects import Objects
 from resources.store import DatasetStore
 
+FLEET_MARKET = offers_command.fleet_market
 SPEC: dict[str, Any] = {
     "name": "haiku",
     "source": {"grid": {"topic": ["rain", "snow", "wind"]}},
@@ -172,6 +173,30 @@ def test_an_unreadable_source_is_an_error_of_the_user(home: Path) -> None:
     assert found.exit_code == 2
     assert "missing.jsonl: no such file" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_without_a_fleet_yaml_three_simulated_providers_compete(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers_command, "fleet_market", FLEET_MARKET)
+    monkeypatch.delenv("BATCH_ASSETS_FLEET", raising=False)
+    declare(home, model="simulated/tiny", hardware={"spot": True})
+    found = answer()
+    assert len({one["provider"] for one in found["ranked"]}) == 3
+    assert found["problems"] == []
+    assert found["model"]["knowledge"] == "assumed"
+    assert "taken for an 8B where machines are simulated" in ask("haiku").stdout
+
+
+def test_a_broken_price_list_in_the_fleet_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers_command, "fleet_market", FLEET_MARKET)
+    monkeypatch.setenv("BATCH_ASSETS_FLEET", str(home / "fleet.yaml"))
+    default = "simulated: {providers: [{name: sim, offers: [{instance_type: h, gpu: H100, price_per_hour: 2.0}]}]}\n"
+    (home / "fleet.yaml").write_text(default + f"prices: {{lists: [{home / 'none.yaml'}]}}\n")
+    found = answer()
+    assert [one["provider"] for one in found["ranked"]] == ["sim"]
+    assert "none.yaml: expected a readable file" in found["problems"][0]
+    (home / "fleet.yaml").write_text(default + f"prices: {{history: {home / 'none.csv'}}}\n")
+    refused = ask("haiku")
+    assert refused.exit_code == 2 and "none.csv: expected a readable file" in refused.stderr
 
 
 # the work in hand
