@@ -1,4 +1,4 @@
-"""The command line: `batch-assets run | status | offers | verify | rebuild-ledger | demo | ui`.
+"""The command line: `batch-assets run | status | offers | fleet | verify | rebuild-ledger | demo | ui`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -194,6 +194,31 @@ def rebuild_ledger(name: Name) -> None:
         from batch_assets.report import rebuild
 
         raise typer.Exit(rebuild(name))
+
+
+fleet_app = typer.Typer(invoke_without_command=True, help="What is rented now, who leases it, and what it cost.")
+app.add_typer(fleet_app, name="fleet")
+
+
+@fleet_app.callback()
+def fleet(context: typer.Context, as_json: Json = False) -> None:
+    """What is rented now, who leases it, and what everything cost so far."""
+    if context.invoked_subcommand is None:
+        with user_errors():
+            from batch_assets.fleet_command import show_fleet
+
+            show_fleet(as_json=as_json)
+
+
+@fleet_app.command()
+def down(
+    force: Annotated[bool, typer.Option("--force", help="Also while runs are under way; they may rent anew.")] = False,
+) -> None:
+    """End every instance."""
+    with user_errors():
+        from batch_assets.fleet_command import end_fleet
+
+        raise typer.Exit(end_fleet(force=force))
 
 
 @app.command()

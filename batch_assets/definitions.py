@@ -9,7 +9,7 @@ import dagster as dg
 from batch_assets import settings
 from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
-from batch_assets.sensors import watchdog
+from batch_assets.sensors import reaper, watchdog
 from resources.fleet import GpuFleet
 from resources.store import BatchStore
 
@@ -25,9 +25,9 @@ def defs() -> dg.Definitions:
 
 
 def platform() -> dg.Definitions:
-    """Resources, watchdog and executor: the same for every dataset."""
+    """Resources, watchdog, reaper and executor: the same for every dataset."""
     return dg.Definitions(
-        sensors=[watchdog],
+        sensors=[watchdog, reaper],
         executor=dg.in_process_executor,
         resources={
             "store": BatchStore(root=settings.store_root()),

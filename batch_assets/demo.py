@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from batch_assets import settings
+from batch_assets.fleet_command import print_costs, the_fleet
 from batch_assets.progress import duration
 from batch_assets.publish import published_table
 from batch_assets.report import show_verification
@@ -25,7 +26,7 @@ from batch_assets.request import Request
 from batch_assets.stack import prepare_home
 from batch_assets.status import observing
 from batch_assets.summary import carry_out
-from resources.fleet import VLLM_COMMAND
+from resources.fleet_config import VLLM_COMMAND
 
 DATASET = "example"
 REAL_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -53,6 +54,8 @@ def run_demo() -> int:
     model = REAL_MODEL if gpu else None
     status = carry_out(Request(DATASET, model=model), as_json=False, progress=True) or show_verification(DATASET)
     if status == 0:
+        with the_fleet().open_book() as book:
+            print_costs(book)
         _say("", *sample_lines(), "", f"Demo done in {duration(time.monotonic() - began)}. Look around: make ui")
     return status
 

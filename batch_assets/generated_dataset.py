@@ -85,7 +85,7 @@ class GeneratedDataset(dg.Component):
 
 def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definitions:
     """Everything Dagster knows of one dataset, whose defs.yaml lies in `folder`. Touches no store and no database."""
-    prompts, rows = prompts_asset(spec, spec_version(spec), folder), rows_asset(spec)
+    prompts, rows = prompts_asset(spec, spec_version(spec), folder), rows_asset(spec, folder)
     table, dead = table_asset(spec), dead_letters_asset(spec)
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from resources.renting import Decision
 from resources.store import BatchFooter, BatchObject, DatasetStore
 
 CODE_VERSION = "1"
@@ -73,6 +74,7 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.A
         "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
         "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
         "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),
+        **({} if footer.usd is None else {"usd": dg.MetadataValue.float(round(footer.usd, 8))}),
         "rows_per_second": dg.MetadataValue.float(round(footer.rows / footer.seconds, 3) if footer.seconds else 0.0),
         "model": dg.MetadataValue.text(footer.model),
         "engine": dg.MetadataValue.text(footer.engine),
@@ -95,6 +97,29 @@ def empty_event(dataset: str, key: str, snapshot: str) -> dg.AssetMaterializatio
         partition=key,
         metadata={"rows": dg.MetadataValue.int(0), "dagster/partition_row_count": dg.MetadataValue.int(0)},
         tags=version_tags(dataset, EMPTY_VERSION, snapshot),
+    )
+
+
+def move_event(dataset: str, decision: Decision) -> dg.AssetObservation:
+    """Why a run moved to another instance, and what that saves; an observation, because no batch changed."""
+    old, new = decision.old, decision.new
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=decision.sentence,
+        metadata={
+            "decision": dg.MetadataValue.text("move"),
+            "instance": dg.MetadataValue.text(decision.instance),
+            "from": dg.MetadataValue.text(old.name),
+            "to": dg.MetadataValue.text(new.name),
+            "from_usd_per_hour": dg.MetadataValue.float(old.price_per_hour),
+            "to_usd_per_hour": dg.MetadataValue.float(new.price_per_hour),
+            "from_tokens_per_second": dg.MetadataValue.float(round(decision.old_tokens_per_second, 1)),
+            "to_tokens_per_second": dg.MetadataValue.float(round(decision.new_tokens_per_second, 1)),
+            "boot_seconds": dg.MetadataValue.float(new.boot_seconds),
+            "tokens_left": dg.MetadataValue.float(round(decision.tokens_left)),
+            "saved_usd": dg.MetadataValue.float(round(decision.saved_usd, 6)),
+            "reason": dg.MetadataValue.text(decision.sentence),
+        },
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -61,6 +61,10 @@ class LoopThread:
         running: Running[Result] = Running(self._loop)
         self._loop.call_soon_threadsafe(running.start, coroutine)
         return running
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Run a short function on the loop."""
+        self._loop.call_soon_threadsafe(callback)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

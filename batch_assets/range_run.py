@@ -178,8 +178,11 @@ class RangeRun:
         """Commit the batches that need no engine. False: nothing is left, so none need be leased."""
         return await self._feed.prepare()
 
-    async def serve(self, leased: LeasedEngine) -> None:
-        """Generate on this engine until all is committed. Raises EngineLost, and may be called again with the next."""
+    async def serve(self, leased: LeasedEngine, stop: asyncio.Event | None = None) -> None:
+        """Generate on this engine until all is committed, or until `stop` is set and its rows are answered.
+
+        Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
+        """
         self.epoch = leased.epoch
         time_outs = TimeOuts(request=leased.request_seconds)
         async with EngineClient(
@@ -197,7 +200,7 @@ class RangeRun:
             )
             flushing = asyncio.create_task(self._flush_often())
             try:
-                await self._feed.serve(engine, origin, leased.max_num_seqs)
+                await self._feed.serve(engine, origin, leased.max_num_seqs, stop=stop, spending=leased.spending)
             finally:
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)

@@ -5,18 +5,23 @@ import gc
 import math
 import os
 import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import dagster as dg
 
 from batch_assets import ledger
+from batch_assets.crew import Crew
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
-from gpu_runner.engine import EngineLost, EngineRefused
-from gpu_runner.fleet import FleetBook, RunEnded
+from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.work_in_hand import WorkInHand
+from gpu_runner.fleet import FleetBook
 from gpu_runner.heart import Heart
-from resources.fleet import EngineStartError, FleetConfigError, GpuFleet, LeasedEngine, Requirement
+from gpu_runner.workload import Workload
+from resources.fleet import FleetConfigError, GpuFleet, Requirement
 from resources.objects import self_test
 from resources.store import DatasetStore, SnapshotManifest
 
@@ -25,9 +30,7 @@ WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
 REPORT_SECONDS = 1.0
-REST_SECONDS = 15.0
-FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes at most 9 (DESIGN section 5)
-FAILED_STARTS = 3
+WORK_SECONDS = 10.0
 NAMED_BATCHES = 20
 
 
@@ -39,7 +42,12 @@ class RowsConfig(dg.Config):
 
 
 def generate_rows(
-    context: dg.AssetExecutionContext, store: DatasetStore, fleet: GpuFleet, config: RowsConfig
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    config: RowsConfig,
 ) -> Iterator[None]:
     """Body of the `rows` asset: commits and reports batches as they complete, yields nothing.
 
@@ -61,7 +69,9 @@ def generate_rows(
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
-            _generate(context, fleet, book, heart, RangeRun(store, manifest, plan, identity))
+            run = RangeRun(store, manifest, plan, identity)
+            need = _requirement(context, spec, run, WorkInHand(spec, store, folder).look)
+            _generate(context, fleet, book, heart, need, run)
     yield from ()
 
 
@@ -72,20 +82,24 @@ def _manifest(store: DatasetStore) -> SnapshotManifest:
     return store.manifest(snapshot)
 
 
-def _generate(context: dg.AssetExecutionContext, fleet: GpuFleet, book: FleetBook, heart: Heart, run: RangeRun) -> None:
-    """Lease after lease until every batch is committed; what cannot be cured fails the run with the missing batches."""
-    need = Requirement(
-        dataset=run.store.dataset,
-        model=run.generation.model,
-        task=run.generation.task,
-        endpoint=context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"),
-    )
+def _generate(
+    context: dg.AssetExecutionContext,
+    fleet: GpuFleet,
+    book: FleetBook,
+    heart: Heart,
+    need: Requirement,
+    run: RangeRun,
+) -> None:
+    """Engine after engine until every batch is committed; what cannot be cured fails the run with what is missing."""
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heart.rows_done = lambda: run.progress().rows_done
     reason = ""
     with contextlib.closing(run), rare_collections(), LoopThread() as loop:
         try:
-            reason = _serve_until_done(context, fleet, book, heart, need, run, loop)
+            if _needs_engine(context, loop, run):
+                reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))
+        except FleetConfigError as error:
+            reason = str(error)
         finally:
             loop.submit(run.flush()).wait(FLUSH_SECONDS)
             _report(context, run, math.inf)
@@ -96,6 +110,73 @@ def _generate(context: dg.AssetExecutionContext, fleet: GpuFleet, book: FleetBoo
             metadata={"missing_batches": len(missing)},
             allow_retries=False,
         )
+
+
+def _requirement(
+    context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, run: RangeRun, work: Callable[[], Workload]
+) -> Requirement:
+    """What the run needs of an engine. The model is that of the snapshot, which `batch-assets run --model` may set."""
+    hardware = spec.hardware
+    return Requirement(
+        dataset=run.store.dataset,
+        model=run.generation.model,
+        task=run.generation.task,
+        endpoint=context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"),
+        accept=hardware.accept(),
+        objective=hardware.objective,
+        max_model_len=hardware.max_model_len,
+        declared=hardware.declared(run.generation.model),
+        work=Remembered(work, WORK_SECONDS),
+    )
+
+
+class Remembered:
+    """An answer that costs a listing of the store, asked for again after some seconds. For several threads."""
+
+    def __init__(self, look: Callable[[], Workload], seconds: float) -> None:
+        self._look, self._seconds = look, seconds
+        self._guard = threading.Lock()
+        self._until = 0.0
+        self._found: Workload | None = None
+
+    def __call__(self) -> Workload:
+        with self._guard:
+            if self._found is None or time.monotonic() >= self._until:
+                self._found = self._look()
+                self._until = time.monotonic() + self._seconds
+            return self._found
+
+
+def _crew(
+    context: dg.AssetExecutionContext,
+    fleet: GpuFleet,
+    book: FleetBook,
+    heart: Heart,
+    need: Requirement,
+    run: RangeRun,
+    loop: LoopThread,
+) -> Crew:
+    return Crew(
+        fleet.renter(book, heart),
+        heart,
+        need,
+        run,
+        loop,
+        say=context.log.info,
+        warn=context.log.warning,
+        decided=lambda decision: context.log_event(ledger.move_event(need.dataset, decision)),
+    )
+
+
+def _serve(context: dg.AssetExecutionContext, run: RangeRun, crew: Crew) -> str:
+    """Until nothing is missing: "", or why not. Leaves no request in flight and no lease."""
+    try:
+        while (reason := crew.step()) is None:
+            _report(context, run)
+            crew.wait(WAIT_SECONDS)
+        return reason
+    finally:
+        crew.end()
 
 
 @contextlib.contextmanager
@@ -111,43 +192,6 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _serve_until_done(
-    context: dg.AssetExecutionContext,
-    fleet: GpuFleet,
-    book: FleetBook,
-    heart: Heart,
-    need: Requirement,
-    run: RangeRun,
-    loop: LoopThread,
-) -> str:
-    """Lease after lease until nothing is missing. Returns why it gave up, or "" at the end."""
-    fruitless, failed_starts, unused = 0, 0, 0
-    before = run.progress()
-    while _needs_engine(context, loop, run):
-        try:
-            with fleet.lease(need, book, heart, say=context.log.info) as leased:
-                context.log.info(f"leased {leased.name} ({leased.instance_type}), epoch {leased.epoch}")
-                failed_starts = 0
-                reason = _serve(context, loop, heart, run, leased)
-        except EngineStartError as error:
-            reason, failed_starts = str(error), failed_starts + 1
-            if failed_starts >= FAILED_STARTS:
-                return f"{failed_starts} engines in a row did not start; the last one: {reason}"
-        except (EngineRefused, FleetConfigError, RunEnded) as error:
-            return str(error)
-        if reason:
-            context.log.warning(f"{reason}; asking for another engine")
-            now = run.progress()
-            fruitless = fruitless + 1 if now.rows_done == before.rows_done else 0
-            unused = unused + 1 if now.requests == before.requests else 0
-            before = now
-            if fruitless >= FRUITLESS_ENGINES:
-                return f"{fruitless} engines in a row finished no row; the last one: {reason}"
-            # A server behind a proxy answers 503 at once for as long as it starts: minutes.
-            time.sleep(min(REST_SECONDS, WAIT_SECONDS * 2**unused))
-    return ""
-
-
 def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun) -> bool:
     """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left."""
     preparing = loop.submit(run.prepare())
@@ -157,24 +201,6 @@ def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: Rang
         return preparing.result()
     finally:
         preparing.cancel(CANCEL_SECONDS)
-
-
-def _serve(
-    context: dg.AssetExecutionContext, loop: LoopThread, heart: Heart, run: RangeRun, leased: LeasedEngine
-) -> str:
-    """One engine's share. Returns why it ended early, or "" when all is committed. Leaves no request in flight."""
-    serving = loop.submit(run.serve(leased))
-    try:
-        while not serving.wait(WAIT_SECONDS):
-            _report(context, run)
-            if not heart.check():
-                return f"lease on {leased.name} lost (epoch {leased.epoch})"
-        serving.result()
-        return ""
-    except EngineLost as error:
-        return f"engine {leased.name} lost: {error}"
-    finally:
-        serving.cancel(CANCEL_SECONDS)
 
 
 def _report(context: dg.AssetExecutionContext, run: RangeRun, seconds: float = REPORT_SECONDS) -> None:

@@ -244,6 +244,22 @@ def watchdog(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> dg.SkipRea
     return dg.SkipReason("; ".join(found) or f"{alive} runs, all of them alive")
 
 
+@dg.sensor(
+    name="reaper",
+    minimum_interval_seconds=SECONDS,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Ends what is rented and of no more use: expired leases, idle, unknown and lost instances.",
+)
+def reaper(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> dg.SkipReason:
+    """Nothing rented outlives its lease by more than the TTL and one sweep, whatever died."""
+    with fleet.open_book() as book:
+        said = fleet.sweep(book)
+        standing = book.fleet()
+    for sentence in said:
+        context.log.info(sentence)
+    return dg.SkipReason("; ".join(said) or f"{len(standing)} instances, nothing to do")
+
+
 def _end_silent_run(instance: dg.DagsterInstance, beat: RunBeat) -> Iterator[str]:
     run = instance.get_run_by_id(beat.run_id)
     if run is None or run.status not in ALIVE:

@@ -165,6 +165,7 @@ class Stack:
             _close(child)
         for child in self._children:
             _end(child)
+        _end_instances(self.home)
         if self._lock:
             self._lock.truncate(0)
             self._lock.close()
@@ -199,6 +200,17 @@ class Stack:
                     if child.process.stdin:
                         child.process.stdin.close()
                     self._start(child)
+
+
+def _end_instances(home: Path) -> None:
+    """End what was rented on this machine: nobody would look after it, and after some minutes it would end itself."""
+    if not (home / "cloud.db").exists():
+        return
+    from batch_assets.fleet_command import the_fleet
+
+    fleet = the_fleet()
+    with fleet.open_book() as book:
+        fleet.down(book)
 
 
 def _dagster(module: str, options: str, *words: str) -> list[str]:

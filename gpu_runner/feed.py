@@ -35,7 +35,7 @@ __all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
 class FeedProgress:
     """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted.
 
-    `last_rows`: every row is in flight or done; an engine may take other work beside what is left.
+    `mean_seconds`: how long a row was with an engine; `last_rows`: every row is in flight or done; an engine may take other work beside what is left.
     """
 
     rows_done: int
@@ -51,6 +51,7 @@ class FeedProgress:
     requests: int
     engine_deaths: int
     window: int
+    mean_seconds: float
     last_rows: bool
     finished: bool
 
@@ -121,6 +122,7 @@ class Feed:
             requests=counts.requests,
             engine_deaths=counts.engine_deaths,
             window=sum(lane.window.size for lane in self._lanes),
+            mean_seconds=counts.seconds / max(1, counts.ok + counts.dead),
             last_rows=self._exhausted and work.queued == 0,
             finished=self.finished,
         )

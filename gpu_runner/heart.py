@@ -1,4 +1,4 @@
-"""A run's heartbeat: a thread that says "I live" and keeps the lease, whatever the rest of the run does."""
+"""A run's heartbeat: a thread that says "I live" and keeps its leases, whatever the rest of the run does."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
 from gpu_runner.fleet import FleetBook, Lease, RunState
+from gpu_runner.spend import Spent
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    lease: Lease
+    renewed_at: float
+    spent: Callable[[], Spent]
+    lost: bool = False
+
+
 class Heart:
-    """Beats for one run from its first second to its last; renews the lease that is `held`.
+    """Beats for one run from its first second to its last; renews the leases that it holds.
 
     A lease counts as lost when the book refuses to renew it, or when no renewal succeeded for `ttl - margin` seconds on
     our own monotonic clock: after that somebody else may hold the instance (a stopped process that wakes up is one).
-    `ended` is set when the run was declared dead while it was silent: it has lost its lease, and gets no other.
+    `ended` is set when the run was declared dead while it was silent: it has lost its leases, and gets no other.
+    `signs_of_life` is called at every beat that reached the book: machines that hear of none for long end themselves.
     """
 
     def __init__(
@@ -31,16 +42,15 @@ class Heart:
         ttl: float = 10.0,
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        signs_of_life: Callable[[], None] = lambda: None,
     ) -> None:
         self.book, self.run_id, self.ttl, self.interval = book, run_id, ttl, interval
-        self.state: RunState = "waiting"
         self.note = ""
         self.rows_done: Callable[[], int] = lambda: 0
-        self.lost = threading.Event()
         self.ended = threading.Event()
         self._clock = clock
-        self._lease: Lease | None = None
-        self._renewed_at = 0.0
+        self._signs_of_life = signs_of_life
+        self._held: dict[Lease, _Held] = {}
         self._guard = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="heart", daemon=True)
@@ -61,27 +71,34 @@ class Heart:
         """Our own clock, by which a lease is counted."""
         return self._clock()
 
-    def hold(self, lease: Lease, asked_at: float) -> None:
-        """Keep this lease alive. Its time runs from when it was asked for: we may have been stopped since."""
-        with self._guard:
-            self._lease, self._renewed_at = lease, asked_at
-            self.lost.clear()
-            self.state = "leased"
+    @property
+    def state(self) -> RunState:
+        """What the book shows of the run."""
+        return "leased" if self._held else "waiting"
 
-    def let_go(self) -> None:
+    def hold(self, lease: Lease, asked_at: float, spent: Callable[[], Spent] = Spent) -> None:
+        """Keep this lease alive. Its time runs from when it was asked for: we may have been stopped since.
+
+        `spent` says how the instance was used so far; every renewal writes it down, so that a killed run's is known.
+        """
+        with self._guard:
+            self._held[lease] = _Held(lease, asked_at, spent)
+
+    def let_go(self, lease: Lease) -> None:
         """Stop renewing: the lease is given back or lost."""
         with self._guard:
-            self._lease = None
-            self.state = "waiting"
+            self._held.pop(lease, None)
 
-    def check(self) -> bool:
+    def check(self, lease: Lease) -> bool:
         """True while the lease may be relied on, by our own clock."""
         with self._guard:
-            if self._lease is None:
-                return False
-            if self._clock() - self._renewed_at > self.ttl - self.interval:
-                self.lost.set()
-            return not self.lost.is_set()
+            held = self._held.get(lease)
+            return held is not None and self._fresh(held)
+
+    def _fresh(self, held: _Held) -> bool:
+        if self.ended.is_set() or self._clock() - held.renewed_at > self.ttl - self.interval:
+            held.lost = True
+        return not held.lost
 
     def _loop(self) -> None:
         while not self._stop.wait(self.interval) and not self.ended.is_set():
@@ -89,20 +106,22 @@ class Heart:
                 self._beat()
             except sa.exc.SQLAlchemyError as error:
                 log.warning("heartbeat of run %s not written: %s", self.run_id, type(error).__name__)
-            self.check()
+            with self._guard:
+                for held in self._held.values():
+                    self._fresh(held)
 
     def _beat(self) -> None:
         with self._guard:
-            lease = self._lease
-        asked_at = self._clock()
-        if lease is not None and not self.lost.is_set():
-            renewed = self.book.renew(lease, self.ttl)
+            leases = [held for held in self._held.values() if not held.lost]
+        for held in leases:
+            asked_at = self._clock()
+            renewed = self.book.renew(held.lease, self.ttl, held.spent())
             with self._guard:
-                if self._lease is lease:
-                    if renewed:
-                        self._renewed_at = asked_at
-                    else:
-                        self.lost.set()
-        if not self.book.beat(self.run_id, self.state, self.note, self.rows_done()):
+                if renewed:
+                    held.renewed_at = asked_at
+                else:
+                    held.lost = True
+        if self.book.beat(self.run_id, self.state, self.note, self.rows_done()):
+            self._signs_of_life()
+        else:
             self.ended.set()
-            self.lost.set()

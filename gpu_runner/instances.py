@@ -146,7 +146,7 @@ class Instances(Leases):
     def ended(self, name: str, ended_seconds: float | None, reason: str = "") -> None:
         """The machine is gone: the provider says since when its bill is closed, or lists it no longer (None).
 
-        Its leases end too. Without a time its end is when it was first missing, but not before its last sign of life.
+        Its leases end too. Without a time, the end is the latest possible: when it was first missing from the list.
         """
         with self._transaction() as (connection, now):
             row = connection.execute(sa.select(INSTANCES).where(INSTANCES.c.name == name)).mappings().first()
@@ -255,10 +255,8 @@ def _overdue(row: Any, now: float, idle_seconds: float) -> str | None:
 
 
 def _probable_end(connection: sa.Connection, row: Any, now: float) -> float:
-    """When a machine that is not listed any more ended."""
-    if row["missing_since"] is None:
-        return now
-    if row["seen_at"] is None:  # too short-lived to be listed: it ran until we ended it
-        return float(max(row["missing_since"], row["ending_at"] or 0.0))
+    """When a machine that is not listed any more had ended at the latest."""
+    if row["missing_since"] is None or row["seen_at"] is None:
+        return now  # one that was never listed may have run until now
     last_word = sa.select(sa.func.max(LEASES.c.renewed_at)).where(LEASES.c.instance == row["name"])
     return float(max(row["missing_since"], connection.execute(last_word).scalar() or 0.0))

@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far. `requests` counts row requests, not canaries."""
+    """What happened so far. `requests` counts row requests, not canaries; `seconds` adds up those of all outcomes."""
 
     known: int = 0
     ok: int = 0
@@ -70,6 +70,7 @@ class Counts:
     repairs: int = 0
     canaries: int = 0
     engine_deaths: int = 0
+    seconds: float = 0.0
 
 
 class Work:
@@ -125,6 +126,7 @@ class Work:
             counts.ok += 1
         else:
             counts.dead += 1
+        counts.seconds += outcome.seconds
         counts.prompt_tokens += outcome.prompt_tokens
         counts.completion_tokens += outcome.completion_tokens
         if batch.left == 0:

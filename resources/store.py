@@ -117,6 +117,7 @@ class BatchFooter(BaseModel):
     seconds: float
     model: str
     engine: str
+    usd: float | None = None
 
     @classmethod
     def of(
@@ -131,7 +132,10 @@ class BatchFooter(BaseModel):
         run_id: str,
         root_run_id: str,
     ) -> BatchFooter:
-        """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end."""
+        """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
+
+        `usd` is what the rows cost, of those whose price is known; None when none is.
+        """
         dead = sum(not outcome.ok for outcome in outcomes)
         newest = max(outcomes, key=lambda outcome: outcome.started_at)
         ended = max(outcome.started_at + outcome.seconds for outcome in outcomes)
@@ -153,6 +157,7 @@ class BatchFooter(BaseModel):
             seconds=max(0.0, ended - min(mine, default=ended)),
             model=newest.origin.model,
             engine=newest.origin.engine,
+            usd=sum(priced) if (priced := [o.usd for o in outcomes if o.usd is not None]) else None,
         )
 
 

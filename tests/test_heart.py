@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from gpu_runner.fleet import FleetBook, Lease
 from gpu_runner.heart import Heart
+from gpu_runner.spend import Spent
 
 TTL, INTERVAL = 2.0, 0.05
 
@@ -61,9 +62,9 @@ def test_a_run_beats_while_it_waits_and_while_it_holds_and_is_ended_once(book: F
 def test_a_lease_outlives_its_ttl_as_long_as_the_heart_beats(book: FleetBook):
     heart = Heart(book, "run", ttl=0.4, interval=INTERVAL)
     with heart.beating("d", "00000", "00009"):
-        held(book, heart, 0.4)
+        lease = held(book, heart, 0.4)
         time.sleep(0.9)
-        assert heart.check()
+        assert heart.check(lease)
         assert book.holder("gpu") == "run"
 
 
@@ -71,27 +72,26 @@ def test_a_refused_renewal_loses_the_lease_and_nothing_is_renewed_after_it(book:
     heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
     with heart.beating("d", "00000", "00009"):
         lease = held(book, heart)
-        assert heart.check()
+        assert heart.check(lease)
         book.release(lease)
         other = book.try_lease("gpu", "other", "d", 60)
         assert other is not None
-        eventually(heart.lost.is_set)
-        assert not heart.check()
+        eventually(lambda: not heart.check(lease))
         assert book.holder("gpu") == "other"
-        heart.let_go()
+        heart.let_go(lease)
         assert not book.release(lease)
 
 
 def test_without_a_renewal_the_lease_is_lost_by_our_own_clock_before_it_lapses(book: FleetBook):
     clock = Clock()
     heart = Heart(book, "run", ttl=10, interval=2, clock=clock)  # its thread does not run: nothing renews
-    held(book, heart, 10)
+    lease = held(book, heart, 10)
     clock.now += 7.9
-    assert heart.check()
+    assert heart.check(lease)
     clock.now += 0.2
-    assert not heart.check()
+    assert not heart.check(lease)
     clock.now -= 5
-    assert not heart.check()
+    assert not heart.check(lease)
 
 
 def test_a_process_that_was_stopped_between_lease_and_first_use_does_not_trust_it(book: FleetBook):
@@ -102,28 +102,29 @@ def test_a_process_that_was_stopped_between_lease_and_first_use_does_not_trust_i
     assert lease is not None
     clock.now += 30
     heart.hold(lease, asked_at)
-    assert not heart.check()
+    assert not heart.check(lease)
 
 
 def test_the_next_lease_is_good_after_one_was_lost(book: FleetBook):
     heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
     with heart.beating("d", "00000", "00009"):
-        book.release(held(book, heart))
-        eventually(lambda: not heart.check())
-        heart.let_go()
-        assert not heart.check()
-        held(book, heart)
+        first = held(book, heart)
+        book.release(first)
+        eventually(lambda: not heart.check(first))
+        heart.let_go(first)
+        second = held(book, heart)
         time.sleep(3 * INTERVAL)
-        assert heart.check()
+        assert heart.check(second)
+        assert not heart.check(first)
 
 
 def test_a_run_that_was_declared_dead_loses_its_lease_and_stops_beating(book: FleetBook):
     heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
     with heart.beating("d", "00000", "00009"):
-        held(book, heart)
+        lease = held(book, heart)
         book.end_run("run")
         eventually(heart.ended.is_set)
-        assert not heart.check()
+        assert not heart.check(lease)
         assert book.runs() == []
 
 
@@ -131,14 +132,30 @@ def test_a_database_that_is_away_for_a_moment_costs_no_lease(book: FleetBook, mo
     heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
     renew, failures = book.renew, iter(range(4))
 
-    def away(lease: Lease, ttl: float) -> bool:
+    def away(lease: Lease, ttl: float, spent: Spent) -> bool:
         if next(failures, None) is not None:
             raise sa.exc.OperationalError("renew", {}, Exception("database is away"))
-        return renew(lease, ttl)
+        return renew(lease, ttl, spent)
 
     monkeypatch.setattr(book, "renew", away)
     with heart.beating("d", "00000", "00009"):
-        held(book, heart)
+        lease = held(book, heart)
         eventually(lambda: next(failures, None) is None)
         time.sleep(2 * INTERVAL)
-        assert heart.check()
+        assert heart.check(lease)
+
+
+def test_several_leases_are_kept_at_once_and_what_they_used_is_written_down(book: FleetBook):
+    heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
+    seen: list[Spent] = []
+    with heart.beating("d", "00000", "00009"):
+        one, two = (book.try_lease(name, "run", "d", TTL) for name in ("one", "two"))
+        assert one is not None
+        assert two is not None
+        heart.hold(one, heart.now())
+        heart.hold(two, heart.now(), lambda: seen.append(Spent(1.5)) or Spent(1.5))
+        eventually(lambda: seen)
+        heart.let_go(one)
+        assert not heart.check(one)
+        assert heart.check(two)
+        assert heart.state == "leased"

@@ -12,6 +12,7 @@ from simulated_engine import simulated_engine
 from snapshots import MODEL, commit, questions, write_snapshot
 
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.fleet import Lease
 from gpu_runner.wire import EngineRefused
 from resources.fleet import LeasedEngine
 from resources.objects import Objects
@@ -19,7 +20,7 @@ from resources.store import DatasetStore, SnapshotManifest
 
 
 def leased(url: str) -> LeasedEngine:
-    return LeasedEngine("e", url, None, 64, "simulated", "simulated-h200", False, 7)
+    return LeasedEngine(Lease("e", 7, "run", "d"), url, None, 64, "simulated", "simulated-h200")
 
 
 def a_run(store: DatasetStore, manifest: SnapshotManifest, run_id: str, intent: Intent | None = None) -> RangeRun:

@@ -1,0 +1,479 @@
+"""A run's dealings with the fleet: get an engine, give it back, say when another one would be worth moving to.
+
+The order of choice: an engine of fleet.yaml that stands there anyway, then a warm instance, whose boot is paid, then
+the offer of least cost for the work in hand. Blocking, made for threads: `pause` is called in steps of at most half a
+second and may raise to give up, and then nothing is held any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpu_runner.choice import MEMORY, NO_CAPACITY, Pace, choose, consider_move, left_alone
+from gpu_runner.fleet import FleetBook, Instance, Lease
+from gpu_runner.heart import Heart
+from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking, Refusal
+from gpu_runner.providers.base import EngineOrder, NoCapacity, Provider, ProviderError, ProviderUnclear
+from gpu_runner.providers.local import EngineStartError, answers
+from gpu_runner.rows import Task
+from gpu_runner.speed import LengthMix, Measurement
+from gpu_runner.spend import Spending
+from gpu_runner.workload import Workload
+from resources.fleet_config import EngineConfig, FleetConfig
+from resources.market import ANY_OFFER, Market
+from resources.models import DeclaredModel
+
+WAIT_SECONDS = 0.2
+FAILED_STARTS = 3
+MEASURED_SECONDS = 5.0  # of useful time, before an instance's own speed is believed
+UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "assumed")
+
+Pause = Callable[[float], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`."""
+
+    dataset: str
+    model: str
+    task: Task
+    endpoint: str | None = None
+    accept: OfferFilter = ANY_OFFER
+    objective: Objective = "cheapest"
+    max_model_len: int | None = None
+    declared: DeclaredModel | None = None
+    work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
+
+    @property
+    def engine_key(self) -> str:
+        """Instances with this key serve the same: model, kind of task, and how the engine is started."""
+        kind = "embedding" if self.task == "embedding" else "generate"
+        return hashlib.sha256(f"{self.model}\0{kind}\0{self.max_model_len}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A move to another offer that pays, and the figures it rests on. Speeds are per second of the provider's clock."""
+
+    instance: str
+    old: Offer
+    new: Offer
+    tokens_left: float
+    old_tokens_per_second: float
+    new_tokens_per_second: float
+    saved_usd: float
+    sentence: str
+
+
+@dataclass(slots=True, eq=False)
+class LeasedEngine:
+    """An engine that is ours now. The lease's epoch fences everything written in its name.
+
+    `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
+    this run and ends with it. Prices are per real second.
+    """
+
+    lease: Lease
+    endpoint: str
+    api_key: str | None
+    max_num_seqs: int | None
+    provider: str
+    instance_type: str
+    spot: bool = False
+    request_seconds: float = 1800
+    offer: Offer | None = None
+    clock: float = 1.0
+    spending: Spending = field(default_factory=Spending)
+    own: bool = False
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        """Name of the instance or of the engine."""
+        return self.lease.instance
+
+    @property
+    def epoch(self) -> int:
+        """Fencing epoch of the lease."""
+        return self.lease.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class StandingEngine:
+    """An engine of fleet.yaml that answers, and how it is let go."""
+
+    endpoint: str
+    own: bool = False
+    close: Callable[[], None] = lambda: None
+
+
+def instance_offer(instance: Instance) -> Offer:
+    """The offer that an instance was rented as, with its boot paid."""
+    return Offer(
+        provider=instance.provider,
+        region=instance.region,
+        instance_type=instance.instance_type,
+        gpu=instance.gpu,
+        gpus=instance.gpus,
+        gpu_memory_gib=instance.gpu_memory_gib,
+        spot=instance.spot,
+        price_per_hour=instance.price_per_hour,
+        boot_seconds=0.0,
+        reliability=1.0,
+        observed_at=time.time(),
+        source="fleet",
+    )
+
+
+class NotRented(Exception):
+    """This one offer could not be had: says why. `started`: it was had, and its engine did not come up."""
+
+    def __init__(self, message: str, *, started: bool = False) -> None:
+        super().__init__(message)
+        self.started = started
+
+
+class Renter:
+    """One run's hand in the fleet. Used from the op's main thread and, while it moves, from one more."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        providers: Mapping[str, Provider],
+        market: Market,
+        book: FleetBook,
+        heart: Heart,
+        start: Callable[[EngineConfig, Requirement, Pause], StandingEngine],
+    ) -> None:
+        self.config, self.providers, self.market, self.book, self.heart = config, providers, market, book, heart
+        self._start = start
+        self._market_guard = threading.Lock()
+
+    def acquire(
+        self, need: Requirement, *, say: Say, pause: Pause, replaces: LeasedEngine | None = None
+    ) -> LeasedEngine:
+        """Wait, visibly, until an engine is ours and answers. `replaces` does not count against the dataset's limit.
+
+        Raises FleetConfigError, EngineStartError when several engines in a row did not come up, and RunEnded for a run
+        declared dead.
+        """
+        failed = 0
+
+        def note(text: str) -> None:
+            if text != self.heart.note:
+                self.heart.note = text
+                say(text)
+
+        while True:
+            limit = max(1, self.book.instances(need.dataset))
+            try:
+                found, waits_for = self._standing(need, limit, note, pause)
+                if found is None and self.providers and not need.endpoint:
+                    found, waits_for = self._rented(need, limit, note, pause, replaces)
+            except NotRented as error:
+                failed += error.started
+                note(str(error))
+                if failed >= FAILED_STARTS:
+                    raise EngineStartError(f"{failed} instances in a row did not start; the last: {error}") from None
+                pause(WAIT_SECONDS)
+                continue
+            if found is not None:
+                note(f"on {found.name}")
+                return found
+            note(waits_for)
+            pause(WAIT_SECONDS)
+
+    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False) -> None:
+        """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once."""
+        self.heart.let_go(leased.lease)
+        leased.close()
+        spent = leased.spending.spent()
+        if leased.offer is None:
+            self.book.release(leased.lease)
+        elif retire:
+            self.book.release(leased.lease, spent, reason=reason, retire=True)
+            self._end(leased.name, reason)
+        else:
+            self.book.release(leased.lease, spent, reason=reason)
+
+    def hand_on(self, leased: LeasedEngine) -> bool:
+        """Only the last rows are with the engine: the next run may have it beside them. True once that is said."""
+        return leased.own or self.book.drain(leased.lease)
+
+    def notice(self, leased: LeasedEngine) -> float | None:
+        """Seconds until the instance is taken away, if its provider gave notice."""
+        instance = self.book.instance(leased.name)
+        return None if instance is None else instance.notice_seconds
+
+    # engines that stand in fleet.yaml
+
+    def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> tuple[LeasedEngine | None, str]:
+        engines = self.config.engines_for(need.model, need.endpoint)
+        asked_at = self.heart.now()
+        for engine in engines:
+            lease = self.book.try_lease(engine.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit)
+            if lease is not None:
+                return self._start_standing(engine, need, lease, asked_at, note, pause), ""
+        if self.book.leases_of(need.dataset) >= limit:
+            return None, f"waiting: {need.dataset} already holds all instances it may lease"
+        notes = [f"{engine.name} is held by run {self.book.holder(engine.name)}" for engine in engines]
+        return None, "waiting: " + ", ".join(notes)
+
+    def _start_standing(
+        self, engine: EngineConfig, need: Requirement, lease: Lease, asked_at: float, note: Say, pause: Pause
+    ) -> LeasedEngine:
+        self.heart.hold(lease, asked_at)
+        note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
+        try:
+            standing = self._start(engine, need, pause)
+        except BaseException:
+            self.heart.let_go(lease)
+            self.book.release(lease)
+            raise
+        return LeasedEngine(
+            lease=lease,
+            endpoint=standing.endpoint,
+            api_key=os.environ.get(engine.api_key_env) if engine.api_key_env else None,
+            max_num_seqs=engine.max_num_seqs,
+            provider=engine.provider,
+            instance_type=engine.instance_type,
+            request_seconds=engine.request_seconds,
+            own=standing.own,
+            close=standing.close,
+        )
+
+    # instances
+
+    def _rented(
+        self, need: Requirement, limit: int, note: Say, pause: Pause, replaces: LeasedEngine | None
+    ) -> tuple[LeasedEngine | None, str]:
+        old = None if replaces is None else replaces.lease
+        if warm := self._warm(need, limit, old):
+            return warm, ""
+        if self.book.leases_of(need.dataset) - (old is not None) >= limit:
+            return None, f"waiting: {need.dataset} already holds all instances it may lease"
+        ranking, failures = self.ranking(need, need.work()), self.book.offer_failures(MEMORY.horizon)
+        order = choose(ranking, failures)
+        if not order:
+            return None, f"waiting: {_why_none([*left_alone(ranking, failures), *ranking.refused])}"
+        leased = self.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
+        return leased, "waiting: the fleet holds all instances that it may have"
+
+    def ranking(self, need: Requirement, work: Workload, measurements: Sequence[Measurement] | None = None) -> Ranking:
+        """What can be rented now for this work, best first, and everything else with its reason."""
+        with self._market_guard:
+            return self.market.ranking(
+                need.model,
+                need.task,
+                work.mix,
+                work.tokens,
+                accept=need.accept,
+                objective=need.objective,
+                measurements=self.book.measurements() if measurements is None else measurements,
+                longest=work.longest,
+                max_model_len=need.max_model_len,
+                declared=need.declared,
+            )
+
+    # moving
+
+    def better(self, need: Requirement, leased: LeasedEngine) -> Decision | None:
+        """An offer to which it pays to move what is left, by the break-even rule; the one that saves most."""
+        assert leased.offer is not None
+        work, old = need.work(), leased.offer
+        tokens = work.tokens / max(1, self.book.instances(need.dataset))
+        ranking = self.ranking(need, work)
+        failures = self.book.offer_failures(MEMORY.horizon)
+        estimates = {_hardware(one.offer): one for one in self.ranking(need, work, ()).ranked}
+        known = next((one for one in ranking.ranked if _hardware(one.offer) == _hardware(old)), None)
+        spent = leased.spending.spent()
+        speed = None if known is None else known.speed.tokens_per_second
+        if spent.useful_seconds * leased.clock >= MEASURED_SECONDS:
+            speed = (spent.prompt_tokens + spent.completion_tokens) / (spent.useful_seconds * leased.clock)
+        if not speed:
+            return None
+        own = estimates.get(_hardware(old))
+        factor = speed / own.speed.tokens_per_second if own else 1.0
+        best: Decision | None = None
+        for one in choose(ranking, failures):
+            offer = one.offer
+            if _hardware(offer) == _hardware(old):
+                pace = speed
+            elif one.speed.basis == "estimate":
+                pace = one.speed.tokens_per_second * factor  # as far off as the estimate of ours was
+            else:
+                pace = one.speed.tokens_per_second
+            price = offer.price_per_hour * MEMORY.penalty(offer, failures)
+            move = consider_move(tokens, Pace(old.price_per_hour, speed), Pace(price, pace, offer.boot_seconds))
+            if move.worth and (best is None or move.saved_usd > best.saved_usd):
+                sentence = f"{leased.name}: from {old.name} to {offer.name}: {move.reason}"
+                best = Decision(leased.name, old, offer, tokens, speed, pace, move.saved_usd, sentence)
+        return best
+
+    def move(
+        self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause
+    ) -> LeasedEngine:
+        """Lease what the decision names, beside the engine that is to be left. Raises NotRented: then stay."""
+        limit = max(1, self.book.instances(need.dataset))
+        found = self.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
+        if found is None:
+            raise NotRented("the fleet holds all instances that it may have")
+        return found
+
+    def _warm(self, need: Requirement, limit: int, old: Lease | None) -> LeasedEngine | None:
+        """The best warm instance that answers; one that does not is ended."""
+        fitting = [one for one in self.book.warm(need.engine_key) if not need.accept.reasons(instance_offer(one))]
+        for instance in sorted(fitting, key=lambda one: one.price_per_hour):
+            asked_at = self.heart.now()
+            lease = self.book.try_lease(
+                instance.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit, replaces=old
+            )
+            if lease is None:
+                continue
+            assert instance.endpoint is not None
+            if answers(instance.endpoint):
+                return self._leased(lease, asked_at, instance, instance_offer(instance))
+            self.book.give_up(lease, "its engine does not answer")
+            self._end(instance.name, "its engine does not answer")
+        return None
+
+    def rent(
+        self,
+        need: Requirement,
+        offer: Offer,
+        *,
+        limit: int,
+        note: Say,
+        pause: Pause,
+        replaces: Lease | None = None,
+    ) -> LeasedEngine | None:
+        """Create an instance from this offer and wait until its engine answers. None: no more may be leased now.
+
+        The row in the book comes first: its name is the idempotency token, so a lost answer leaves nothing unknown.
+        Raises NotRented; the offer is then remembered as bad for a while.
+        """
+        heart, book = self.heart, self.book
+        provider = self.providers[offer.provider]
+        asked_at = heart.now()
+        lease = book.intend(
+            book.new_name(),
+            offer,
+            clock=provider.clock,
+            engine_key=need.engine_key,
+            model=need.model,
+            run_id=heart.run_id,
+            dataset=need.dataset,
+            ttl=heart.ttl,
+            limit=limit,
+            cap=self.config.max_instances,
+            replaces=replaces,
+        )
+        if lease is None:
+            return None
+        heart.hold(lease, asked_at)
+        try:
+            note(f"renting {offer.name} at {offer.price_per_hour:.2f} $/h as {lease.instance}")
+            self._create(provider, offer, need, lease)
+            machine = provider.wait_ready(lease.instance, self._boot_seconds(offer, provider), pause)
+            if machine.endpoint is None or not book.ready(lease, machine.endpoint, machine.max_num_seqs):
+                raise NotRented(f"the lease on {lease.instance} lapsed while it booted")
+        except BaseException as error:
+            heart.let_go(lease)
+            book.give_up(lease, _short(error))
+            self._end(lease.instance, _short(error))
+            if isinstance(error, ProviderError | ProviderUnclear | EngineStartError):
+                said = NO_CAPACITY if isinstance(error, NoCapacity) else _short(error)
+                book.offer_failed(offer.provider, offer.name, said)
+                started = isinstance(error, EngineStartError)
+                raise NotRented(f"{offer.name}: {_short(error)}", started=started) from error
+            raise
+        instance = book.instance(lease.instance)
+        assert instance is not None
+        return self._leased(lease, asked_at, instance, offer, hold=False)
+
+    def _create(self, provider: Provider, offer: Offer, need: Requirement, lease: Lease) -> None:
+        order = self._order(need, offer, provider)
+        try:
+            machine_id = provider.create(offer, lease.instance, order)
+        except ProviderUnclear:
+            found = [one for one in provider.list(lease.instance) if one.name == lease.instance]
+            if not found or found[0].state == "ended":
+                raise
+            machine_id = found[0].id
+        if not self.book.created(lease, machine_id):
+            raise NotRented(f"the lease on {lease.instance} lapsed while it was created")
+
+    def _order(self, need: Requirement, offer: Offer, provider: Provider) -> EngineOrder:
+        """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
+        work = need.work()
+        with self._market_guard:
+            placed = self.market.placement(
+                offer,
+                need.model,
+                need.task,
+                work.mix,
+                longest=work.longest,
+                max_model_len=need.max_model_len,
+                declared=need.declared,
+            )
+        if placed is None or provider.clock != 1:
+            return EngineOrder(need.model, need.task, None if placed is None else placed.max_num_seqs)
+        flags = ("--tensor-parallel-size", str(placed.tensor_parallel), "--max-num-seqs", str(placed.max_num_seqs))
+        return EngineOrder(need.model, need.task, placed.max_num_seqs, flags)
+
+    def _boot_seconds(self, offer: Offer, provider: Provider) -> float:
+        """Real seconds that a boot may take: three times what the offer says, and at least a minute."""
+        return max(60.0, 3 * offer.boot_seconds / provider.clock, self.config.start_seconds / provider.clock)
+
+    def _leased(
+        self, lease: Lease, asked_at: float, instance: Instance, offer: Offer, *, hold: bool = True
+    ) -> LeasedEngine:
+        spending = Spending(instance.price_per_hour / HOUR * instance.clock)
+        self.heart.hold(lease, asked_at, spending.spent)
+        assert instance.endpoint is not None
+        return LeasedEngine(
+            lease=lease,
+            endpoint=instance.endpoint,
+            api_key=None,
+            max_num_seqs=instance.max_num_seqs,
+            provider=instance.provider,
+            instance_type=instance.instance_type,
+            spot=instance.spot,
+            offer=offer,
+            clock=instance.clock,
+            spending=spending,
+        )
+
+    def _end(self, name: str, reason: str) -> None:
+        """End the machine now, if the provider answers; else the reaper does."""
+        instance = self.book.instance(name)
+        if instance is None or instance.state != "ending":
+            return
+        with contextlib.suppress(ProviderError, ProviderUnclear):
+            self.providers[instance.provider].terminate(name)
+            seen = [one for one in self.providers[instance.provider].list(name) if one.name == name]
+            if seen and seen[0].state == "ended":
+                self.book.ended(name, seen[0].ended_seconds, reason)
+
+
+def _short(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:200]
+
+
+def _hardware(offer: Offer) -> tuple[str, int, int]:
+    return offer.gpu, round(offer.gpu_memory_gib), offer.gpus
+
+
+def _why_none(refused: Sequence[Refusal]) -> str:
+    """Why nothing can be rented, by the most frequent reasons."""
+    counts = Counter(refusal.reason for refusal in refused)
+    return "no suitable offer" + "".join(f"; {number} × {reason}" for reason, number in counts.most_common(2))

@@ -1,0 +1,446 @@
+"""The fleet as a state machine: book, reaper and three clouds under everything that can happen, in any order.
+
+Runs are handles that may act at any moment, also long after their lease lapsed: a handle that is not used for a while
+is a run that was killed, one that is used again later is a run that was stopped. A sweep is cut at every call: there it
+may be killed, or any other action may happen, another sweep too. What must hold is compared with a plain model of the
+leases and with the clouds' own meters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import sqlalchemy as sa
+from fake_provider import FakeProvider
+from fleet_books import OFFER, Clock, intended
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from gpu_runner.fleet import FleetBook, Instance, Lease, RunEnded, Spent
+from gpu_runner.fleet_tables import LEASES
+from gpu_runner.providers.base import EngineOrder, Machine, ProviderError, ProviderUnclear
+from gpu_runner.providers.local import EngineStartError
+from gpu_runner.reaper import sweep
+
+TTL, IDLE, MISSING = 10.0, 20.0, 15.0
+ORDER = EngineOrder("m", "chat")
+RUNS = ("run-1", "run-2", "run-3", "run-4")
+numbers = st.integers(0, 9999)
+
+
+class Killed(BaseException):
+    """The sweep was killed here."""
+
+
+@dataclass
+class Handle:
+    """A lease as its run remembers it, and what it may expect of it."""
+
+    lease: Lease
+    expires_at: float
+    over: bool = False
+    draining: bool = False
+    rows: int = 0
+    creates: int = 0
+    refused: bool = False
+
+    def live(self, now: float) -> bool:
+        return not self.over and now < self.expires_at
+
+
+class Cut:
+    """Passes every call on, after `before` has had its moment."""
+
+    def __init__(self, target: Any, before: Callable[[], None]) -> None:
+        self._target, self._before = target, before
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if not callable(found):
+            return found
+
+        def call(*words: Any, **named: Any) -> Any:
+            self._before()
+            return found(*words, **named)
+
+        return call
+
+
+class Cloud(FakeProvider):
+    """A provider whose list may leave machines out."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def list(self, tag: str) -> list[Machine]:
+        return [one for one in super().list(tag) if one.name not in self.hidden]
+
+
+class FleetMachine(RuleBasedStateMachine):
+    steps: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.book = FleetBook("sqlite://", now=self.clock)
+        self.clouds = [
+            Cloud(self.clock, name="north", capacity=3),
+            Cloud(self.clock, name="east", lag=4.0),
+            Cloud(self.clock, name="forgetful", lag=2.0, kept=3.0),
+        ]
+        self.handles: list[Handle] = []
+        self.dead: set[str] = set()
+        self.intended_at: dict[str, float] = {}
+        for run_id in RUNS:
+            self.book.begin_run(run_id, "d", "00000", "00001")
+
+    # what happens
+
+    @rule(n=numbers)
+    def order(self, n: int) -> None:
+        """A run orders an instance, perhaps to move there from the one it holds."""
+        run_id, dataset, cloud = RUNS[n % 4], "de"[n // 4 % 2], self.clouds[n // 8 % 3]
+        limit, cap, name = 1 + n // 24 % 3, 5, f"ba-{len(self.intended_at):04d}"
+        old = next((one for one in self._live(dataset=dataset) if one.lease.run_id == run_id), None)
+        replaces = old.lease if old is not None and n // 72 % 2 else None
+        held = [one for one in self._live(dataset=dataset) if not one.draining and one.lease != replaces]
+        allowed = len(held) < limit and len(self.book.fleet()) < cap
+        offer = replace(OFFER, provider=cloud.name)
+        words = {"run_id": run_id, "dataset": dataset, "limit": limit, "cap": cap, "replaces": replaces, "ttl": TTL}
+        if run_id in self.dead:
+            with pytest.raises(RunEnded):
+                intended(self.book, name, offer=offer, **words)
+            return
+        lease = intended(self.book, name, offer=offer, **words)
+        assert (lease is not None) == allowed
+        if lease is not None:
+            self.intended_at[name] = self.clock.now
+            self._granted(lease)
+
+    @rule(n=numbers)
+    def create(self, n: int) -> None:
+        """The provider is called, or called again; the call fails, its reply is lost, or the run dies after it."""
+        fresh = [one for one in self.handles if one.lease.epoch == 1 and not one.refused]
+        if not fresh:
+            return
+        handle, fate = fresh[n % len(fresh)], (None, None, None, "error", "unclear", "lost", "killed")[n // 100 % 7]
+        offer = replace(OFFER, provider=self._row(handle).provider)
+        handle.creates += 1
+        try:
+            with self._fault(handle, fate):
+                machine_id = self._cloud(handle).create(offer, handle.lease.instance, ORDER)
+        except ProviderUnclear:
+            return
+        except ProviderError as error:
+            if handle.creates == 1:
+                expected = self._fenced(handle) and self._row(handle).state == "intent"
+                assert self.book.refused(handle.lease, str(error)) == expected
+                handle.over |= expected
+                handle.refused = True
+            else:
+                self._release(handle, retire=True)
+            return
+        if fate != "killed":
+            expected = self._fenced(handle) and self._row(handle).state in ("intent", "booting")
+            assert self.book.created(handle.lease, machine_id) == expected
+
+    @rule(n=numbers)
+    def boot(self, n: int) -> None:
+        """A run sees its engine answer, or gives it up."""
+        if (handle := self._pick(n)) is None or handle.lease.epoch > 1:
+            return
+        try:
+            machine = self._cloud(handle).wait_ready(handle.lease.instance, 1, lambda seconds: None)
+        except EngineStartError:
+            self._release(handle, retire=True)
+            return
+        expected = self._fenced(handle) and self._row(handle).state in ("intent", "booting")
+        assert self.book.ready(handle.lease, machine.endpoint, machine.max_num_seqs) == expected
+
+    @rule(n=numbers)
+    def lease_warm(self, n: int) -> None:
+        """A run takes a warm instance, or tries any other."""
+        run_id, dataset, limit = RUNS[n % 4], "de"[n // 4 % 2], 1 + n // 8 % 3
+        found = self.book.warm("key") if n // 24 % 3 else self.book.fleet(ended=True)
+        if not found:
+            return
+        row = found[n // 72 % len(found)]
+        held = [one for one in self._live(dataset=dataset) if not one.draining]
+        taken = [one for one in self._live(instance=row.name) if not one.draining]
+        usable = row.state == "ready" and row.notice_seconds is None and not row.retiring
+        if run_id in self.dead:
+            with pytest.raises(RunEnded):
+                self.book.try_lease(row.name, run_id, dataset, TTL, limit=limit)
+            return
+        lease = self.book.try_lease(row.name, run_id, dataset, TTL, limit=limit)
+        assert (lease is not None) == (usable and not taken and len(held) < limit)
+        if lease is not None:
+            self._granted(lease)
+
+    @rule(n=numbers)
+    def renew(self, n: int) -> None:
+        if handle := self._pick(n):
+            expected = self._fenced(handle)
+            rows = handle.rows + n % 5
+            spent = Spent(useful_seconds=rows * 0.4, wasted_seconds=rows * 0.1, rows=rows)
+            assert self.book.renew(handle.lease, TTL, spent) == expected
+            if expected:
+                handle.rows, handle.expires_at = rows, self.clock.now + TTL
+
+    @rule(n=numbers)
+    def renew_all(self, n: int) -> None:
+        """Every run whose bit is set is well."""
+        for number, handle in enumerate(self._live()):
+            if n >> number % 12 & 1:
+                assert self.book.renew(handle.lease, TTL)
+                handle.expires_at = self.clock.now + TTL
+
+    @rule(n=numbers)
+    def drain(self, n: int) -> None:
+        if handle := self._pick(n):
+            expected = self._fenced(handle)
+            assert self.book.drain(handle.lease) == expected
+            handle.draining |= expected
+
+    @rule(n=numbers)
+    def release(self, n: int) -> None:
+        """A run gives its instance back, for good or for the next; it ends the machine itself if it can."""
+        if (handle := self._pick(n)) is None:
+            return
+        self._release(handle, retire=n // 1000 % 2 == 1)
+        if self._row(handle).state == "ending" and n // 2000 % 2:
+            self._cloud(handle).terminate(handle.lease.instance)
+
+    @rule(n=numbers)
+    def declare_dead(self, n: int) -> None:
+        """The watchdog ends a silent run; now and then its successor begins under the same name."""
+        run_id = RUNS[n % 4]
+        if run_id in self.dead:
+            self.book.begin_run(run_id, "d", "00000", "00001")
+            self.dead.discard(run_id)
+            return
+        self.book.end_run(run_id)
+        self.dead.add(run_id)
+        for handle in self.handles:
+            handle.over |= handle.lease.run_id == run_id
+
+    @rule(n=numbers)
+    def fleet_down(self, n: int) -> None:
+        if rows := self.book.fleet(ended=True):
+            row = rows[n % len(rows)]
+            expected = row.state != "ended" and not self._live(instance=row.name)
+            assert self.book.begin_ending(row.name, "fleet down") == expected
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 5.0, 9.0, 16.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.forward(seconds)
+
+    @rule(n=numbers)
+    def trouble(self, n: int) -> None:
+        """A machine is taken away at once or after a notice, will not obey, does not boot, or is left out of lists."""
+        cloud = self.clouds[n % 3]
+        if not (alive := cloud.alive()):
+            return
+        machine = cloud.machines[alive[n // 3 % len(alive)]]
+        kind = n // 300 % 6
+        if kind == 0:
+            cloud.lose(machine.name)
+        elif kind == 1:
+            machine.taken_at = self.clock.now + 30
+        elif kind == 2:
+            machine.stubborn = 1 + n % 2
+        elif kind == 3:
+            machine.boots = False
+        elif cloud.kept > 100:
+            cloud.hidden = frozenset({machine.name}) if kind == 4 else frozenset()
+
+    @rule(events=st.lists(st.tuples(st.sampled_from(["go", "go", "killed", "act", "fault"]), numbers), max_size=14))
+    def sweep_cut(self, events: list[tuple[str, int]]) -> None:
+        """A sweep between whose calls things happen."""
+        pending = iter(events)
+        nested = (self.order, self.create, self.boot, self.lease_warm, self.renew, self.release, self.trouble)
+        nested += (self.declare_dead, self.fleet_down, lambda n: self.time_passes(n % 7), lambda n: self.calm_sweep())
+
+        def moment() -> None:
+            kind, n = next(pending, ("go", 0))
+            if kind == "killed":
+                raise Killed
+            if kind == "act":
+                nested[n % len(nested)](n // 10)
+            if kind == "fault":
+                for cloud in self.clouds:
+                    cloud.fault = lambda call: ("error", "unclear", "lost", None)[n % 4]
+
+        with contextlib.suppress(Killed):
+            clouds = [Cut(cloud, moment) for cloud in self.clouds]
+            sweep(Cut(self.book, moment), clouds, tag="ba-", idle_seconds=IDLE, missing_seconds=MISSING)
+        for cloud in self.clouds:
+            cloud.fault = lambda call: None
+        self._believe_the_book()
+
+    @rule()
+    def calm_sweep(self) -> None:
+        """An undisturbed sweep leaves nothing alive that nobody needs, apart from what could not be known or ended."""
+        excused = {
+            name
+            for cloud in self.clouds
+            for name, machine in cloud.machines.items()
+            if machine.stubborn or name in cloud.hidden or self.clock.now - machine.created_at < cloud.lag
+        }
+        faults = [cloud.fault for cloud in self.clouds]
+        for cloud in self.clouds:
+            cloud.fault = lambda call: None
+        sweep(self.book, self.clouds, tag="ba-", idle_seconds=IDLE, missing_seconds=MISSING)
+        for cloud, fault in zip(self.clouds, faults, strict=True):
+            cloud.fault = fault
+        self._believe_the_book()
+        for cloud in self.clouds:
+            for name in set(cloud.alive()) - excused:
+                row = self.book.instance(name)
+                assert row is not None
+                assert row.state in ("intent", "booting", "ready"), "what is to end is ended by the next sweep"
+                assert row.leased or (row.idle_seconds is not None and row.idle_seconds < IDLE)
+
+    # what must hold
+
+    @invariant()
+    def leases_are_what_the_model_says(self) -> None:
+        FleetMachine.steps["steps"] += 1
+        expected = {(one.lease.instance, one.lease.epoch): one.draining for one in self._live()}
+        query = sa.select(LEASES.c.instance, LEASES.c.epoch, LEASES.c.draining_at).where(
+            LEASES.c.released_at.is_(None) & (LEASES.c.expires_at > self.clock.now)
+        )
+        with self.book.engine.connect() as connection:
+            found = {(line[0], line[1]): line[2] is not None for line in connection.execute(query)}
+        assert found == expected
+        holders = Counter(instance for (instance, _), draining in found.items() if not draining)
+        assert max(holders.values(), default=0) <= 1, "one run holds an instance, besides those that drain"
+
+    @invariant()
+    def nothing_is_ended_under_a_lease_and_nothing_exists_without_an_intent(self) -> None:
+        rows = {row.name: row for row in self.book.fleet(ended=True)}
+        for row in rows.values():
+            assert not (row.leased and row.state in ("ending", "ended"))
+        for cloud in self.clouds:
+            assert cloud.machines.keys() <= rows.keys()
+
+    def teardown(self) -> None:
+        """Everybody dies and the clouds recover: within a few sweeps nothing is rented, and books and meters agree."""
+        for cloud in self.clouds:
+            cloud.hidden = frozenset()
+        self.clock.forward(TTL)
+        for _ in range(4):
+            self.calm_sweep()
+            self.clock.forward(6)
+        self.clock.forward(IDLE)
+        for _ in range(8):
+            self.calm_sweep()
+            self.clock.forward(6)
+        assert self.book.fleet() == []
+        assert [cloud.alive() for cloud in self.clouds] == [[], [], []]
+        rows = {row.name: row for row in self.book.fleet(ended=True)}
+        for cost in self.book.costs():
+            self._settled(rows[cost.name], cost.seconds.total)
+            assert cost.rows == sum(one.rows for one in self.handles if one.lease.instance == cost.name)
+        self.book.close()
+
+    def _settled(self, row: Instance, billed: float) -> None:
+        cloud = next(one for one in self.clouds if one.name == row.provider)
+        machine = cloud.machines.get(row.name)
+        if machine is None:
+            assert billed == 0 or row.end_unproven is False
+            assert billed == 0
+            return
+        meter = cloud.billed(row.name)
+        ordered_after = machine.created_at - self.intended_at[row.name]
+        if cloud.kept > 100:
+            assert meter - cloud.lag - 1e-6 <= billed <= meter + ordered_after + 1e-6
+        elif row.seen:
+            assert billed >= meter - cloud.lag - 1e-6
+
+    # the model
+
+    def _granted(self, lease: Lease) -> None:
+        before = [one.lease.epoch for one in self.handles if one.lease.instance == lease.instance]
+        assert lease.epoch == max(before, default=0) + 1, "epochs grow"
+        self.handles.append(Handle(lease, self.clock.now + TTL))
+
+    def _live(self, *, instance: str | None = None, dataset: str | None = None) -> list[Handle]:
+        return [
+            one
+            for one in self.handles
+            if one.live(self.clock.now)
+            and instance in (None, one.lease.instance)
+            and dataset in (None, one.lease.dataset)
+        ]
+
+    def _pick(self, n: int) -> Handle | None:
+        """A handle; mostly a live one, sometimes a zombie."""
+        candidates = (n % 4 and self._live()) or self.handles
+        return candidates[n // 4 % len(candidates)] if candidates else None
+
+    def _row(self, handle: Handle) -> Instance:
+        row = self.book.instance(handle.lease.instance)
+        assert row is not None
+        return row
+
+    def _cloud(self, handle: Handle) -> Cloud:
+        provider = self._row(handle).provider
+        return next(cloud for cloud in self.clouds if cloud.name == provider)
+
+    def _fenced(self, handle: Handle) -> bool:
+        """The book must accept this holder's writes now, and only now."""
+        return handle.live(self.clock.now)
+
+    def _release(self, handle: Handle, *, retire: bool) -> None:
+        expected = self._fenced(handle)
+        assert self.book.release(handle.lease, reason="given back", retire=retire) == expected
+        handle.over |= expected
+        if expected and retire and not self._live(instance=handle.lease.instance):
+            assert self._row(handle).state in ("ending", "ended")
+
+    @contextlib.contextmanager
+    def _fault(self, handle: Handle, fate: str | None) -> Iterator[None]:
+        cloud = self._cloud(handle)
+        before, cloud.fault = cloud.fault, lambda call: fate
+        try:
+            yield
+        finally:
+            cloud.fault = before
+
+    def _believe_the_book(self) -> None:
+        """A sweep may take a lease away for one reason only: its machine is no more."""
+        for handle in self._live():
+            row = self._row(handle)
+            if handle.lease in (row.lease, *row.draining):
+                continue
+            assert row.state == "ended"
+            assert not self._cloud(handle).machines[row.name].alive
+            handle.over = True
+
+
+def test_whatever_happens_in_any_order_one_holds_an_instance_nothing_is_forgotten_and_the_books_are_right():
+    run_state_machine_as_test(FleetMachine, settings=_settings(40, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_same_holds_over_more_than_ten_thousand_steps():
+    FleetMachine.steps.clear()
+    run_state_machine_as_test(FleetMachine, settings=_settings(300, 50))
+    assert FleetMachine.steps["steps"] > 10_000
+
+
+def _settings(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
