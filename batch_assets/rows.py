@@ -23,6 +23,7 @@ from gpu_runner.heart import Heart
 from gpu_runner.workload import Workload
 from resources.fleet import FleetConfigError, GpuFleet, Requirement
 from resources.objects import self_test
+from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
 
 ENDPOINT_TAG = "batch/endpoint"
@@ -98,7 +99,7 @@ def _generate(
         try:
             if _needs_engine(context, loop, run):
                 reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))
-        except FleetConfigError as error:
+        except (FleetConfigError, PricingError) as error:
             reason = str(error)
         finally:
             loop.submit(run.flush()).wait(FLUSH_SECONDS)
@@ -157,7 +158,7 @@ def _crew(
     loop: LoopThread,
 ) -> Crew:
     return Crew(
-        fleet.renter(book, heart),
+        fleet.renter(book, heart, need),
         heart,
         need,
         run,

@@ -35,7 +35,8 @@ __all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
 class FeedProgress:
     """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted.
 
-    `mean_seconds`: how long a row was with an engine; `last_rows`: every row is in flight or done; an engine may take other work beside what is left.
+    `mean_seconds`: how long a row was with an engine. `last_rows`: every row is in flight or done; an engine may take
+    other work beside what is left.
     """
 
     rows_done: int

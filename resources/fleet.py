@@ -21,9 +21,11 @@ from gpu_runner.providers.here import LocalProvider
 from gpu_runner.providers.hosting import keep_alive
 from gpu_runner.providers.local import EngineProcess, EngineStartError, wait_reachable
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import SimulatedCloudConfig, SimulatedModel
 from gpu_runner.reaper import sweep
 from resources.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 from resources.market import Market
+from resources.models import Models
 from resources.renting import LeasedEngine, Pause, Renter, Requirement, StandingEngine
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
 
 ENDPOINT_SECONDS = 600.0
 DOWN_ROUNDS = 8
+SIMULATED_CONTEXT = 16_384
 
 
 class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
@@ -79,20 +82,22 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
             with heart.beating(dataset, "", ""):
                 yield book
 
-    def providers(self, config: FleetConfig) -> dict[str, Provider]:
-        """Providers of fleet.yaml by name."""
+    def providers(self, config: FleetConfig, need: Requirement | None = None) -> dict[str, Provider]:
+        """Providers of fleet.yaml by name. Simulated ones play the model that is needed, as far as it is known."""
         home = Path(self.home)
         found: list[Provider] = []
         if config.simulated is not None:
-            found += SimulatedCloud(home, config.simulated).providers.values()
+            played = config.simulated if need is None else _with_model(config.simulated, need)
+            found += SimulatedCloud(home, played).providers.values()
         found += [LocalProvider(home, one) for one in config.local]
         return {provider.name: provider for provider in found}
 
-    def renter(self, book: FleetBook, heart: Heart) -> Renter:
-        """A run's hand in the fleet."""
+    def renter(self, book: FleetBook, heart: Heart, need: Requirement) -> Renter:
+        """A run's hand in the fleet. Raises FleetConfigError, and PricingError for a history that cannot be read."""
         config = self.config()
-        providers = self.providers(config)
-        market = Market(tuple(providers.values()), config.prices)
+        providers = self.providers(config, need)
+        played = [] if config.simulated is None else [one.name for one in config.simulated.providers]
+        market = Market(tuple(providers.values()), config.prices, simulated=played)
         return Renter(config, providers, market, book, heart, lambda *words: self._start(heart.run_id, *words))
 
     @contextlib.contextmanager
@@ -106,7 +111,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         pause: Callable[[float], None] = time.sleep,
     ) -> Iterator[LeasedEngine]:
         """Wait, visibly, for an engine; hold it while the body runs; give it back once (see Renter.acquire)."""
-        renter = self.renter(book, heart)
+        renter = self.renter(book, heart, need)
         leased = renter.acquire(need, say=say, pause=pause)
         try:
             yield leased
@@ -158,6 +163,22 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
             process.close()
             raise
         return StandingEngine(process.endpoint, True, process.close)
+
+
+def _with_model(cloud: SimulatedCloudConfig, need: Requirement) -> SimulatedCloudConfig:
+    known = Models().known(need.model, need.declared, hub=False)
+    if need.model in cloud.models or known.knowledge == "assumed":
+        return cloud
+    facts = known.facts(SIMULATED_CONTEXT)
+    played = SimulatedModel(
+        weight_bytes=facts.weight_bytes,
+        active_parameters=facts.active_parameters,
+        kv_bytes_per_token=max(1.0, facts.kv_bytes_per_token),
+        max_model_len=min(known.context or SIMULATED_CONTEXT, SIMULATED_CONTEXT),
+        tensor_parallel=facts.tensor_parallel,
+        fp8=facts.fp8,
+    )
+    return cloud.model_copy(update={"models": {**cloud.models, need.model: played}})
 
 
 def _simulator_command(engine: EngineConfig) -> list[str]:

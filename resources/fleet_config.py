@@ -17,7 +17,7 @@ from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from resources.pricing import PricingConfig
 
-EMBEDDED_IDLE_MINUTES = 0.5  # of a clock 60 times as fast as ours
+EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
 
@@ -109,7 +109,8 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text()))
+            found = cls.model_validate(yaml.safe_load(path.read_text()))
+            return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
             raise FleetConfigError(f"{path}: {problems}") from None

@@ -74,8 +74,7 @@ class LocalProvider:
         offer = self._offer()
         try:
             self._register.close_dead()
-            with self._register.transaction() as connection:
-                taken = self._hosting.occupied(connection, offer)
+            taken = self._hosting.occupied(self._register.connection(), offer)
         except sqlite3.OperationalError as error:
             raise ProviderError(f"{self._register.path}: {error}") from error
         return [self._offer(max(0, self.config.capacity - taken))]

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields
@@ -97,6 +98,7 @@ class MachineRecord:
 _NAMES = [field.name for field in fields(MachineRecord)]
 _COLUMNS = ", ".join(_NAMES)
 _PLACES = ", ".join("?" for _ in _NAMES)
+_FORKED: list[object] = []
 
 
 class MachineRegister:
@@ -107,6 +109,7 @@ class MachineRegister:
         self.path = self.home / "cloud.db"
         self.folder = self.home / "machines"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._local = threading.local()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -114,10 +117,11 @@ class MachineRegister:
         deadline = time.monotonic() + 10
         while True:
             try:
-                with contextlib.closing(self.connect()) as connection:
-                    connection.execute("PRAGMA journal_mode=WAL")
-                    connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
-                    return
+                self.connection().execute("PRAGMA journal_mode=WAL")
+                with self.transaction() as connection:
+                    for statement in filter(str.strip, _TABLES.split(";")):
+                        connection.execute(statement)
+                return
             except sqlite3.OperationalError:
                 if time.monotonic() > deadline:
                     raise
@@ -129,17 +133,26 @@ class MachineRegister:
         connection.execute("PRAGMA synchronous=NORMAL")
         return connection
 
+    def connection(self) -> sqlite3.Connection:
+        """This thread's own connection. It stays open: the last one to close has SQLite write back and sync the file."""
+        if getattr(self._local, "pid", None) != os.getpid():
+            _FORKED.append(getattr(self._local, "connection", None))  # not ours to use, nor to close, after a fork
+            self._local.connection, self._local.pid = self.connect(), os.getpid()
+        connection: sqlite3.Connection = self._local.connection
+        return connection
+
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One writer at a time; rolled back when the body raises."""
-        with contextlib.closing(self.connect()) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
+        """One writer at a time; rolled back when the body raises. Not to be nested."""
+        connection = self.connection()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
             connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
 
     def lock_path(self, machine_id: str) -> Path:
         """The file that a machine's host holds locked."""
@@ -175,15 +188,12 @@ class MachineRegister:
     def _select(
         self, where: str, values: tuple[Any, ...], connection: sqlite3.Connection | None = None
     ) -> list[MachineRecord]:
-        if connection is None:
-            with contextlib.closing(self.connect()) as own:
-                return self._select(where, values, own)
-        lines = connection.execute(f"SELECT {_COLUMNS} FROM machines WHERE {where} ORDER BY created_at, id", values)
+        query = f"SELECT {_COLUMNS} FROM machines WHERE {where} ORDER BY created_at, id"
+        lines = (connection or self.connection()).execute(query, values).fetchall()
         return [_record(line) for line in lines]
 
     def _change(self, statement: str, values: tuple[Any, ...]) -> bool:
-        with contextlib.closing(self.connect()) as connection:
-            return connection.execute(f"UPDATE machines SET {statement}", values).rowcount > 0
+        return self.connection().execute(f"UPDATE machines SET {statement}", values).rowcount > 0
 
     def ready(self, machine_id: str, endpoint: str) -> bool:
         """The engine answers. False: the machine has ended meanwhile."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,9 +83,5 @@ class SimulatedCloud:
 
     def calls(self, call: str | None = None) -> list[Call]:
         """The log of API calls, oldest first."""
-        with contextlib.closing(self._register.connect()) as connection:
-            lines = connection.execute(
-                "SELECT at, provider, call, name, result FROM calls WHERE ? IS NULL OR call = ? ORDER BY number",
-                (call, call),
-            )
-            return [Call(*line) for line in lines]
+        query = "SELECT at, provider, call, name, result FROM calls WHERE ? IS NULL OR call = ? ORDER BY number"
+        return [Call(*line) for line in self._register.connection().execute(query, (call, call))]

@@ -46,13 +46,13 @@ class SimulatedProvider:
         """Offers with today's prices; `capacity` is what is left now."""
         with self._call("offers"):
             self._register.close_dead()
-            with contextlib.closing(self._register.connect()) as connection:
-                return [
-                    replace(offer, capacity=max(0, offer.capacity - self._hosting.occupied(connection, offer)))
-                    if offer.capacity is not None
-                    else offer
-                    for offer in self._market(connection)
-                ]
+            connection = self._register.connection()
+            return [
+                replace(offer, capacity=max(0, offer.capacity - self._hosting.occupied(connection, offer)))
+                if offer.capacity is not None
+                else offer
+                for offer in self._market(connection)
+            ]
 
     def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
         """Rent a machine, at the offer's price and no other."""
@@ -125,8 +125,8 @@ class SimulatedProvider:
             self._log_result(number, result if fault is None else f"{result} ({fault.kind})")
 
     def _log_result(self, number: int | None, result: str) -> None:
-        with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(self._register.connect()) as connection:
-            connection.execute("UPDATE calls SET result = ? WHERE number = ?", (result[:300], number))
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._register.connection().execute("UPDATE calls SET result = ? WHERE number = ?", (result[:300], number))
 
     def _market(self, connection: sqlite3.Connection) -> Sequence[Offer]:
         lines = connection.execute("SELECT change FROM changes WHERE provider = ? ORDER BY at, number", (self.name,))
