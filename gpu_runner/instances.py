@@ -95,10 +95,15 @@ class Instances(Leases):
             )
             return add_lease(connection, now, name, run_id, dataset, ttl)
 
-    def created(self, lease: Lease, machine_id: str) -> bool:
-        """The provider accepted the order. False: the lease is not ours any more, or the instance is to end."""
+    def created(self, lease: Lease, machine_id: str, *, just_now: bool = False) -> bool:
+        """The provider accepted the order. False: the lease is not ours any more, or the instance is to end.
+
+        The bill starts with the intent, or with this moment when the provider accepted `just_now`.
+        """
+        values: dict[str, Any] = {"state": "booting", "machine_id": machine_id}
         with self._transaction() as (connection, now):
-            return _advance(connection, now, lease, ["intent", "booting"], state="booting", machine_id=machine_id)
+            values |= {"created_at": now} if just_now else {}
+            return _advance(connection, now, lease, ["intent", "booting"], **values)
 
     def ready(self, lease: Lease, endpoint: str, max_num_seqs: int | None) -> bool:
         """Its engine answers. False: the lease is not ours any more, or the instance is to end."""

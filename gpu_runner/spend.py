@@ -1,7 +1,6 @@
 """What the rows on one engine cost: its time, handed out to them by their tokens.
 
 While at least one row is in flight the clock runs into a pot. A row that gets its outcome takes its share: its tokens
-While at least one row is in flight the clock runs into a pot. A row that gets its outcome takes its share: its tokens
 against those still expected of the rows in flight, of which half is taken to be done. So the shares of a long run
 follow the tokens, and whatever the guess was worth, the last row takes the rest: they add up to the busy time exactly.
 Pure: times are arguments, in seconds of one monotonic clock.

@@ -363,6 +363,7 @@ class Renter:
         """
         heart, book = self.heart, self.book
         provider = self.providers[offer.provider]
+        order = self._order(need, offer, provider)  # before the intent, from which on the bill is counted
         asked_at = heart.now()
         lease = book.intend(
             book.new_name(),
@@ -382,14 +383,15 @@ class Renter:
         heart.hold(lease, asked_at)
         try:
             note(f"renting {offer.name} at {offer.price_per_hour:.2f} $/h as {lease.instance}")
-            self._create(provider, offer, need, lease)
+            self._create(provider, offer, order, lease)
             machine = provider.wait_ready(lease.instance, self._boot_seconds(offer, provider), pause)
             if machine.endpoint is None or not book.ready(lease, machine.endpoint, machine.max_num_seqs):
                 raise NotRented(f"the lease on {lease.instance} lapsed while it booted")
         except BaseException as error:
             heart.let_go(lease)
-            book.give_up(lease, _short(error))
-            self._end(lease.instance, _short(error))
+            if not (isinstance(error, ProviderError) and book.refused(lease, _short(error))):
+                book.give_up(lease, _short(error))
+                self._end(lease.instance, _short(error))
             if isinstance(error, ProviderError | ProviderUnclear | EngineStartError):
                 said = NO_CAPACITY if isinstance(error, NoCapacity) else _short(error)
                 book.offer_failed(offer.provider, offer.name, said)
@@ -400,16 +402,17 @@ class Renter:
         assert instance is not None
         return self._leased(lease, asked_at, instance, offer, hold=False)
 
-    def _create(self, provider: Provider, offer: Offer, need: Requirement, lease: Lease) -> None:
-        order = self._order(need, offer, provider)
+    def _create(self, provider: Provider, offer: Offer, order: EngineOrder, lease: Lease) -> None:
+        answered = True
         try:
             machine_id = provider.create(offer, lease.instance, order)
         except ProviderUnclear:
+            answered = False
             found = [one for one in provider.list(lease.instance) if one.name == lease.instance]
             if not found or found[0].state == "ended":
                 raise
             machine_id = found[0].id
-        if not self.book.created(lease, machine_id):
+        if not self.book.created(lease, machine_id, just_now=answered):
             raise NotRented(f"the lease on {lease.instance} lapsed while it was created")
 
     def _order(self, need: Requirement, offer: Offer, provider: Provider) -> EngineOrder:

@@ -1,0 +1,234 @@
+"""A run's dealings with the fleet, on a small simulated cloud with real engine processes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import H100, ended_machines, processes, simulated_cloud
+
+from gpu_runner.fleet import FleetBook
+from gpu_runner.heart import Heart
+from gpu_runner.offers import OfferFilter
+from gpu_runner.providers.local import EngineStartError
+from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import FaultRule
+from gpu_runner.speed import LengthMix
+from gpu_runner.workload import Workload
+from resources.fleet import GpuFleet, Requirement
+from resources.fleet_config import FleetConfig
+from resources.market import Market
+from resources.renting import LeasedEngine, NotRented, Renter
+
+TTL = 10.0
+WORK = Workload(100_000, 100_000, LengthMix(200, 200), 2_000, "measured", "measured")
+NEED = Requirement("d", "tiny", "chat", work=lambda: WORK)
+CHEAP = {"instance_type": "cheap", "gpu": "H100", "price_per_hour": 1.8}
+
+
+class GaveUp(Exception):
+    """Somebody canceled."""
+
+
+@dataclass
+class Site:
+    """A cloud, the fleet's book, and the hands of some runs."""
+
+    home: Path
+    cloud: SimulatedCloud
+    book: FleetBook
+    said: list[str] = field(default_factory=list)
+
+    def renter(self, run_id: str = "run") -> Renter:
+        """A run with a beating heart's book entry; its heart does not beat, the leases last long enough."""
+        heart = Heart(self.book, run_id, ttl=60)
+        self.book.begin_run(run_id, "d", "00000", "00009")
+        providers = dict(self.cloud.providers)
+        config = FleetConfig(simulated=self.cloud.config, start_seconds=600)
+        market = Market(tuple(providers.values()), simulated=list(providers))
+        return Renter(config, providers, market, self.book, heart, lambda *_: pytest.fail("nothing stands"))
+
+    def acquire(self, renter: Renter, need: Requirement = NEED, **more: Any) -> LeasedEngine:
+        """Wait at most 30 s for an engine."""
+        deadline = time.monotonic() + 30
+
+        def pause(seconds: float) -> None:
+            if time.monotonic() > deadline:
+                raise GaveUp
+            time.sleep(min(seconds, 0.05))
+
+        return renter.acquire(need, say=self.said.append, pause=pause, **more)
+
+    def running(self) -> list[str]:
+        """Names of machines that bill."""
+        machines = [one for provider in self.cloud.providers.values() for one in provider.list("")]
+        return [one.name for one in machines if one.state != "ended"]
+
+
+@contextlib.contextmanager
+def a_site(home: Path, **provider: Any) -> Iterator[Site]:
+    with ended_machines(home), contextlib.closing(FleetBook(f"sqlite:///{home}/fleet.db")) as book:
+        yield Site(home, simulated_cloud(home, **provider), book)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with a_site(tmp_path, offers=[H100, CHEAP]) as found:
+        yield found
+
+
+def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: Site):
+    first = site.renter("one")
+    leased = site.acquire(first)
+    assert (leased.instance_type, leased.epoch) == ("cheap", 1)
+    first.release(leased)
+    again = site.acquire(site.renter("two"))
+    assert (again.name, again.epoch) == (leased.name, 2)
+    assert len(site.book.fleet(ended=True)) == 1
+    assert len(site.cloud.calls("create")) == 1
+
+
+def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    renter.release(leased)
+    other = site.acquire(site.renter("two"), replace(NEED, model="another"))
+    assert other.name != leased.name
+    assert {one.model for one in site.book.fleet()} == {"tiny", "another"}
+
+
+def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: Site):
+    first, second = site.renter("one"), site.renter("two")
+    leased = site.acquire(first)
+
+    def give_up(_: float) -> None:
+        raise GaveUp
+
+    with pytest.raises(GaveUp):
+        second.acquire(NEED, say=site.said.append, pause=give_up)
+    assert second.heart.note == "waiting: d already holds all instances it may lease"
+    assert first.hand_on(leased)
+    taken = site.acquire(second)
+    assert (taken.name, taken.epoch) == (leased.name, leased.epoch + 1)
+    assert site.book.renew(leased.lease, TTL)  # its last rows are still being answered
+    first.release(leased)
+    assert site.book.instance(taken.name).lease == taken.lease  # type: ignore[union-attr]
+
+
+def test_without_capacity_the_next_offer_is_taken_and_the_failure_is_remembered(tmp_path: Path):
+    with a_site(tmp_path, offers=[H100, {**CHEAP, "capacity": 0}]) as site:
+        leased = site.acquire(site.renter())
+        assert leased.instance_type == "h100"
+
+
+def test_a_create_whose_answer_is_lost_is_found_again_and_billed_once(site: Site):
+    site.cloud.inject(FaultRule(kind="lost_reply", calls=("create",), times=1))
+    leased = site.acquire(site.renter())
+    assert site.running() == [leased.name]
+    assert len(site.book.fleet(ended=True)) == 1
+
+
+def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_made(site: Site):
+    site.cloud.inject(FaultRule(kind="time_out", calls=("create",), times=1))
+    leased = site.acquire(site.renter())
+    assert site.running() == [leased.name]
+    assert site.book.offer_failures(3600)
+
+
+def test_engines_that_never_come_up_end_the_search_and_leave_nothing_rented(tmp_path: Path):
+    offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
+    with a_site(tmp_path, offers=offers, faults=[{"kind": "boot_fails"}]) as site:
+        with pytest.raises(EngineStartError, match="3 instances in a row did not start"):
+            site.acquire(site.renter())
+        assert site.running() == []
+        assert [one.state for one in site.book.fleet(ended=True)] == ["ended"] * 3
+
+
+def test_giving_up_during_a_boot_ends_the_instance_at_once(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=600_000) as site:
+        renter = site.renter()
+
+        def cancel(_: float) -> None:
+            if site.running():
+                raise GaveUp
+
+        with pytest.raises(GaveUp):
+            renter.acquire(NEED, say=site.said.append, pause=cancel)
+        assert site.running() == []
+        assert site.book.fleet() == []
+        assert site.book.leases_of("d") == 0
+
+
+def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: Site):
+    renter = site.renter("one")
+    leased = site.acquire(renter)
+    renter.release(leased)
+    machine = site.book.instance(leased.name)
+    assert machine is not None
+    assert machine.machine_id is not None
+    for process in processes(machine.machine_id):
+        if "gpu_runner.simulator" in process.cmdline():
+            process.kill()
+    other = site.acquire(site.renter("two"))
+    assert other.name != leased.name
+    assert site.running() == [other.name]
+
+
+def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    renter.release(leased, reason="moved", retire=True)
+    assert site.running() == []
+    again = site.acquire(renter)
+    renter.release(again)
+    fleet = GpuFleet(database=str(site.book.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml"))
+    (site.home / "fleet.yaml").write_text(
+        f"idle_minutes: 0\nsimulated: {site.cloud.config.model_dump_json(exclude_none=True)}\n"
+    )
+    fleet.sweep(site.book)
+    assert site.running() == []
+    bills = {bill.name: bill.usd for bill in site.cloud.meter().bills()}
+    for cost in site.book.costs():
+        assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05)
+
+
+def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: Site):
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    renter = site.renter()
+    leased = site.acquire(renter)
+    assert leased.instance_type == "h100"
+    assert renter.better(NEED, leased) is None
+    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
+    time.sleep(2.1)  # the market keeps an answer for two seconds
+    decision = renter.better(NEED, leased)
+    assert decision is not None
+    assert decision.new.instance_type == "cheap"
+    assert decision.saved_usd > 0
+    assert "move and save" in decision.sentence
+    assert renter.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased) is None
+    new = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert len(site.running()) == 2
+    renter.release(leased, retire=True)
+    assert site.running() == [new.name]
+    site.cloud.inject(FaultRule(kind="no_capacity", calls=("create",)))
+    with pytest.raises(NotRented, match="sim-a"):
+        renter.move(NEED, new, decision, say=site.said.append, pause=time.sleep)
+
+
+def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: Site):
+    renter = site.renter()
+
+    def give_up(_: float) -> None:
+        raise GaveUp
+
+    with pytest.raises(GaveUp):
+        renter.acquire(
+            replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)), say=site.said.append, pause=give_up
+        )
+    assert renter.heart.note.startswith("waiting: no suitable offer; ")
+    assert "above 0.50" in renter.heart.note
