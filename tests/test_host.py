@@ -190,12 +190,14 @@ def test_machines_without_a_living_fleet_end_and_those_with_one_do_not(home: Pat
     assert bill.ended_at is not None and 0.5 < bill.ended_at - silent_since < 3
 
 
+@pytest.mark.slow
 def test_machines_end_when_their_home_is_deleted(home: Path):
     machine_id = running(local_provider(home))
     shutil.rmtree(home)
     eventually(lambda: not processes(machine_id))
 
 
+@pytest.mark.slow
 def test_a_host_asked_to_end_takes_its_machine_away(home: Path):
     provider = local_provider(home)
     machine_id = running(provider)

@@ -307,6 +307,7 @@ def test_a_machine_is_taken_away_after_its_notice_or_without_one(home: Path):
     assert not cloud.interrupt("sim-a", "ba-never")
 
 
+@pytest.mark.slow
 def test_scheduled_interruptions_take_what_runs_then(home: Path):
     scheduled = [{"at": 800, "offer": "h100-spot", "notice_seconds": 1.0}]
     cloud = simulated_cloud(home, offers=[SPOT, H100], interruptions=scheduled, boot_seconds=0)

@@ -134,12 +134,13 @@ class MachineRegister:
         return connection
 
     def connection(self) -> sqlite3.Connection:
-        """This thread's own connection. It stays open: the last one to close has SQLite write back and sync the file."""
-        if getattr(self._local, "pid", None) != os.getpid():
-            _FORKED.append(getattr(self._local, "connection", None))  # not ours to use, nor to close, after a fork
-            self._local.connection, self._local.pid = self.connect(), os.getpid()
-        connection: sqlite3.Connection = self._local.connection
-        return connection
+        """This thread's own connection. It stays open, because SQLite syncs the file when the last one closes."""
+        held: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
+        if held is None or held[0] != os.getpid():
+            if held is not None:
+                _FORKED.append(held)  # a fork's copy is not ours to use, nor to close
+            self._local.held = held = (os.getpid(), self.connect())
+        return held[1]
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
