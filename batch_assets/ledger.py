@@ -116,7 +116,7 @@ def move_event(dataset: str, decision: Decision) -> dg.AssetObservation:
             "from_tokens_per_second": dg.MetadataValue.float(round(decision.old_tokens_per_second, 1)),
             "to_tokens_per_second": dg.MetadataValue.float(round(decision.new_tokens_per_second, 1)),
             "boot_seconds": dg.MetadataValue.float(new.boot_seconds),
-            "tokens_left": dg.MetadataValue.float(round(decision.tokens_left)),
+            "tokens_left": dg.MetadataValue.int(round(decision.tokens_left)),
             "saved_usd": dg.MetadataValue.float(round(decision.saved_usd, 6)),
             "reason": dg.MetadataValue.text(decision.sentence),
         },
