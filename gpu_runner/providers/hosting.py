@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from gpu_runner.offers import Offer
 from gpu_runner.providers.base import Machine, MachineState, ProviderError
@@ -117,7 +118,7 @@ class Hosting:
         assert process.stdin is not None and process.stdout is not None
         stdin = process.stdin
         with contextlib.closing(process.stdout), contextlib.closing(stdin):
-            locked = select.select([process.stdout], [], [], START_SECONDS)[0] and process.stdout.read(7) == b"locked\n"
+            locked = _speaks(process.stdout, START_SECONDS) and process.stdout.read(7) == b"locked\n"
             if not locked:
                 kill_marked(record.id)
             process.wait()  # it has detached
@@ -186,6 +187,13 @@ class Hosting:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - log.stat().st_mtime > LOG_SECONDS:
                     log.unlink()
+
+
+def _speaks(pipe: IO[bytes], seconds: float) -> bool:
+    """Something can be read within this time. By poll: a run has more files open than select can name."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def describe(record: MachineRecord, now: float, lag: float = 0.0) -> Machine:
