@@ -97,7 +97,7 @@ def test_an_address_is_waited_for_and_one_where_nobody_answers_is_named():
         ("engines: [{name: a, kind: endpoint, url: 'http://me:hidden@host'}]", "without a user or password"),
         ("engines: [{name: a, kind: simulated}, {name: a, kind: simulated}]", "found twice: a"),
         ("engines: [{name: a, kind: process, environment: {KEY: [hidden]}}]", r"environment\.KEY: .*found list"),
-        ("engines: []", "engines: list should have at least 1 item"),
+        ("engines: []", "engines: expected at least one of engines, simulated and local"),
         ("", "found NoneType"),
         ("engines: [", "expected YAML"),
     ],

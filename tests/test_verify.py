@@ -155,10 +155,18 @@ def flip(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
 
 
+def middle_of_outputs(data: bytes) -> int:
+    """A byte in the pages of the column of outputs."""
+    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    (output,) = [column for column in columns if column.path_in_schema == "output"]
+    return int(output.data_page_offset + output.total_compressed_size // 2)
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",
-    "flipped in the data": lambda data: flip(data, len(data) // 4),
+    "flipped in the data": lambda data: flip(data, middle_of_outputs(data)),
     "flipped in the footer": lambda data: flip(data, data.index(b"run-1", len(data) // 2) - 20),
     "flipped in the last bytes": lambda data: flip(data, len(data) - 1),
     "another file": lambda data: b"hello",
