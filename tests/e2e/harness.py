@@ -243,12 +243,12 @@ def platform(
     monkeypatch: pytest.MonkeyPatch,
     spec: Mapping[str, Any],
     *,
-    simulator: list[str],
+    simulator: list[str] | None,
     fleet: Mapping[str, Any] | None = None,
     store_root: str | None = None,
     dagster_yaml: str | None = None,
 ) -> Iterator[Platform]:
-    """Everything started; everything ended afterwards, whatever happened."""
+    """Everything started; everything ended afterwards, whatever happened. `simulator=None`: engines are rented."""
     name = str(spec["name"])
     home, defs = folder / "home", folder / "defs"
     (defs / name).mkdir(parents=True, exist_ok=True)
@@ -267,8 +267,9 @@ def platform(
         monkeypatch.setenv(variable, value)
     monkeypatch.delenv("BATCH_ASSETS_FLEET_DB", raising=False)
     monkeypatch.delenv("BATCH_ASSETS_ENDPOINT", raising=False)
-    engine = Simulator(folder, simulator)
-    engine.start()
+    engine = Simulator(folder, simulator or [])
+    if simulator is not None:
+        engine.start()
     entry = {"name": "simulator", "kind": "endpoint", "url": engine.url, "max_num_seqs": 256}
     (home / "fleet.yaml").write_text(yaml.safe_dump(dict(fleet or {"engines": [entry]})))
     prepare_home()
