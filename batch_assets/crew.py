@@ -139,6 +139,7 @@ class Crew:
             if time.monotonic() >= self._rest_until:
                 self.hire = Hire(lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause), self._drop)
         self._move()
+        self._scouted()
         return None
 
     def wait(self, seconds: float) -> None:
@@ -289,19 +290,23 @@ class Crew:
         """Asks the market from time to time, in a thread: to say what is left of many batches takes seconds."""
         if shift.leased.offer is None or shift.leaving or self.run.progress().last_rows:
             return
-        if self._scouting is None:
-            if now >= self._scout_at:
-                self._scout_at = now + self.renter.config.move_seconds
-                self._scouting = self._scout.submit(self.renter.better, self.need, shift.leased)
-            return
-        if not self._scouting.done():
+        if self._scouting is None and now >= self._scout_at:
+            self._scout_at = now + self.renter.config.move_seconds
+            self._scouting = self._scout.submit(self.renter.better, self.need, shift.leased)
+
+    def _scouted(self) -> None:
+        """What the look at the market found; a move begins if it pays and nothing else has happened meanwhile."""
+        if self._scouting is None or not self._scouting.done():
             return
         scouted, self._scouting = self._scouting, None
         if (error := scouted.exception()) is not None:
-            self.warn(f"no look at other offers: {type(error).__name__}")
+            self.warn(f"no look at other offers: {type(error).__name__}: {error}")
             return
         decision = scouted.result()
-        if decision is None or decision.instance != shift.leased.name:
+        shift = self.shifts[0] if len(self.shifts) == 1 else None
+        if decision is None or shift is None or decision.instance != shift.leased.name:
+            return
+        if self.hire is not None or shift.leaving:
             return
         self.decided(decision)
         shift.leaving = decision.sentence
