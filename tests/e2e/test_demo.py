@@ -28,7 +28,7 @@ os.execv(sys.executable, [sys.executable, "-m", "gpu_runner.simulator", "--model
 def site(tmp_path: Path) -> Iterator[Site]:
     """A site with the project's own datasets and no fleet.yaml."""
     with new_site(tmp_path) as found:
-        del found.environment["BATCH_ASSETS_DEFS"]
+        del found.environment["BATCH_ASSETS_DEFS"], found.environment["BATCH_ASSETS_FLEET"]
         (tmp_path / "fleet.yaml").unlink()
         yield found
 
@@ -67,6 +67,6 @@ def test_with_a_gpu_and_vllm_the_demo_starts_vllm_with_a_real_model(site: Site, 
     status, output = command.end(240)
     assert status == 0, command.said()
     assert f"vLLM on NVIDIA H200 with {REAL_MODEL}" in output
-    assert str(tools / "vllm") in (site.folder / "fleet.yaml").read_text()
+    assert str(tools / "vllm") in (site.folder / "home" / "fleet.yaml").read_text()
     assert command.left() == []
     assert len(command.find("serve", REAL_MODEL)) == 0
