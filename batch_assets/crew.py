@@ -115,9 +115,12 @@ class Crew:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         decided: Callable[[Decision], None],
+        leased: Callable[[LeasedEngine], None] = lambda _: None,
+        given_back: Callable[[LeasedEngine, str], None] = lambda *_: None,
     ) -> None:
         self.renter, self.heart, self.need, self.run, self.loop = renter, heart, need, run, loop
         self.say, self.warn, self.decided = say, warn, decided
+        self.leased, self.given_back = leased, given_back
         self.shifts: list[Shift] = []
         self.hire: Hire | None = None
         self._before = run.progress()
@@ -173,6 +176,8 @@ class Crew:
     def _begin(self, leased: LeasedEngine) -> Shift:
         stop = asyncio.Event()
         self.say(f"leased {leased.name} ({leased.instance_type}), epoch {leased.epoch}")
+        if leased.offer is not None:
+            self.leased(leased)
         shift = Shift(leased, self.loop.submit(self.run.serve(leased, stop)), stop)
         self.shifts.append(shift)
         return shift
@@ -180,6 +185,8 @@ class Crew:
     def _release(self, shift: Shift, reason: str, *, retire: bool = False) -> None:
         self.shifts.remove(shift)
         self.renter.release(shift.leased, reason=reason, retire=retire)
+        if shift.leased.offer is not None:
+            self.given_back(shift.leased, reason)
 
     def _watch(self, shift: Shift) -> str | None:
         """Ends a shift that is over. Returns what `step` shall return, or None."""

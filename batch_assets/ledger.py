@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
-from resources.renting import Decision
+from resources.renting import Decision, LeasedEngine
 from resources.store import BatchFooter, BatchObject, DatasetStore
 
 CODE_VERSION = "1"
@@ -121,6 +121,53 @@ def move_event(dataset: str, decision: Decision) -> dg.AssetObservation:
             "reason": dg.MetadataValue.text(decision.sentence),
         },
     )
+
+
+def lease_event(dataset: str, leased: LeasedEngine) -> dg.AssetObservation:
+    """Which instance a run leased, at which price, and why this one."""
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=f"{leased.name}: {leased.why}",
+        metadata={
+            "decision": dg.MetadataValue.text("lease"),
+            **_instance(leased),
+            "reason": dg.MetadataValue.text(leased.why),
+        },
+    )
+
+
+def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObservation:
+    """What a lease did and cost until it was given back: the speed is that of the provider's clock."""
+    spent = leased.spending.spent()
+    price = leased.spending.usd_per_second or 0.0
+    tokens = spent.prompt_tokens + spent.completion_tokens
+    seconds = spent.useful_seconds * leased.clock
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=f"{leased.name} given back: {reason}",
+        metadata={
+            "decision": dg.MetadataValue.text("give back"),
+            **_instance(leased),
+            "rows": dg.MetadataValue.int(spent.rows),
+            "prompt_tokens": dg.MetadataValue.int(spent.prompt_tokens),
+            "completion_tokens": dg.MetadataValue.int(spent.completion_tokens),
+            "tokens_per_second": dg.MetadataValue.float(round(tokens / seconds, 1) if seconds else 0.0),
+            "useful_usd": dg.MetadataValue.float(round(spent.useful_seconds * price, 8)),
+            "wasted_usd": dg.MetadataValue.float(round(spent.wasted_seconds * price, 8)),
+            "reason": dg.MetadataValue.text(reason),
+        },
+    )
+
+
+def _instance(leased: LeasedEngine) -> dict[str, dg.MetadataValue]:
+    assert leased.offer is not None
+    return {
+        "instance": dg.MetadataValue.text(leased.name),
+        "epoch": dg.MetadataValue.int(leased.epoch),
+        "offer": dg.MetadataValue.text(leased.offer.name),
+        "gpu": dg.MetadataValue.text(f"{leased.offer.gpus}x {leased.offer.gpu}"),
+        "usd_per_hour": dg.MetadataValue.float(leased.offer.price_per_hour),
+    }
 
 
 def version_tags(dataset: str, data_version: str, snapshot: str) -> dict[str, str]:

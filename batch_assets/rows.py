@@ -166,6 +166,8 @@ def _crew(
         say=context.log.info,
         warn=context.log.warning,
         decided=lambda decision: context.log_event(ledger.move_event(need.dataset, decision)),
+        leased=lambda leased: context.log_event(ledger.lease_event(need.dataset, leased)),
+        given_back=lambda leased, why: context.log_event(ledger.bill_event(need.dataset, leased, why)),
     )
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.choice import MEMORY, NO_CAPACITY, Pace, choose, consider_move, left_alone
+from gpu_runner.choice import MEMORY, NO_CAPACITY, Pace, choose, consider_move, explain, left_alone
 from gpu_runner.fleet import FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
 from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking, Refusal
@@ -79,7 +79,7 @@ class LeasedEngine:
     """An engine that is ours now. The lease's epoch fences everything written in its name.
 
     `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
-    this run and ends with it. Prices are per real second.
+    this run and ends with it. `why`: one sentence on why it was chosen. Prices are per real second.
     """
 
     lease: Lease
@@ -94,6 +94,7 @@ class LeasedEngine:
     clock: float = 1.0
     spending: Spending = field(default_factory=Spending)
     own: bool = False
+    why: str = ""
     close: Callable[[], None] = lambda: None
 
     @property
@@ -266,6 +267,9 @@ class Renter:
         if not order:
             return None, f"waiting: {_why_none([*left_alone(ranking, failures), *ranking.refused])}"
         leased = self.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
+        if leased is not None:
+            leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
+            leased.why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
         return leased, "waiting: the fleet holds all instances that it may have"
 
     def ranking(self, need: Requirement, work: Workload, measurements: Sequence[Measurement] | None = None) -> Ranking:
@@ -327,6 +331,7 @@ class Renter:
         found = self.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
         if found is None:
             raise NotRented("the fleet holds all instances that it may have")
+        found.why = decision.sentence
         return found
 
     def _warm(self, need: Requirement, limit: int, old: Lease | None) -> LeasedEngine | None:
@@ -341,7 +346,9 @@ class Renter:
                 continue
             assert instance.endpoint is not None
             if answers(instance.endpoint):
-                return self._leased(lease, asked_at, instance, instance_offer(instance))
+                leased = self._leased(lease, asked_at, instance, instance_offer(instance))
+                leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
+                return leased
             self.book.give_up(lease, "its engine does not answer")
             self._end(instance.name, "its engine does not answer")
         return None
