@@ -1,0 +1,185 @@
+"""Random faults on a whole platform: every row once, nothing overwritten, no write of a zombie, the books are right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import nemesis
+from e2e.harness import SOAK, Platform, platform
+from e2e.nemesis import TTL, Nemesis
+from e2e.witness import ObjectWatch, check_rows, compare_bills, fence_broken, left_running, overdue, watch_fence
+from gpu_runner.fleet import FleetBook
+from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import SimulatedCloudConfig
+from gpu_runner.providers.simulated.meter import CloudMeter
+
+# The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
+SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
+FAULTS, PAUSE, RAGE_SECONDS = (300, 4.0, 1600) if SOAK else (25, 2.8, 240)
+
+CLOCK = 5.0
+IDLE_SECONDS = 6.0
+SWEEP_SECONDS = 5.0
+# What a sweep may be late: it is a tick of a daemon that is itself killed and started again (10 s on an idle computer),
+# it may meet an API that hangs or lies, and two cores do all of this.
+SLACK_SECONDS = 25.0
+INSTANCES = 3
+BATCH_ROWS, BATCHES_PER_RUN = 25, 16
+
+SPEC: dict[str, Any] = {
+    "name": "rhymes",
+    "prompt": {"user": "A rhyme on the number {{ number }}."},
+    "sampling": {"temperature": 0.7, "max_tokens": 256},
+    "id": "id",
+    "keep_columns": ["number"],
+    "batch_rows": BATCH_ROWS,
+    "batches_per_run": BATCHES_PER_RUN,
+    # A model with so large a KV cache that an L40S works on 27 rows at once: 15 of them a second at this clock.
+    "hardware": {
+        "spot": True,
+        "model_facts": {"weights_gib": 15, "active_billions": 8, "kv_bytes_per_token": 12e6, "context": 1024},
+    },
+}
+
+
+def provider(name: str, price: float, **more: Any) -> dict[str, Any]:
+    """On demand and spot; a boot takes a real second."""
+    offers = [
+        {"instance_type": f"{name}.l40s", "gpu": "L40S", "price_per_hour": price},
+        {"instance_type": f"{name}.spot", "gpu": "L40S", "price_per_hour": round(price * 0.8, 2), "spot": True},
+    ]
+    return {"name": name, "boot_seconds": CLOCK, "offers": offers, **more}
+
+
+def fleet(seed: int) -> dict[str, Any]:
+    """Three providers; the last one's list is a second late. Each engine writes a log of its own."""
+    providers = [provider("sim-a", 1.0), provider("sim-b", 1.1), provider("sim-c", 1.2, list_lag_seconds=1.0)]
+    words = ["--output-tokens", "fixed:128", "--request-log", "{home}/{name}.requests"]
+    cloud = {"clock": CLOCK, "seed": seed, "arguments": words, "providers": providers}
+    return {"simulated": cloud, "idle_minutes": IDLE_SECONDS / 60, "move_seconds": 10}
+
+
+def published(site: Platform, rows: int) -> bool:
+    """The table that readers see holds all rows."""
+    version = site.store.current_published()
+    snapshot = site.store.current_snapshot()
+    if version is None or snapshot is None or site.store.manifest(snapshot).rows != rows:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return len(site.published_rows()) == rows
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400 if SOAK else 600)
+def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    print(f"\nnemesis: BATCH_ASSETS_NEMESIS_SEED={SEED}, {FAULTS} faults", flush=True)
+    monkeypatch.setattr("batch_assets.stack.RESTARTS", 1000)
+    source = tmp_path / "source.jsonl"
+    source.touch()
+    spec = {**SPEC, "source": {"path": str(source)}}
+    home = tmp_path / "home"
+    home.mkdir()
+    watch_fence(home / "fleet.db")
+    config = fleet(SEED)
+    cloud = SimulatedCloud(home, SimulatedCloudConfig.model_validate(config["simulated"]))
+    began = time.time()
+    with platform(tmp_path, monkeypatch, spec, simulator=None, fleet=config) as site:
+        with contextlib.closing(site.book()) as book:
+            book.set_instances(site.name, INSTANCES)
+        site.instance.event_log_storage.set_concurrency_slots(site.name, INSTANCES + 1)
+        rows_more = 4 * BATCH_ROWS * BATCHES_PER_RUN
+        demon = Nemesis(site, cloud, source, SEED, FAULTS, PAUSE, rows_more)
+        with contextlib.closing(demon):
+            demon.grow()
+            demon.rage(RAGE_SECONDS)
+            calm_at = time.time()
+            demon.rest(lambda: published(site, demon.rows), 300)
+            whole = time.time()
+        table = site.published_rows()
+        assert sorted(line["row_id"] for line in table) == sorted(f"r{number:06d}" for number in range(demon.rows))
+        rows = check_rows(site.store, home)
+
+    print(demon.table())
+    print(
+        f"{rows.rows} rows, {len(rows.dead)} dead, {rows.asked_again} answered again, {rows.unlogged} not in an "
+        f"engine's log; {len(demon.objects.seen)} objects; {demon.refreshes} requests; faults over "
+        f"{calm_at - began:.0f} s, complete {whole - calm_at:.0f} s later; {demon.tried} writes tried for zombies"
+    )
+    assert demon.objects.wrong == []
+    assert rows.rows == demon.rows
+    assert rows.dead == []
+    ends = [fault for fault in demon.faults if "killed" in fault.kind or "spot" in fault.kind]
+    assert rows.unlogged <= 20 * len(ends)  # an engine writes its log five times a second
+    assert fence_broken(home / "fleet.db") == []
+    assert demon.tried > 0 and demon.accepted == []
+
+    assert left_running(home) == []
+    bills = CloudMeter(home).bills()
+    late = overdue(home, bills, IDLE_SECONDS)
+    worst = sorted(late, key=lambda name: -late[name])[:5]
+    print("billed after its last holder and its idle time: " + ", ".join(f"{late[name]:.1f} s" for name in worst))
+    assert max(late.values()) <= TTL + SWEEP_SECONDS + SLACK_SECONDS
+    billed, booked, machines = compare_bills(home)
+    print(f"{machines} machines: billed {billed:.5f} $, booked {booked:.5f} $, {abs(booked - billed) / billed:.3%} off")
+    assert booked == pytest.approx(billed, rel=0.01)
+
+
+def test_a_plan_has_every_kind_and_follows_its_seed() -> None:
+    for faults in (25, 300):
+        found = nemesis.plan(faults, random.Random(1))
+        assert len(found) == faults
+        assert set(found) == set(nemesis.KINDS)
+        assert found == nemesis.plan(faults, random.Random(1)) != nemesis.plan(faults, random.Random(2))
+
+
+def test_the_witness_sees_what_the_fence_should_have_refused(tmp_path: Path) -> None:
+    database = tmp_path / "fleet.db"
+    watch_fence(database)
+    with contextlib.closing(FleetBook(f"sqlite:///{database}")) as book:
+        lease = book.try_lease("one", "run", "set", 10)
+        assert lease is not None
+        assert book.renew(lease, 10) and book.drain(lease) and book.release(lease)
+        assert book.try_lease("one", "other", "set", 10) is not None
+    assert fence_broken(database) == []
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE leases SET rows = 1 WHERE epoch = 1")
+        connection.execute("UPDATE leases SET renewed_at = expires_at + 1 WHERE epoch = 2")
+        line = "'one', 3, 'third', 'set', acquired_at, expires_at FROM leases WHERE epoch = 2"
+        connection.execute(
+            f"INSERT INTO leases (instance, epoch, run_id, dataset, acquired_at, expires_at) SELECT {line}"
+        )
+    assert fence_broken(database) == [
+        "one epoch 1: written to after its end",
+        "one epoch 2: renewed after it had lapsed",
+        "one epoch 3: leased while another lease was live",
+    ]
+
+
+def test_the_witness_sees_an_object_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr("e2e.witness.BatchFooter.model_validate_json", lambda data: type("Footer", (), {"run_id": "r"}))
+    (tmp_path / "00000").mkdir()
+    file = tmp_path / "00000" / "a-g0.parquet"
+    pq.write_table(pa.table({"row_id": ["r"]}).replace_schema_metadata({b"batch_assets": b"{}"}), file)
+    watch = ObjectWatch(tmp_path)
+    watch.look(whole=True)
+    assert watch.wrong == [] and watch.written("00000", "00000", 0) and not watch.written("00001", "00002", 0)
+    data, found = file.read_bytes(), file.stat()
+    file.write_bytes(data.replace(b"PAR1", b"PAR2"))
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    watch.look(whole=True)
+    assert watch.wrong == ["00000/a-g0.parquet holds other bytes"]
+    file.unlink()
+    watch.look()
+    assert watch.wrong[1:] == ["00000/a-g0.parquet is gone"]
