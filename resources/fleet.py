@@ -7,25 +7,30 @@ simulated providers, so that everything works on a machine without a GPU and wit
 from __future__ import annotations
 
 import contextlib
+import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import dagster as dg
 
 from gpu_runner.fleet import FleetBook
 from gpu_runner.heart import Heart
+from gpu_runner.offers import Offer
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.here import LocalProvider
 from gpu_runner.providers.hosting import keep_alive
 from gpu_runner.providers.local import EngineProcess, EngineStartError, wait_reachable
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
-from gpu_runner.providers.simulated.config import SimulatedCloudConfig, SimulatedModel
+from gpu_runner.providers.simulated.config import Played, SimulatedCloudConfig, SimulatedModel
 from gpu_runner.reaper import sweep
 from resources.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 from resources.market import Market
 from resources.models import Models
+from resources.pricing import PriceHistory, PricingConfig, provider_name
 from resources.renting import LeasedEngine, Pause, Renter, Requirement, StandingEngine
 
 __all__ = [
@@ -88,7 +93,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         found: list[Provider] = []
         if config.simulated is not None:
             played = config.simulated if need is None else _with_model(config.simulated, need)
-            found += SimulatedCloud(home, played).providers.values()
+            found += _cloud(home, played, config.prices).providers.values()
         found += [LocalProvider(home, one) for one in config.local]
         return {provider.name: provider for provider in found}
 
@@ -163,6 +168,27 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
             process.close()
             raise
         return StandingEngine(process.endpoint, True, process.close)
+
+
+def _cloud(home: Path, config: SimulatedCloudConfig, prices: PricingConfig) -> SimulatedCloud:
+    """The cloud of a home, with the prices that its providers play."""
+    played = {one.name: one.plays for one in config.providers if one.plays is not None}
+    if not played:
+        return SimulatedCloud(home, config)
+    sources = prices.sources()
+
+    def offers(whose: Played, now: float) -> list[Offer]:
+        moment = now
+        if whose.since is not None:
+            since = whose.since if whose.since.tzinfo else whose.since.replace(tzinfo=datetime.UTC)
+            moment = since.timestamp() + (now - cloud.started_at) * config.clock
+        wanted = provider_name(whose.provider)
+        recorded = [source for source in sources if isinstance(source, PriceHistory) == (whose.since is not None)]
+        found = [offer for source in recorded for offer in source.offers(moment) if offer.provider == wanted]
+        return [replace(offer, source=f"simulated: {offer.source}") for offer in found]
+
+    cloud = SimulatedCloud(home, config, {name: partial(offers, whose) for name, whose in played.items()})
+    return cloud
 
 
 def _with_model(cloud: SimulatedCloudConfig, need: Requirement) -> SimulatedCloudConfig:

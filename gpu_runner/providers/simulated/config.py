@@ -13,6 +13,7 @@
         offers:
           - {instance_type: h100, gpu: H100, price_per_hour: 2.5, capacity: 4}
           - {instance_type: h100-spot, gpu: H100, price_per_hour: 1.6, spot: true}
+        plays: {provider: lambdalabs, since: 2023-06-01}   # what `prices` recorded of it
         changes:                    # `at`: simulated seconds since the cloud began
           - {at: 3600, offer: h100, price_per_hour: 1.2}
           - {at: 7200, offer: h100, capacity: 0}
@@ -30,6 +31,7 @@ seconds, because they do not run faster.
 
 from __future__ import annotations
 
+import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -51,12 +53,14 @@ class _Strict(BaseModel):
 class SimulatedModel(_Strict):
     """The size of a model. Default: Llama-3.1-8B in bf16 (config.json: 32 layers, 8 KV heads of 128)."""
 
-    weight_bytes: float = Field(default=16.06e9, gt=0)
-    active_parameters: float = Field(default=8.03e9, gt=0)
-    kv_bytes_per_token: float = Field(default=131072, gt=0)
-    max_model_len: int = Field(default=4096, ge=16)
-    tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    fp8: bool = False
+    weight_bytes: float = Field(default=16.06e9, gt=0, description="bytes of all weights")
+    active_parameters: float = Field(default=8.03e9, gt=0, description="parameters that one token passes")
+    kv_bytes_per_token: float = Field(default=131072, gt=0, description="bytes of KV cache per token, all layers")
+    max_model_len: int = Field(default=4096, ge=16, description="most tokens of a row")
+    tensor_parallel: tuple[int, ...] = Field(
+        default=(1, 2, 4, 8), description="over how many GPUs one engine may be split"
+    )
+    fp8: bool = Field(default=False, description="whether weights and activations are FP8")
 
     def facts(self, model: str) -> ModelFacts:
         """As the sizing formulas take it."""
@@ -81,11 +85,11 @@ class FaultRule(_Strict):
     seconds until the fault shows.
     """
 
-    kind: FaultKind
-    calls: tuple[ApiCall, ...] = ()
-    rate: float = Field(default=1.0, gt=0, le=1)
-    times: int | None = Field(default=None, ge=1)
-    delay_seconds: float = Field(default=0.0, ge=0, le=5)
+    kind: FaultKind = Field(description="what goes wrong")
+    calls: tuple[ApiCall, ...] = Field(default=(), description="which calls `error`, `time_out`, `lost_reply` hit")
+    rate: float = Field(default=1.0, gt=0, le=1, description="share of the calls, or of the boots, that it hits")
+    times: int | None = Field(default=None, ge=1, description="only the first so many hits")
+    delay_seconds: float = Field(default=0.0, ge=0, le=5, description="real seconds until the fault shows")
 
     def concerns(self, call: str) -> bool:
         """Whether the rule is about this call, or about the boot of a machine (`boot`)."""
@@ -100,13 +104,13 @@ class FaultRule(_Strict):
 class SimulatedOffer(_Strict):
     """An instance type. `gpu_memory_gib`: from the datasheet where the name leaves no choice."""
 
-    instance_type: str = Field(min_length=1, max_length=100)
-    gpu: str
-    gpus: int = Field(default=1, ge=1)
-    gpu_memory_gib: float = Field(default=0.0, ge=0)
-    spot: bool = False
-    price_per_hour: float = Field(gt=0)
-    capacity: int | None = Field(default=None, ge=0)
+    instance_type: str = Field(min_length=1, max_length=100, description="its name; once per provider")
+    gpu: str = Field(description="a GPU that `gpu_runner/gpus.py` has a datasheet of")
+    gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
+    gpu_memory_gib: float = Field(default=0.0, ge=0, description="GiB per GPU; 0: from the datasheet")
+    spot: bool = Field(default=False, description="whether it can be taken away")
+    price_per_hour: float = Field(gt=0, description="US dollars for the whole instance")
+    capacity: int | None = Field(default=None, ge=0, description="most instances at once; without it no limit")
     boot_seconds: float | None = Field(default=None, ge=0, description="simulated; default: the provider's")
 
     @model_validator(mode="before")
@@ -129,33 +133,45 @@ class OfferChange(_Strict):
     """From `at` on, a new price or capacity of an instance type. Machines that run keep their price."""
 
     at: float = Field(ge=0, description="simulated seconds since the cloud began")
-    offer: str
-    price_per_hour: float | None = Field(default=None, gt=0)
-    capacity: int | None = Field(default=None, ge=0)
+    offer: str = Field(description="the instance type")
+    price_per_hour: float | None = Field(default=None, gt=0, description="the new price; without it the old one")
+    capacity: int | None = Field(default=None, ge=0, description="the new capacity; without it the old one")
 
 
 class Interruption(_Strict):
     """All machines of an instance type (None: all spot machines) that run at `at` are taken away."""
 
     at: float = Field(ge=0, description="simulated seconds since the cloud began")
-    offer: str | None = None
+    offer: str | None = Field(default=None, description="the instance type; without it all spot instances")
     notice_seconds: float | None = Field(default=None, ge=0, description="real; default: the provider's")
+
+
+class Played(_Strict):
+    """Whose prices a provider plays, from the fleet's price sources."""
+
+    provider: str = Field(min_length=1, description="name in the price sources, e.g. lambdalabs")
+    since: datetime.datetime | None = Field(
+        default=None, description="play the recorded history from this moment on; without it, today's prices"
+    )
 
 
 class SimulatedProviderConfig(_Strict):
     """One provider of the cloud."""
 
-    name: str = Field(pattern=_NAME)
-    region: str = ""
+    name: str = Field(pattern=_NAME, description="name in offers, rows and bills")
+    region: str = Field(default="", description="region of its offers")
     boot_seconds: float = Field(default=180.0, ge=0, description="simulated, from the order to the first answer")
-    reliability: float = Field(default=0.99, ge=0, le=1)
-    offers: tuple[SimulatedOffer, ...] = ()
-    changes: tuple[OfferChange, ...] = ()
-    list_lag_seconds: float = Field(default=0.0, ge=0)
-    interruptions_per_hour: float = Field(default=0.0, ge=0)
-    notice_seconds: float | None = Field(default=None, ge=0)
-    interruptions: tuple[Interruption, ...] = ()
-    faults: tuple[FaultRule, ...] = ()
+    reliability: float = Field(default=0.99, ge=0, le=1, description="as stated in its offers, for `min_reliability`")
+    offers: tuple[SimulatedOffer, ...] = Field(default=(), description="what it rents out")
+    plays: Played | None = Field(default=None, description="further offers: those of a provider in `prices`")
+    changes: tuple[OfferChange, ...] = Field(default=(), description="later prices and capacities")
+    list_lag_seconds: float = Field(default=0.0, ge=0, description="real; how late its list shows starts and ends")
+    interruptions_per_hour: float = Field(
+        default=0.0, ge=0, description="how often a spot instance is taken away, per simulated hour"
+    )
+    notice_seconds: float | None = Field(default=None, ge=0, description="real; notice before that, none without it")
+    interruptions: tuple[Interruption, ...] = Field(default=(), description="instances taken away at set moments")
+    faults: tuple[FaultRule, ...] = Field(default=(), description="what goes wrong; the first rule that hits counts")
 
     @model_validator(mode="after")
     def _offers_are_named_once(self) -> SimulatedProviderConfig:
@@ -171,13 +187,21 @@ class SimulatedProviderConfig(_Strict):
 class SimulatedCloudConfig(_Strict):
     """All simulated providers of a home."""
 
-    clock: float = Field(default=60.0, gt=0, le=100_000)
-    seed: int = 0
-    orphan_seconds: float = Field(default=120.0, gt=0)
-    model: SimulatedModel = SimulatedModel()
-    models: dict[str, SimulatedModel] = {}
-    arguments: tuple[str, ...] = ()
-    providers: tuple[SimulatedProviderConfig, ...] = Field(min_length=1)
+    clock: float = Field(default=60.0, gt=0, le=100_000, description="simulated seconds per real second")
+    seed: int = Field(default=0, description="same seed, same faults and interruptions")
+    orphan_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="real; without a sign of life of the fleet for so long, instances end themselves",
+    )
+    model: SimulatedModel = Field(
+        default=SimulatedModel(), description="size of a model of which nothing else is known"
+    )
+    models: dict[str, SimulatedModel] = Field(default={}, description="sizes of models by name; keys as in `model`")
+    arguments: tuple[str, ...] = Field(
+        default=(), description="further words for every engine simulator; `{name}` and `{home}` are filled in"
+    )
+    providers: tuple[SimulatedProviderConfig, ...] = Field(min_length=1, description="the providers that compete")
 
     @field_validator("providers")
     @classmethod
