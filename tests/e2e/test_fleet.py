@@ -288,7 +288,9 @@ COST_KEYS = {
 
 def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
-    with platform(tmp_path, monkeypatch, dataset("rhymes"), simulator=None, fleet=spot) as site:
+    with platform(
+        tmp_path, monkeypatch, dataset("rhymes", hardware={"spot": True}), simulator=None, fleet=spot
+    ) as site:
         site.launch_job("rhymes_refresh")
         run_id = in_the_middle(site)
         (lost,) = instances(site)
@@ -312,7 +314,9 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
 
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
-    with platform(tmp_path, monkeypatch, dataset("rhymes"), simulator=None, fleet=spot) as site:
+    with platform(
+        tmp_path, monkeypatch, dataset("rhymes", hardware={"spot": True}), simulator=None, fleet=spot
+    ) as site:
         site.launch_job("rhymes_refresh")
         in_the_middle(site, 0.2)
         (leaving,) = instances(site)
