@@ -102,7 +102,9 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         config = self.config()
         providers = self.providers(config, need)
         played = [] if config.simulated is None else [one.name for one in config.simulated.providers]
-        market = Market(tuple(providers.values()), config.prices, simulated=played)
+        market = Market(
+            tuple(providers.values()), config.prices, simulated=played, trusted=[one.name for one in config.local]
+        )
         return Renter(config, providers, market, book, heart, lambda *words: self._start(heart.run_id, *words))
 
     @contextlib.contextmanager

@@ -63,13 +63,18 @@ class FleetConfig(BaseModel):
     """What fleet.yaml holds: engines that stand there anyway, and providers of which instances are rented."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    engines: list[EngineConfig] = []
-    simulated: SimulatedCloudConfig | None = Field(default=None, description="simulated providers")
-    local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine")
-    prices: PricingConfig = PricingConfig()
+    engines: list[EngineConfig] = Field(default=[], description="engines that are taken before anything is rented")
+    simulated: SimulatedCloudConfig | None = Field(default=None, description="providers that only play their machines")
+    local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
+    prices: PricingConfig = Field(default=PricingConfig(), description="price sources, see `docs/pricing.md`")
     max_instances: int = Field(default=20, ge=1, description="most instances at once, of all datasets together")
-    idle_minutes: float = Field(default=10, ge=0, description="how long an instance waits, warm, for the next run")
-    start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
+    idle_minutes: float = Field(default=10, ge=0, description="real; how long an instance waits for the next run")
+    start_seconds: float = Field(
+        default=1800,
+        gt=0,
+        description="how long a boot may take, by the provider's clock; never less than 60 real seconds or 3 × its "
+        "offer's `boot_seconds`",
+    )
     move_seconds: float = Field(default=30, gt=0, description="how often a run looks for a cheaper offer")
 
     @model_validator(mode="after")

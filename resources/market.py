@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from gpu_runner.gpus import find_sheet
 from gpu_runner.model_facts import KnownModel, Placement, place
 from gpu_runner.offers import Objective, Offer, OfferFilter, Ranking, Refusal, rank, screen
 from gpu_runner.providers.base import Provider, ProviderError, ProviderUnclear
@@ -24,6 +25,8 @@ from resources.pricing import PricingConfig, Source, provider_name
 OFFERS_SECONDS = 2.0  # a price drop in the middle of a run is seen within this time
 PRICES_SECONDS = 60.0
 RETRY_SECONDS = 15.0  # a provider that does not answer blocks for up to five seconds each time
+
+UNMEASURED = 100.0  # tokens per second of a machine of one's own of which nothing is known yet
 
 NO_PRICES = PricingConfig()
 ANY_OFFER = OfferFilter()
@@ -52,18 +55,21 @@ class Market:
         prices: PricingConfig = NO_PRICES,
         *,
         simulated: Collection[str] | None = None,
+        trusted: Collection[str] = (),
         models: Models | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`simulated`: names of providers that only play their machines; by default those whose clock is not 1.
 
-        They serve any model: one of which nothing is known is taken for an 8B. Raises PricingError when the recorded
+        They serve any model: one of which nothing is known is taken for an 8B. `trusted`: providers that are the
+        user's own machines: who sets one up knows what fits, and its speed shows once it works. Raises PricingError when the recorded
         history cannot be read. `clock`: Unix seconds.
         """
         self._clock = clock
         self._models = models or Models()
         names = [one.name for one in providers if one.clock != 1.0] if simulated is None else simulated
         self._simulated = {provider_name(name) for name in names}
+        self._trusted = {provider_name(name) for name in trusted}
         self._hub = any(provider_name(one.name) not in self._simulated for one in providers)
         self._sanity = prices.sanity()
         self._own = {one.name: _Kept(one.offers, (ProviderError, ProviderUnclear)) for one in providers}
@@ -150,6 +156,9 @@ class Market:
         found = throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
         if isinstance(found, Speed) and found.basis != "estimate":
             return found
+        own = provider_name(offer.provider) in self._trusted
+        if own and (known.knowledge == "assumed" or find_sheet(offer.gpu, offer.gpu_memory_gib) is None):
+            return Speed(UNMEASURED, "estimate")
         if known.knowledge == "assumed" and provider_name(offer.provider) not in self._simulated:
             return NoSpeed(f"nothing is known of the model: {known.where}")
         placed = place(known, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix, longest, max_model_len)

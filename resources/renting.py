@@ -32,6 +32,7 @@ from resources.models import DeclaredModel
 
 WAIT_SECONDS = 0.2
 FAILED_STARTS = 3
+MEASURE_SECONDS = 10.0
 MEASURED_SECONDS = 5.0  # of useful time, before an instance's own speed is believed
 UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "assumed")
 
@@ -158,6 +159,8 @@ class Renter:
         self.config, self.providers, self.market, self.book, self.heart = config, providers, market, book, heart
         self._start = start
         self._market_guard = threading.Lock()
+        self._measured: Sequence[Measurement] | None = None
+        self._measure_at = 0.0
 
     def acquire(
         self, need: Requirement, *, say: Say, pause: Pause, replaces: LeasedEngine | None = None
@@ -282,11 +285,17 @@ class Renter:
                 work.tokens,
                 accept=need.accept,
                 objective=need.objective,
-                measurements=self.book.measurements() if measurements is None else measurements,
+                measurements=self._measurements() if measurements is None else measurements,
                 longest=work.longest,
                 max_model_len=need.max_model_len,
                 declared=need.declared,
             )
+
+    def _measurements(self) -> Sequence[Measurement]:
+        """How fast instances were; read again now and then, because all leases there ever were are added up."""
+        if self._measured is None or time.monotonic() >= self._measure_at:
+            self._measured, self._measure_at = self.book.measurements(), time.monotonic() + MEASURE_SECONDS
+        return self._measured
 
     # moving
 
@@ -413,9 +422,12 @@ class Renter:
         answered = True
         try:
             machine_id = provider.create(offer, lease.instance, order)
-        except ProviderUnclear:
+        except ProviderUnclear as unclear:
             answered = False
-            found = [one for one in provider.list(lease.instance) if one.name == lease.instance]
+            try:
+                found = [one for one in provider.list(lease.instance) if one.name == lease.instance]
+            except ProviderError:
+                raise unclear from None  # its list says no, which is no answer to the order
             if not found or found[0].state == "ended":
                 raise
             machine_id = found[0].id

@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU, started by the fleet for a run's lease, killed in the middle, and gone afterwards."""
+"""Real vLLM on the CPU, on this machine as a provider: rented, killed in the middle, rented anew, gone afterwards."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def vllm_python() -> str:
     return named
 
 
-def engine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
-    """A `process` engine as a user writes it in fleet.yaml."""
+def machine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
+    """This machine as a provider, as a user writes it in fleet.yaml."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", "268435456", "--max-model-len", "2048", "--max-num-seqs", "128"]
@@ -42,19 +42,19 @@ def engine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
     }
     return {
-        "name": "vllm",
-        "kind": "process",
+        "name": "this-machine",
+        "gpu": "CPU",
+        "gpu_memory_gib": 4,
+        "price_per_hour": 0.36,
         "command": command,
         "environment": environment,
-        "max_num_seqs": 128,
-        "start_seconds": 240,
     }
 
 
 def processes_of(name: str) -> list[psutil.Process]:
-    """Live descendants of ours whose command line or title holds `name`."""
+    """Live processes whose command line or title holds `name`: machines are no descendants of ours."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and name in " ".join(process.cmdline()):
                 found.append(process)
@@ -75,8 +75,8 @@ def test_gsm8k_test_split_through_a_ui_backfill(
         "model": "tiny-llama",
         "sampling": {"temperature": 0.7, "max_tokens": 64},
     }
-    fleet = {"engines": [engine(vllm_python, llama, scratch)]}
-    with platform(tmp_path, monkeypatch, spec, simulator=["--speed", "1"], fleet=fleet) as site:
+    fleet = {"local": [machine(vllm_python, llama, scratch)], "start_seconds": 240}
+    with platform(tmp_path, monkeypatch, spec, simulator=None, fleet=fleet) as site:
         site.take_snapshot()
         started = time.monotonic()
         backfill = site.launch_backfill()
@@ -94,10 +94,15 @@ def test_gsm8k_test_split_through_a_ui_backfill(
         assert state["status"] == "COMPLETED_SUCCESS"
         eventually(lambda: site.store.current_published(), 60, "the published table")
         table = site.published_rows()
-        eventually(lambda: not processes_of("VLLM::") + processes_of("api_server"), 15, "the end of every vLLM process")
+        with contextlib.closing(site.book()) as book:
+            costs = book.costs()
+    eventually(lambda: not processes_of(str(llama)) + processes_of("VLLM::"), 15, "the end of every vLLM process")
     print(f"\n1,319 rows on vLLM on CPU with one engine killed: {seconds:.0f} s, two engine starts included")
     assert len(table) == len({line["row_id"] for line in table}) == 1319
     assert not [line for line in table if line["error"] is not None]
     assert {line["tries"] for line in table} == {1}
     assert {line["model"] for line in table} == {"tiny-llama"}
+    assert {line["provider"] for line in table} == {"this-machine"}
+    assert len(costs) == 2  # the machine whose engine was killed was given back, and another one taken
+    assert sum(line["usd"] for line in table) == pytest.approx(sum(cost.usd.useful for cost in costs), rel=0.02)
     assert all(line["finish_reason"] in ("stop", "length") and line["completion_tokens"] > 0 for line in table)
