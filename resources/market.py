@@ -62,8 +62,8 @@ class Market:
         """`simulated`: names of providers that only play their machines; by default those whose clock is not 1.
 
         They serve any model: one of which nothing is known is taken for an 8B. `trusted`: providers that are the
-        user's own machines: who sets one up knows what fits, and its speed shows once it works. Raises PricingError when the recorded
-        history cannot be read. `clock`: Unix seconds.
+        user's own machines: who sets one up knows what fits, and its speed shows once it works. `clock`: Unix seconds.
+        Raises PricingError when the recorded history cannot be read.
         """
         self._clock = clock
         self._models = models or Models()
