@@ -15,7 +15,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
 DATASETS, OPERATIONS = REPOSITORY / "docs" / "datasets.md", REPOSITORY / "docs" / "operations.md"
-DOCUMENTS = [README, DATASETS, OPERATIONS]
+FLEET = REPOSITORY / "docs" / "fleet.md"
+DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET]
 
 # mark: (language, how the block is tested)
 MARKS = {
@@ -26,7 +27,7 @@ MARKS = {
     "ci": ("bash", "run by .ci/run"),
     "table": ("python", "run beside a store with the table of `example`, one after the other"),
     "spec": ("yaml", "a defs.yaml: loaded, and a snapshot is built from files that the test makes"),
-    "fleet": ("yaml", "a fleet.yaml: loaded"),
+    "fleet": ("yaml", "a fleet.yaml: loaded, and its providers are asked for their offers"),
     "regenerate": ("yaml", "run config of `example`: checked against the op"),
     "postgres": ("yaml", "part of a dagster.yaml: used with a server (slow)"),
     "none": ("", "not run, for the reason that follows"),

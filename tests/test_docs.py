@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import dagster as dg
 import polars as pl
 import pytest
 import yaml
-from documents import DOCUMENTS, MARKS, OPERATIONS, README, REPOSITORY, Block, blocks
+from documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, README, REPOSITORY, Block, blocks
+from fleet_books import intended
 
 from batch_assets import ledger, reference
+from batch_assets.fleet_command import CostLine, cost_json, instance_json
 from batch_assets.prompts import build_snapshot
 from batch_assets.rows import RowsConfig
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from batch_assets.templates import Template
-from resources.fleet import FleetConfig
+from gpu_runner.accounts import Split
+from gpu_runner.fleet import FleetBook
+from gpu_runner.providers.simulated.config import FaultKind
+from resources.fleet import FleetConfig, GpuFleet
 from resources.objects import Objects
 from resources.store import DatasetStore
 
@@ -82,7 +88,13 @@ def test_links_lead_somewhere() -> None:
 def test_a_fleet_example_is_one(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(block.text)
-    assert len(FleetConfig.load(file).engines) == 3
+    config = FleetConfig.load(file)
+    assert config.model_fields_set - {"prices"} == block.yaml().keys() - {"prices"}
+    fleet = GpuFleet(database=f"sqlite:///{tmp_path}/fleet.db", home=str(tmp_path), config_path=str(file))
+    providers = fleet.providers(config)
+    declared = [*(config.simulated.providers if config.simulated else ()), *config.local]
+    assert list(providers) == [one.name for one in declared]
+    assert all(provider.offers() for provider in providers.values())
 
 
 @pytest.mark.parametrize("block", blocks("regenerate"), ids=lambda block: block.name)
@@ -91,6 +103,18 @@ def test_the_run_config_fits_the_op(block: Block) -> None:
     assert not others
     assert op == ledger.rows_key("example").to_python_identifier()
     assert RowsConfig(**found["config"]).regenerate
+
+
+def test_the_fleet_page_names_every_key_and_fault(tmp_path: Path) -> None:
+    text = FLEET.read_text()
+    with contextlib.closing(FleetBook(f"sqlite:///{tmp_path}/fleet.db")) as book:
+        assert intended(book) is not None
+        (instance,) = book.fleet()
+    line = CostLine("sim-north", "gpu-1", "1x L40S", False, 1, 0, Split())
+    for key in [*instance_json(instance), *cost_json(line)]:
+        assert f"`{key}`" in text, key
+    for kind in get_args(FaultKind):
+        assert f"| `{kind}` |" in text, kind
 
 
 @pytest.mark.parametrize("block", blocks("spec"), ids=lambda block: block.name)

@@ -39,16 +39,24 @@ class LocalProviderConfig(BaseModel):
     """What stands in fleet.yaml. The default price is a guess: power and depreciation of one data-centre GPU."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    gpu: str
-    gpus: int = Field(default=1, ge=1)
-    gpu_memory_gib: float = Field(gt=0)
-    price_per_hour: float = Field(default=1.0, gt=0)
-    capacity: int = Field(default=1, ge=1)
-    boot_seconds: float = Field(default=120.0, ge=0)
-    command: tuple[str, ...] = VLLM_COMMAND
-    environment: dict[str, str] = {}
-    orphan_seconds: float = Field(default=120.0, gt=0)
+    name: str = Field(
+        default="local",
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="the provider's name, one of its own for each",
+    )
+    gpu: str = Field(description="spelled as in `gpu_runner/gpus.py`")
+    gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
+    gpu_memory_gib: float = Field(gt=0, description="GiB per GPU")
+    price_per_hour: float = Field(default=1.0, gt=0, description="what an hour of one instance costs you")
+    capacity: int = Field(default=1, ge=1, description="instances at once; all of them see the same environment")
+    boot_seconds: float = Field(default=120.0, ge=0, description="what ranking assumes of a start")
+    command: tuple[str, ...] = Field(
+        default=VLLM_COMMAND, description="`{model}` and `{port}` are filled in; flags of vLLM are added at its end"
+    )
+    environment: dict[str, str] = Field(default={}, description="further environment variables of the engine")
+    orphan_seconds: float = Field(
+        default=120.0, gt=0, description="without a sign of life of the fleet for so long, instances end themselves"
+    )
 
     @field_validator("command")
     @classmethod
