@@ -19,7 +19,7 @@ from gpu_runner.engine import EngineLost, EngineRefused
 from gpu_runner.fleet import RunEnded
 from gpu_runner.heart import Heart
 from resources.fleet import EngineStartError, FleetConfigError, LeasedEngine, Requirement
-from resources.renting import Decision, Renter
+from resources.renting import Decision, NoneStart, Renter
 
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
@@ -182,9 +182,9 @@ class Crew:
         self.shifts.append(shift)
         return shift
 
-    def _release(self, shift: Shift, reason: str, *, retire: bool = False) -> None:
+    def _release(self, shift: Shift, reason: str, *, retire: bool = False, lost: bool = False) -> None:
         self.shifts.remove(shift)
-        self.renter.release(shift.leased, reason=reason, retire=retire)
+        self.renter.release(shift.leased, reason=reason, retire=retire, lost=lost)
         if shift.leased.offer is not None:
             self.given_back(shift.leased, reason)
 
@@ -201,10 +201,10 @@ class Crew:
         try:
             shift.serving.result()
         except EngineLost as error:
-            self._release(shift, f"engine lost: {error}", retire=True)
+            self._release(shift, f"engine lost: {error}", retire=True, lost=True)
             return self._lost(f"engine {shift.leased.name} lost: {error}")
         except EngineRefused as error:
-            self._release(shift, str(error), retire=True)
+            self._release(shift, str(error))
             return str(error)
         except BaseException:
             self._release(shift, "the run failed")
@@ -244,6 +244,8 @@ class Crew:
             if not hire.instead_of.retire:
                 hire.instead_of.leaving = ""
             return None
+        if isinstance(hire.error, NoneStart):
+            return str(hire.error)
         if isinstance(hire.error, EngineStartError):
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:

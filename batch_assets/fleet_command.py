@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from batch_assets import settings
 from batch_assets.progress import duration
 from batch_assets.report import print_json
+from batch_assets.stack import prepare_home
 from gpu_runner.accounts import InstanceCost, Split
 from gpu_runner.fleet import FleetBook, Instance
 from resources.fleet import GpuFleet
 
+PLAIN_WIDTH = 160
 PARTS = ("useful", "booting", "idle", "wasted")
 
 
@@ -24,7 +27,7 @@ def the_fleet() -> GpuFleet:
     """The fleet of this DAGSTER_HOME."""
     return GpuFleet(
         database=settings.fleet_database(),
-        home=str(settings.dagster_home()),
+        home=str(prepare_home()),
         config_path=str(settings.fleet_config()),
     )
 
@@ -66,7 +69,7 @@ def _total(parts: Sequence[Split]) -> Split:
 
 def cost_table(costs: Sequence[InstanceCost]) -> Table:
     """Per provider and GPU: rows, US dollars, US dollars per thousand rows, and what was not useful."""
-    table = Table("provider", "GPU", "instances", "rows", "$", "$ / 1k rows", "useful", "booting", "idle", "wasted")
+    table = Table("provider", "GPU", "n", "rows", "$", "$/1k rows", "boot", "idle", "wasted", box=SIMPLE_HEAD)
     for column in table.columns[2:]:
         column.justify = "right"
     lines = cost_lines(costs)
@@ -87,7 +90,7 @@ def _figures(line: CostLine) -> list[str]:
         f"{line.rows:,}",
         _usd(line.usd.total),
         "–" if each is None else _usd(each),
-        *(_usd(getattr(line.usd, name)) for name in PARTS),
+        *(_usd(getattr(line.usd, name)) for name in ("booting", "idle", "wasted")),
     ]
 
 
@@ -97,7 +100,9 @@ def _usd(amount: float) -> str:
 
 def instance_table(instances: Sequence[Instance]) -> Table:
     """What is rented now."""
-    table = Table("instance", "provider", "type", "GPU", "model", "state", "leased by", "age", "$/h", "$")
+    table = Table(
+        "instance", "provider", "type", "GPU", "model", "state", "leased by", "age", "$/h", "$", box=SIMPLE_HEAD
+    )
     for column in table.columns[7:]:
         column.justify = "right"
     for one in instances:
@@ -180,7 +185,7 @@ def show_fleet(*, as_json: bool) -> None:
         total = {"usd": usd.total, **{f"{name}_usd": getattr(usd, name) for name in PARTS}}
         print_json({"instances": [instance_json(one) for one in instances], "costs": lines, "total": total})
         return
-    console = Console()
+    console = _console()
     console.print(instance_table(instances) if instances else "Nothing is rented now.")
     if costs:
         console.print(cost_table(costs))
@@ -203,7 +208,12 @@ def end_fleet(*, force: bool) -> int:
     return 1 if left else 0
 
 
+def _console() -> Console:
+    """Wide where nobody sees where it ends: in a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+
+
 def print_costs(book: FleetBook) -> None:
     """The bill, for the end of a demo."""
     if costs := book.costs():
-        Console().print(cost_table(costs))
+        _console().print(cost_table(costs))

@@ -22,6 +22,7 @@ class Running(Generic[Result]):
         self._loop = loop
         self._task: asyncio.Task[Result] | None = None
         self._ended = threading.Event()
+        self._canceled = False
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> None:
         """On the loop: make the task."""
@@ -38,8 +39,12 @@ class Running(Generic[Result]):
         return self._task.result()
 
     def cancel(self, seconds: float) -> bool:
-        """Cancel it unless it has ended, and wait for its clean-up. False when that took longer."""
-        if not self._ended.is_set():
+        """Cancel it unless it has ended, and wait for its clean-up. False when that took longer.
+
+        Only the first call cancels: a second one would cut the clean-up short.
+        """
+        if not self._ended.is_set() and not self._canceled:
+            self._canceled = True
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         return self._ended.wait(seconds)
 

@@ -17,7 +17,6 @@ from batch_assets import settings
 from batch_assets.report import print_json
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.stack import prepare_home
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.model_facts import KnownModel, Placement
 from gpu_runner.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal
@@ -126,18 +125,13 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
 
 def fleet_market() -> tuple[Market, list[Measurement]]:
     """The market of this deployment's fleet, and the speeds in its books."""
-    from resources.fleet import GpuFleet
+    from batch_assets.fleet_command import the_fleet
 
-    home = prepare_home()
-    fleet = GpuFleet(
-        database=settings.fleet_database(),
-        home=str(home),
-        config_path=str(settings.fleet_config()),
-    )
+    fleet = the_fleet()
     config = fleet.config()
     with fleet.open_book() as book:
         measured = list(book.measurements())
-    return Market(tuple(fleet.providers(config).values()), config.prices), measured
+    return fleet.market(config, fleet.providers(config)), measured
 
 
 def report(view: OffersView, limit: int, now: float) -> Group:

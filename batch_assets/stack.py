@@ -210,7 +210,7 @@ def _end_instances(home: Path) -> None:
 
     fleet = the_fleet()
     with fleet.open_book() as book:
-        fleet.down(book)
+        fleet.down(book, here=True)
 
 
 def _dagster(module: str, options: str, *words: str) -> list[str]:

@@ -10,26 +10,28 @@ import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import dagster as dg
 
-from gpu_runner.fleet import FleetBook
+from gpu_runner.fleet import FleetBook, Instance
 from gpu_runner.heart import Heart
 from gpu_runner.offers import Offer
-from gpu_runner.providers.base import Provider
+from gpu_runner.providers.base import Provider, ProviderError
 from gpu_runner.providers.here import LocalProvider
 from gpu_runner.providers.hosting import keep_alive
 from gpu_runner.providers.local import EngineProcess, EngineStartError, wait_reachable
+from gpu_runner.providers.register import MachineRegister
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import Played, SimulatedCloudConfig, SimulatedModel
 from gpu_runner.reaper import sweep
 from resources.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 from resources.market import Market
 from resources.models import Models
+from resources.price_files import PricingError
 from resources.pricing import PriceHistory, PricingConfig, provider_name
 from resources.renting import LeasedEngine, Pause, Renter, Requirement, StandingEngine
 
@@ -97,14 +99,18 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
         found += [LocalProvider(home, one) for one in config.local]
         return {provider.name: provider for provider in found}
 
+    @staticmethod
+    def market(config: FleetConfig, providers: Mapping[str, Provider]) -> Market:
+        """What these providers offer. Raises PricingError for a history that cannot be read."""
+        played = [] if config.simulated is None else [one.name for one in config.simulated.providers]
+        own = [one.name for one in config.local]
+        return Market(tuple(providers.values()), config.prices, simulated=played, trusted=own)
+
     def renter(self, book: FleetBook, heart: Heart, need: Requirement) -> Renter:
         """A run's hand in the fleet. Raises FleetConfigError, and PricingError for a history that cannot be read."""
         config = self.config()
         providers = self.providers(config, need)
-        played = [] if config.simulated is None else [one.name for one in config.simulated.providers]
-        market = Market(
-            tuple(providers.values()), config.prices, simulated=played, trusted=[one.name for one in config.local]
-        )
+        market = self.market(config, providers)
         return Renter(config, providers, market, book, heart, lambda *words: self._start(heart.run_id, *words))
 
     @contextlib.contextmanager
@@ -137,11 +143,19 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
             alive=self.sign_of_life,
         )
 
-    def down(self, book: FleetBook, rounds: int = DOWN_ROUNDS) -> tuple[list[str], list[str]]:
-        """End every instance, leased or not. Returns what was done, and the names of those that would not end."""
+    def down(self, book: FleetBook, *, here: bool = False, rounds: int = DOWN_ROUNDS) -> tuple[list[str], list[str]]:
+        """End every instance, leased or not. Returns what was done, and the names of those that would not end.
+
+        `here`: only those whose machines are processes of this computer, with their records in `home`.
+        """
         said: list[str] = []
+
+        def all_standing() -> list[Instance]:
+            own = {record.name for record in MachineRegister(Path(self.home)).machines()} if here else None
+            return [one for one in book.fleet() if own is None or one.name in own]
+
         for number in range(rounds):
-            standing = book.fleet()
+            standing = all_standing()
             if not standing:
                 break
             for one in standing:
@@ -151,7 +165,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
             said += self.sweep(book)
             if number:
                 time.sleep(min(1.0, 0.1 * 2**number))
-        return said, [one.name for one in book.fleet()]
+        return said, [one.name for one in all_standing()]
 
     def _start(self, run_id: str, engine: EngineConfig, need: Requirement, pause: Pause) -> StandingEngine:
         if engine.kind == "endpoint":
@@ -186,7 +200,10 @@ def _cloud(home: Path, config: SimulatedCloudConfig, prices: PricingConfig) -> S
             moment = since.timestamp() + (now - cloud.started_at) * config.clock
         wanted = provider_name(whose.provider)
         recorded = [source for source in sources if isinstance(source, PriceHistory) == (whose.since is not None)]
-        found = [offer for source in recorded for offer in source.offers(moment) if offer.provider == wanted]
+        try:
+            found = [offer for source in recorded for offer in source.offers(moment) if offer.provider == wanted]
+        except PricingError as error:
+            raise ProviderError(f"the prices that it plays cannot be read: {error}") from None
         return [replace(offer, source=f"simulated: {offer.source}") for offer in found]
 
     cloud = SimulatedCloud(home, config, {name: partial(offers, whose) for name, whose in played.items()})

@@ -77,6 +77,14 @@ class FleetConfig(BaseModel):
     )
     move_seconds: float = Field(default=30, gt=0, description="how often a run looks for a cheaper offer")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_cloud(cls, given: object) -> object:
+        """A file that names no engine and no provider keeps the embedded simulated ones."""
+        if isinstance(given, dict) and given and not given.keys() & {"engines", "simulated", "local"}:
+            return {**given, "simulated": default_cloud()}
+        return given
+
     @model_validator(mode="after")
     def _names_differ(self) -> FleetConfig:
         if not self.engines and not self.local and self.simulated is None:
@@ -84,6 +92,10 @@ class FleetConfig(BaseModel):
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"engines: expected a name of its own for each, found twice: {', '.join(twice)}")
+        providers = [one.name for one in self.local]
+        providers += [one.name for one in self.simulated.providers] if self.simulated else []
+        if twice := sorted({name for name in providers if providers.count(name) > 1}):
+            raise ValueError(f"local: expected a name of its own for each provider, found twice: {', '.join(twice)}")
         return self
 
     @classmethod
@@ -130,5 +142,5 @@ def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:
     where = ".".join(map(str, keys))
     text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")
     return f"{where + ': ' if where else ''}{text}" + (
-        "" if text.startswith(("url", "engines")) else f", found {shown}"
+        "" if text.startswith(("url", "engines", "local")) else f", found {shown}"
     )

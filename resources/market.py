@@ -79,6 +79,10 @@ class Market:
     def _ask(self, source: Source) -> Callable[[], list[Offer]]:
         return lambda: source.offers(self._clock())
 
+    def simulates(self, provider: str) -> bool:
+        """Whether the provider only plays its machines."""
+        return provider_name(provider) in self._simulated
+
     def stock(self) -> Stock:
         """What can be rented now, before any wish of a dataset. Looked at anew every OFFERS_SECONDS."""
         now = self._clock()

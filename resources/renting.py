@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.choice import MEMORY, NO_CAPACITY, Pace, choose, consider_move, explain, left_alone
+from gpu_runner.choice import MEMORY, NO_CAPACITY, OfferFailure, Pace, choose, consider_move, explain
 from gpu_runner.fleet import FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
-from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking, Refusal
+from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking
 from gpu_runner.providers.base import EngineOrder, NoCapacity, Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.local import EngineStartError, answers
 from gpu_runner.rows import Task
@@ -136,6 +136,10 @@ def instance_offer(instance: Instance) -> Offer:
     )
 
 
+class NoneStart(EngineStartError):
+    """Several instances in a row did not come up: it is not for want of trying."""
+
+
 class NotRented(Exception):
     """This one offer could not be had: says why. `started`: it was had, and its engine did not come up."""
 
@@ -187,7 +191,7 @@ class Renter:
                 failed += error.started
                 note(str(error))
                 if failed >= FAILED_STARTS:
-                    raise EngineStartError(f"{failed} instances in a row did not start; the last: {error}") from None
+                    raise NoneStart(f"{failed} instances in a row did not start; the last: {error}") from None
                 pause(WAIT_SECONDS)
                 continue
             if found is not None:
@@ -196,14 +200,19 @@ class Renter:
             note(waits_for)
             pause(WAIT_SECONDS)
 
-    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False) -> None:
-        """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once."""
+    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
+        """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once.
+
+        `lost`: its engine was, and its offer is trusted less for a while.
+        """
         self.heart.let_go(leased.lease)
         leased.close()
         spent = leased.spending.spent()
         if leased.offer is None:
             self.book.release(leased.lease)
         elif retire:
+            if lost:
+                self.book.offer_failed(leased.offer.provider, leased.offer.name, "lost")
             self.book.release(leased.lease, spent, reason=reason, retire=True)
             self._end(leased.name, reason)
         else:
@@ -268,7 +277,7 @@ class Renter:
         ranking, failures = self.ranking(need, need.work()), self.book.offer_failures(MEMORY.horizon)
         order = choose(ranking, failures)
         if not order:
-            return None, f"waiting: {_why_none([*left_alone(ranking, failures), *ranking.refused])}"
+            return None, f"waiting: {_why_none(ranking, failures)}"
         leased = self.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
         if leased is not None:
             leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
@@ -379,7 +388,7 @@ class Renter:
         """
         heart, book = self.heart, self.book
         provider = self.providers[offer.provider]
-        order = self._order(need, offer, provider)  # before the intent, from which on the bill is counted
+        order = self._order(need, offer)  # before the intent, from which on the bill is counted
         asked_at = heart.now()
         lease = book.intend(
             book.new_name(),
@@ -434,7 +443,7 @@ class Renter:
         if not self.book.created(lease, machine_id, just_now=answered):
             raise NotRented(f"the lease on {lease.instance} lapsed while it was created")
 
-    def _order(self, need: Requirement, offer: Offer, provider: Provider) -> EngineOrder:
+    def _order(self, need: Requirement, offer: Offer) -> EngineOrder:
         """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
         work = need.work()
         with self._market_guard:
@@ -447,10 +456,11 @@ class Renter:
                 max_model_len=need.max_model_len,
                 declared=need.declared,
             )
-        if placed is None or provider.clock != 1:
-            return EngineOrder(need.model, need.task, None if placed is None else placed.max_num_seqs)
-        flags = ("--tensor-parallel-size", str(placed.tensor_parallel), "--max-num-seqs", str(placed.max_num_seqs))
-        return EngineOrder(need.model, need.task, placed.max_num_seqs, flags)
+        if placed is None:
+            return EngineOrder(need.model, need.task)
+        if self.market.simulates(offer.provider):
+            return EngineOrder(need.model, need.task, placed.slots)
+        return EngineOrder(need.model, need.task, placed.slots, placed.arguments())
 
     def _boot_seconds(self, offer: Offer, provider: Provider) -> float:
         """Real seconds that a boot may take: three times what the offer says, and at least a minute."""
@@ -495,7 +505,10 @@ def _hardware(offer: Offer) -> tuple[str, int, int]:
     return offer.gpu, round(offer.gpu_memory_gib), offer.gpus
 
 
-def _why_none(refused: Sequence[Refusal]) -> str:
-    """Why nothing can be rented, by the most frequent reasons."""
-    counts = Counter(refusal.reason for refusal in refused)
+def _why_none(ranking: Ranking, failures: Sequence[OfferFailure]) -> str:
+    """Why nothing can be rented, by the most frequent reasons; without times, so that it stays the same for a while."""
+    if ranking.ranked:
+        said = sorted({failure.reason for failure in failures})
+        return f"{len(ranking.ranked)} suitable offers failed a moment ago: {'; '.join(said)}"[:280]
+    counts = Counter(refusal.reason for refusal in ranking.refused)
     return "no suitable offer" + "".join(f"; {number} × {reason}" for reason, number in counts.most_common(2))

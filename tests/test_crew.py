@@ -75,7 +75,7 @@ class Renter:
         self.offers_better = False
         return Decision(leased.name, OFFER, OFFER, 1e6, 1e3, 1e3, 1.5, f"{leased.name}: move and save 1.50 $")
 
-    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False) -> None:
+    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
         self.released.append((leased.name, reason, retire))
 
     def hand_on(self, leased: LeasedEngine) -> bool:
