@@ -227,8 +227,6 @@ def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits
         raise GaveUp
 
     with pytest.raises(GaveUp):
-        renter.acquire(
-            replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)), say=site.said.append, pause=give_up
-        )
+        renter.acquire(replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)), say=site.said.append, pause=give_up)
     assert renter.heart.note.startswith("waiting: no suitable offer; ")
     assert "above 0.50" in renter.heart.note
