@@ -18,6 +18,7 @@ from batch_assets.launcher import (
     RangeRunRecord,
     plan_launch,
 )
+from batch_assets.lost_workers import lost_workers, repository_label
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from gpu_runner.fleet import RunBeat
@@ -240,7 +241,10 @@ def watchdog(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> dg.SkipRea
                 found += _end_silent_run(context.instance, beat)
                 book.release_run(beat.run_id)
                 book.end_run(beat.run_id)
-        alive = len(book.runs())
+        beating = {beat.run_id for beat in book.runs()}
+    for run, pid in lost_workers(context.instance, repository_label(context), beating):
+        found += _end_run(context.instance, run, f"process {pid} is gone, and its code server with it")
+    alive = len(beating)
     return dg.SkipReason("; ".join(found) or f"{alive} runs, all of them alive")
 
 
@@ -265,6 +269,10 @@ def _end_silent_run(instance: dg.DagsterInstance, beat: RunBeat) -> Iterator[str
     if run is None or run.status not in ALIVE:
         return
     message = f"no heartbeat for {beat.age:.0f} s (last: {beat.state}, {beat.rows_done} rows); the worker is gone"
+    yield from _end_run(instance, run, message)
+
+
+def _end_run(instance: dg.DagsterInstance, run: dg.DagsterRun, message: str) -> Iterator[str]:
     if run.status == dg.DagsterRunStatus.CANCELING:
         instance.report_run_canceled(run, message)
     else:

@@ -7,6 +7,9 @@ tables. `backfills.py` reads some of them through names that Dagster does not pr
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +22,12 @@ import pytest
 import sqlalchemy as sa
 from dagster._core.definitions.run_request import RunRequest
 from dagster._core.definitions.sensor_definition import SensorExecutionData
+from dagster._core.events import EngineEventData
 from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, BulkActionStatus, PartitionBackfill
 from dagster._core.storage.event_log import SqlEventLogStorage
 from dagster._core.storage.event_log.schema import AssetEventTagsTable as TAGS
 from dagster._core.storage.event_log.schema import SqlEventLogStorageTable as EVENTS
+from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
 from dagster._core.test_utils import create_run_for_test
 from snapshots import commit, questions, write_snapshot
 
@@ -32,6 +37,7 @@ from batch_assets.dead_letters import dead_letters
 from batch_assets.definitions import platform
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG
+from batch_assets.lost_workers import lost_workers
 from batch_assets.packing import KeyRange
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, SPARE_RUNS
@@ -482,6 +488,58 @@ def test_one_silent_run_does_not_cost_the_others_their_lives(site: Site):
     dead, alive = silent_run(site, S.STARTED), silent_run(site, S.STARTED, age=0)
     site.tick("watchdog")
     assert (site.status(dead), site.status(alive)) == (S.FAILURE, S.STARTED)
+
+
+def begun(site: Site, status: S, pid: int, *, beats: bool = False, **tags: str) -> str:
+    """A run whose worker has said that it began; without a heartbeat unless it `beats`."""
+    run_id = silent_run(site, status, age=0) if beats else site.batches(status, "00000", "00003", **tags)
+    run = site.instance.get_run_by_id(run_id)
+    site.instance.report_engine_event(f"Started process for run (pid: {pid}).", run, EngineEventData.in_process(pid))
+    return run_id
+
+
+@pytest.fixture
+def new_code_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code server was started again after all that a test has begun."""
+    later = functools.partial(lost_workers, born=time.time() + 60)
+    monkeypatch.setattr("batch_assets.sensors.lost_workers", later)
+
+
+@pytest.mark.parametrize(
+    ("status", "end"), [(S.STARTING, S.FAILURE), (S.STARTED, S.FAILURE), (S.CANCELING, S.CANCELED)]
+)
+@pytest.mark.usefixtures("new_code_server")
+def test_a_run_that_died_with_its_code_server_before_its_first_beat_is_ended(site: Site, status: S, end: S):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    run_id = begun(site, status, gone.pid)
+    assert f"process {gone.pid} is gone" in site.reason("watchdog")
+    assert site.status(run_id) == end
+
+
+@pytest.mark.usefixtures("new_code_server")
+def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: Site):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    foreign = {REPOSITORY_LABEL_TAG: "__repository__@other"}
+    runs = [
+        begun(site, S.STARTED, os.getpid()),
+        begun(site, S.STARTED, gone.pid, beats=True),
+        begun(site, S.STARTED, gone.pid, **foreign),
+        site.batches(S.STARTING, "00000", "00003"),
+    ]
+    before = [site.status(run_id) for run_id in runs]
+    assert "1 runs, all of them alive" in site.reason("watchdog")
+    assert [site.status(run_id) for run_id in runs] == before
+
+
+def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Site):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    run_id = begun(site, S.STARTING, gone.pid)
+    site.tick("watchdog")
+    # This process began before the run did.
+    assert site.status(run_id) == S.STARTING
 
 
 # backfills.py: what we lean on is not promised by Dagster
