@@ -133,8 +133,11 @@ class Nemesis:
     def rage(self, seconds: float) -> None:
         """Commit faults until there are as many as wanted, at most for so long."""
         began = time.time()
-        next_at = began + 5
+        next_at, told = began + 5, 0
         while len(self.faults) < self.wanted:
+            if len(self.faults) // 50 > told:
+                told = len(self.faults) // 50
+                print(f"{len(self.faults)} faults after {time.time() - began:.0f} s", flush=True)
             assert time.time() < began + seconds, f"{len(self.faults)} of {self.wanted} faults in {seconds:.0f} s"
             self.look()
             if time.time() >= next_at:
@@ -235,7 +238,7 @@ class Nemesis:
             self._idle_since = time.time()
         asking = any(run.job_name == f"{self.site.name}_refresh" for run in unfinished)
         missing, behind = self.missing(), self.behind()
-        if grow and not asking and not behind and missing * int(self.site.spec["batch_rows"]) < self.rows_more / 2:
+        if grow and not asking and not behind and missing * int(self.site.spec["batch_rows"]) < self.rows_more * 0.75:
             self.grow()
         elif (missing or behind) and time.time() - self._idle_since > STUCK_SECONDS:
             self.refresh()
