@@ -97,7 +97,10 @@ class Stopped:
 
 @dataclass(eq=False)
 class Nemesis:
-    """Commits `wanted` faults on a platform, `pause` seconds apart on average."""
+    """Commits `wanted` faults on a platform, `pause` seconds apart on average.
+
+    Whenever fewer than `rows_ahead` rows are missing, the source grows by `rows_more`.
+    """
 
     site: Platform
     cloud: SimulatedCloud
@@ -106,6 +109,7 @@ class Nemesis:
     wanted: int
     pause: float
     rows_more: int
+    rows_ahead: int
     faults: list[Fault] = field(default_factory=list)
     refreshes: int = 0
     rows: int = 0
@@ -238,7 +242,7 @@ class Nemesis:
             self._idle_since = time.time()
         asking = any(run.job_name == f"{self.site.name}_refresh" for run in unfinished)
         missing, behind = self.missing(), self.behind()
-        if grow and not asking and not behind and missing * int(self.site.spec["batch_rows"]) < self.rows_more * 0.75:
+        if grow and not asking and not behind and missing * int(self.site.spec["batch_rows"]) < self.rows_ahead:
             self.grow()
         elif (missing or behind) and time.time() - self._idle_since > STUCK_SECONDS:
             self.refresh()

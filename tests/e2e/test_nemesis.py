@@ -23,7 +23,7 @@ from gpu_runner.providers.simulated.meter import CloudMeter
 
 # The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
 SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
-FAULTS, PAUSE, RAGE_SECONDS = (300, 4.0, 1600) if SOAK else (25, 2.8, 240)
+FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (25, 2.8, 240)
 
 CLOCK = 5.0
 IDLE_SECONDS = 6.0
@@ -33,6 +33,7 @@ SWEEP_SECONDS = 5.0
 SLACK_SECONDS = 25.0
 INSTANCES = 3
 BATCH_ROWS, BATCHES_PER_RUN = 25, 16
+RUN_ROWS = BATCH_ROWS * BATCHES_PER_RUN
 
 SPEC: dict[str, Any] = {
     "name": "rhymes",
@@ -96,8 +97,7 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
         with contextlib.closing(site.book()) as book:
             book.set_instances(site.name, INSTANCES)
         site.instance.event_log_storage.set_concurrency_slots(site.name, INSTANCES + 1)
-        rows_more = 4 * BATCH_ROWS * BATCHES_PER_RUN
-        demon = Nemesis(site, cloud, source, SEED, FAULTS, PAUSE, rows_more)
+        demon = Nemesis(site, cloud, source, SEED, FAULTS, PAUSE, 4 * RUN_ROWS, 3 * RUN_ROWS if SOAK else RUN_ROWS)
         with contextlib.closing(demon):
             demon.grow()
             demon.rage(RAGE_SECONDS)
