@@ -1,7 +1,7 @@
 """The engines at work for one run: normally one, two while it moves, none while it waits.
 
-Everything is decided here, in the op's main thread, a few times a second; rows flow on the loop thread, and a lease is
-asked for in a thread of its own, because a boot takes minutes in which the engine that is to be left still works.
+Everything is decided here, in the op's main thread, a few times a second; rows flow on the loop thread. Whatever may
+block (the fleet's database, a provider, a boot of minutes) is an errand: done in a thread, and looked at afterwards.
 """
 
 from __future__ import annotations
@@ -10,55 +10,85 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from batch_assets.loop_thread import LoopThread, Running
 from batch_assets.range_run import RangeRun
 from gpu_runner.engine import EngineLost, EngineRefused
-from gpu_runner.fleet import RunEnded
+from gpu_runner.fleet import BookError, RunEnded
 from gpu_runner.heart import Heart
 from resources.fleet import EngineStartError, FleetConfigError, LeasedEngine, Requirement
-from resources.renting import Decision, NoneStart, Renter
+from resources.moving import Decision
+from resources.renting import NoneStart, NotRented, Renter
 
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
-HIRE_CANCEL_SECONDS = 4.0
+GIVE_BACK_SECONDS = 4.0
 REST_SECONDS = 15.0
 FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes at most 9 (DESIGN section 5)
 FAILED_STARTS = 3
 LOOK_SECONDS = 1.0
+FAILED_MOVE_SECONDS = 15.0
+
+Result = TypeVar("Result")
 
 
 class GivenUp(Exception):
     """Nobody waits for this lease any more."""
 
 
+class Errand(Generic[Result]):
+    """Something that may take long, done in a thread that ends with the process."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.result: Result | None = None
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="errand", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def done(self) -> bool:
+        """It has its result or an error."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """True when done within this time."""
+        self._thread.join(seconds)
+        return self.done
+
+
 class Hire:
-    """A lease that is being asked for, in a thread. `drop` gives back one that nobody takes any more."""
+    """A lease that is being asked for. `drop` gives back one that nobody takes any more.
+
+    `instead_of`: the shift that it is to replace; `decision`: why, when that is a move.
+    """
 
     def __init__(
         self,
         ask: Callable[[Callable[[float], None]], LeasedEngine],
         drop: Callable[[LeasedEngine], None],
         instead_of: Shift | None = None,
+        decision: Decision | None = None,
     ) -> None:
-        self.instead_of = instead_of
+        self.instead_of, self.decision = instead_of, decision
         self.leased: LeasedEngine | None = None
-        self.error: Exception | None = None
         self._ask, self._drop = ask, drop
         self._given_up = threading.Event()
         self._guard = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="hire", daemon=True)
-        self._thread.start()
+        self._errand = Errand(self._run)
 
     def _run(self) -> None:
         try:
             leased = self._ask(self._pause)
         except GivenUp:
-            return
-        except Exception as error:
-            self.error = error
             return
         with self._guard:
             if not self._given_up.is_set():
@@ -73,12 +103,16 @@ class Hire:
     @property
     def done(self) -> bool:
         """It has its lease, or an error, or was given up."""
-        return not self._thread.is_alive()
+        return self._errand.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there is no lease."""
+        return self._errand.error
 
     def wait(self, seconds: float) -> bool:
         """True when done within this time."""
-        self._thread.join(seconds)
-        return self.done
+        return self._errand.wait(seconds)
 
     def cancel(self) -> LeasedEngine | None:
         """Give it up. Returns the lease if it was there already; a later one is given back by itself."""
@@ -90,14 +124,20 @@ class Hire:
 
 @dataclass(eq=False)
 class Shift:
-    """One engine at work. `leaving` says why it takes no more rows; `handed_on`: another run may use it already."""
+    """One engine at work. `leaving` says why it takes no more rows; `handing_on`: telling that others may have it.
+
+    `looking`: what its instance's row says, asked for now and then. `succeeded`: another run has it already.
+    """
 
     leased: LeasedEngine
     serving: Running[None]
     stop: asyncio.Event
     leaving: str = ""
     retire: bool = False
-    handed_on: bool = False
+    handing_on: Errand[bool] | None = None
+    looking: Errand[tuple[float | None, bool]] | None = None
+    look_at: float = 0.0
+    succeeded: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
@@ -124,10 +164,9 @@ class Crew:
         self.shifts: list[Shift] = []
         self.hire: Hire | None = None
         self._before = run.progress()
-        self._fruitless = self._unused = self._failed_starts = 0
-        self._rest_until = self._look_at = self._scout_at = 0.0
-        self._scout = ThreadPoolExecutor(1, thread_name_prefix="scout")
-        self._scouting: Future[Decision | None] | None = None
+        self._fruitless = self._unused = self._failed_starts = self._failed_asks = 0
+        self._rest_until = self._scout_at = self._replace_at = 0.0
+        self._scouting: Errand[Decision | None] | None = None
 
     def step(self) -> str | None:
         """Move on by one look. None: go on; "": nothing is left to do; else why the run cannot go on."""
@@ -141,8 +180,9 @@ class Crew:
                 return ""
             if time.monotonic() >= self._rest_until:
                 self.hire = Hire(lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause), self._drop)
-        self._move()
-        self._scouted()
+        for shift in self.shifts:
+            self._look(shift)
+        self._roll_over()
         return None
 
     def wait(self, seconds: float) -> None:
@@ -165,26 +205,29 @@ class Crew:
             shift.serving.cancel(CANCEL_SECONDS)
             self._release(shift, "the run ended")
         if hire is not None:
-            hire.wait(HIRE_CANCEL_SECONDS)
-        self._scout.shutdown(wait=False, cancel_futures=True)
+            hire.wait(GIVE_BACK_SECONDS)
 
     def _drop(self, leased: LeasedEngine) -> None:
-        self.renter.release(leased, reason="the run ended")
+        self._give_back(leased, "the run ended")
+
+    def _give_back(self, leased: LeasedEngine, reason: str, *, retire: bool = False, lost: bool = False) -> None:
+        errand = Errand(lambda: self.renter.release(leased, reason=reason, retire=retire, lost=lost))
+        if not errand.wait(GIVE_BACK_SECONDS) or errand.error is not None:
+            failed = type(errand.error).__name__ if errand.error else "no answer yet"
+            self.warn(f"{leased.name} was not given back ({failed}): its lease lapses by itself")
 
     # shifts
 
-    def _begin(self, leased: LeasedEngine) -> Shift:
+    def _begin(self, leased: LeasedEngine) -> None:
         stop = asyncio.Event()
         self.say(f"leased {leased.name} ({leased.instance_type}), epoch {leased.epoch}")
         if leased.offer is not None:
             self.leased(leased)
-        shift = Shift(leased, self.loop.submit(self.run.serve(leased, stop)), stop)
-        self.shifts.append(shift)
-        return shift
+        self.shifts.append(Shift(leased, self.loop.submit(self.run.serve(leased, stop)), stop))
 
     def _release(self, shift: Shift, reason: str, *, retire: bool = False, lost: bool = False) -> None:
         self.shifts.remove(shift)
-        self.renter.release(shift.leased, reason=reason, retire=retire, lost=lost)
+        self._give_back(shift.leased, reason, retire=retire, lost=lost)
         if shift.leased.offer is not None:
             self.given_back(shift.leased, reason)
 
@@ -195,8 +238,7 @@ class Crew:
                 shift.serving.cancel(CANCEL_SECONDS)
                 self._release(shift, "lease lost")
                 return self._lost(f"lease on {shift.leased.name} lost (epoch {shift.leased.epoch})")
-            if not shift.handed_on and self.run.progress().last_rows:
-                shift.handed_on = self.renter.hand_on(shift.leased)
+            self._hand_on(shift)
             return None
         try:
             shift.serving.result()
@@ -211,6 +253,13 @@ class Crew:
             raise
         self._release(shift, shift.leaving or "done", retire=shift.retire)
         return "" if self.run.progress().finished and not self.shifts else None
+
+    def _hand_on(self, shift: Shift) -> None:
+        """With the last rows in flight the next run may have the engine, unless it is being left."""
+        if shift.handing_on is not None and shift.handing_on.done and not shift.handing_on.result:
+            shift.handing_on = None  # the book did not answer: say it again
+        if shift.handing_on is None and not shift.leaving and self.run.progress().last_rows:
+            shift.handing_on = Errand(lambda: self.renter.hand_on(shift.leased))
 
     def _lost(self, reason: str) -> str | None:
         self.warn(f"{reason}; asking for another engine")
@@ -234,27 +283,40 @@ class Crew:
             return None
         self.hire = None
         if hire.leased is not None:
-            self._failed_starts = 0
+            self._failed_starts = self._failed_asks = 0
+            if hire.decision is not None:
+                self.decided(hire.decision)
             self._begin(hire.leased)
             if hire.instead_of in self.shifts:
                 self._leave(hire.instead_of)
             return None
         if hire.instead_of is not None:
-            self.warn(f"stays on {hire.instead_of.leased.name}: {hire.error or 'the move was given up'}")
-            if not hire.instead_of.retire:
-                hire.instead_of.leaving = ""
+            self._stay(hire.instead_of, hire)
             return None
-        if isinstance(hire.error, NoneStart):
-            return str(hire.error)
-        if isinstance(hire.error, EngineStartError):
+        return self._not_hired(hire.error)
+
+    def _stay(self, shift: Shift, hire: Hire) -> None:
+        """What was to replace an engine could not be had."""
+        self.warn(f"stays on {shift.leased.name}: {hire.error or 'the move was given up'}")
+        self._replace_at = self._scout_at = time.monotonic() + FAILED_MOVE_SECONDS
+        if hire.decision is not None and not shift.retire:
+            shift.leaving = ""
+
+    def _not_hired(self, error: Exception | None) -> str | None:
+        if isinstance(error, NoneStart | FleetConfigError | RunEnded | EngineRefused):
+            return str(error)
+        if isinstance(error, EngineStartError):
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
-                return f"{self._failed_starts} engines in a row did not start; the last one: {hire.error}"
-            return self._lost(str(hire.error))
-        if isinstance(hire.error, FleetConfigError | RunEnded | EngineRefused):
-            return str(hire.error)
-        if hire.error is not None:
-            raise hire.error
+                return f"{self._failed_starts} engines in a row did not start; the last one: {error}"
+            return self._lost(str(error))
+        if isinstance(error, BookError | OSError | NotRented):
+            self._failed_asks += 1
+            self._rest_until = time.monotonic() + min(REST_SECONDS, WAIT_SECONDS * 2**self._failed_asks)
+            self.warn(f"the fleet does not answer ({type(error).__name__}); asking again")
+            return None
+        if error is not None:
+            raise error
         return None
 
     def _leave(self, shift: Shift) -> None:
@@ -262,65 +324,67 @@ class Crew:
         shift.retire = True
         self.loop.call(shift.stop.set)
 
-    def _move(self) -> None:
-        """Looks for a notice, or for a better offer, and starts to hire what is to replace a shift."""
+    # moving
+
+    def _look(self, shift: Shift) -> None:
+        """Once a second: was notice given, has another run taken over?"""
         now = time.monotonic()
-        if now < self._look_at or not self.shifts:
+        if shift.leased.offer is None:
             return
-        self._look_at = now + LOOK_SECONDS
-        for shift in self.shifts:
-            if shift.leased.offer is None or shift.stop.is_set():
-                continue
-            left = self.renter.notice(shift.leased)
-            if left is not None and (not shift.leaving or left <= self._drain_seconds(shift)):
-                if not shift.leaving:
-                    shift.leaving = f"it will be taken away in {left:.0f} s"
-                    self.warn(f"{shift.leased.name}: {shift.leaving}")
-                if left <= self._drain_seconds(shift):
-                    self._leave(shift)
-                if self.hire is None and not self.run.progress().last_rows:
-                    self._replace(shift)
-        if len(self.shifts) == 1 and self.hire is None:
-            self._roll_over(self.shifts[0], now)
-
-    def _drain_seconds(self, shift: Shift) -> float:
-        """How long the rows in flight will take: three times the mean of those that were answered."""
-        progress = self.run.progress()
-        return 2 + 3 * progress.mean_seconds
-
-    def _replace(self, shift: Shift) -> None:
-        self.hire = Hire(
-            lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause, replaces=shift.leased),
-            self._drop,
-            shift,
-        )
-
-    def _roll_over(self, shift: Shift, now: float) -> None:
-        """Asks the market from time to time, in a thread: to say what is left of many batches takes seconds."""
-        if shift.leased.offer is None or shift.leaving or self.run.progress().last_rows:
+        if shift.looking is None:
+            if now >= shift.look_at:
+                shift.look_at = now + LOOK_SECONDS
+                shift.looking = Errand(lambda: self.renter.look(shift.leased))
             return
-        if self._scouting is None and now >= self._scout_at:
-            self._scout_at = now + self.renter.config.move_seconds
-            self._scouting = self._scout.submit(self.renter.better, self.need, shift.leased)
+        if not shift.looking.done:
+            return
+        looked, shift.looking = shift.looking, None
+        if looked.result is None:
+            return
+        left, succeeded = looked.result
+        if succeeded and not shift.succeeded:
+            shift.succeeded = True
+            self.loop.call(lambda: shift.leased.spending.succeed(time.monotonic()))
+        if left is not None and not shift.stop.is_set():
+            self._heed(shift, left)
 
-    def _scouted(self) -> None:
-        """What the look at the market found; a move begins if it pays and nothing else has happened meanwhile."""
-        if self._scouting is None or not self._scouting.done():
+    def _heed(self, shift: Shift, left: float) -> None:
+        """The instance is taken away in so many seconds: another one is asked for, and this one drained in time."""
+        if not shift.leaving:
+            shift.leaving = f"it will be taken away in {left:.0f} s"
+            self.warn(f"{shift.leased.name}: {shift.leaving}")
+        if left <= 2 + 3 * self.run.progress().mean_seconds:
+            self._leave(shift)
+        if self.hire is None and time.monotonic() >= self._replace_at and not self.run.progress().last_rows:
+            self.hire = Hire(
+                lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause, replaces=shift.leased),
+                self._drop,
+                shift,
+            )
+
+    def _roll_over(self) -> None:
+        """Asks the market from time to time whether a move pays; if it does, hires what is to be moved to."""
+        now, progress = time.monotonic(), self.run.progress()
+        shift = self.shifts[0] if len(self.shifts) == 1 else None
+        if shift is None or self.hire is not None or shift.leased.offer is None or shift.leaving or progress.last_rows:
+            return
+        if self._scouting is None:
+            if now >= self._scout_at:
+                self._scout_at = now + self.renter.config.move_seconds
+                rows_left = self.run.rows - progress.rows_done
+                self._scouting = Errand(lambda: self.renter.better(self.need, shift.leased, rows_left))
+            return
+        if not self._scouting.done:
             return
         scouted, self._scouting = self._scouting, None
-        if (error := scouted.exception()) is not None:
-            self.warn(f"no look at other offers: {type(error).__name__}: {error}")
+        if scouted.error is not None:
+            self.warn(f"no look at other offers: {type(scouted.error).__name__}: {scouted.error}")
+        if (decision := scouted.result) is None or decision.instance != shift.leased.name:
             return
-        decision = scouted.result()
-        shift = self.shifts[0] if len(self.shifts) == 1 else None
-        if decision is None or shift is None or decision.instance != shift.leased.name:
-            return
-        if self.hire is not None or shift.leaving:
-            return
-        self.decided(decision)
         shift.leaving = decision.sentence
         self.hire = Hire(
             lambda pause: self.renter.move(self.need, shift.leased, decision, say=self.say, pause=pause),
             self._drop,
             shift,
+            decision,
         )

@@ -12,7 +12,7 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
@@ -125,8 +125,9 @@ class _Journal:
 class RangeRun:
     """Feeds one range's rows to one engine after another until every batch is committed.
 
-    All methods but `serve` may be called from any thread. `committed` receives the footer of every batch that this
-    run committed or found committed, for the ledger.
+    All methods but `serve` may be called from any thread. `fence` says whether this run may still clean up after
+    itself: one that was declared dead deletes nothing, its successor does. `committed` receives the footer of every
+    batch that this run committed or found committed, for the ledger.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class RangeRun:
         *,
         policy: FeedPolicy | None = None,
         journal_seconds: float = 2.0,
+        fence: Callable[[], bool] = lambda: True,
         rng: random.Random | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
@@ -148,6 +150,7 @@ class RangeRun:
         self._rows = sum(work.entry.rows for work in plan.todo)
         self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._journal_seconds = journal_seconds
+        self._fence = fence
         self._journal = _Journal()
         self._journaled: dict[str, dict[str, Outcome]] = {}
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
@@ -164,6 +167,11 @@ class RangeRun:
     def progress(self) -> FeedProgress:
         """Where the feed stands."""
         return self._feed.progress()
+
+    @property
+    def rows(self) -> int:
+        """Rows that this run has to do, the finished ones among them included."""
+        return self._rows
 
     @property
     def batches(self) -> int:
@@ -245,6 +253,8 @@ class RangeRun:
     def _drop_finished(self) -> None:
         segments = list(self._journal.segments)
         finished = [segment for segment in segments if segment[1] <= self._committed_keys]
+        if not finished or not self._fence():
+            return
         self.store.objects.delete(path for path, _ in finished)
         for segment in finished:
             with contextlib.suppress(ValueError):  # close() may come while a thread is at this

@@ -8,17 +8,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
 
 from batch_assets import ledger
 from batch_assets.crew import Crew
+from batch_assets.launcher import REQUEST_TAG
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.work_in_hand import WorkInHand
-from gpu_runner.fleet import FleetBook
+from gpu_runner.fleet import BookError, FleetBook
 from gpu_runner.heart import Heart
 from gpu_runner.workload import Workload
 from resources.fleet import FleetConfigError, GpuFleet, Requirement
@@ -27,6 +29,7 @@ from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
 
 ENDPOINT_TAG = "batch/endpoint"
+BACKFILL_ID_TAG = "dagster/backfill"  # dagster/_core/storage/tags.py
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
@@ -70,7 +73,7 @@ def generate_rows(
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
-            run = RangeRun(store, manifest, plan, identity)
+            run = RangeRun(store, manifest, plan, identity, fence=lambda: _may_write(book, heart))
             need = _requirement(context, spec, run, WorkInHand(spec, store, folder).look)
             _generate(context, fleet, book, heart, need, run)
     yield from ()
@@ -127,8 +130,26 @@ def _requirement(
         objective=hardware.objective,
         max_model_len=hardware.max_model_len,
         declared=hardware.declared(run.generation.model),
-        work=Remembered(work, WORK_SECONDS),
+        work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
+
+
+def _work(context: dg.AssetExecutionContext, run: RangeRun, look: Callable[[], Workload]) -> Workload:
+    """What an instance is rented for: the rest of the dataset when that was asked for, else this run's rows.
+
+    An instance passes from run to run, so its boot is shared. Rows that are generated anew are missing nowhere.
+    """
+    whole, own = look(), max(1, run.rows - run.progress().rows_done)
+    asked_for = context.run.tags.keys() & {REQUEST_TAG, BACKFILL_ID_TAG}
+    return replace(whole, rows=max(own, whole.rows) if asked_for else own)
+
+
+def _may_write(book: FleetBook, heart: Heart) -> bool:
+    """The book knows this run as living; asked of the book, because a stopped process wakes up knowing nothing."""
+    try:
+        return book.beat(heart.run_id, heart.state, heart.note, heart.rows_done())
+    except BookError:
+        return False
 
 
 class Remembered:

@@ -165,10 +165,23 @@ class Stack:
             _close(child)
         for child in self._children:
             _end(child)
-        _end_instances(self.home)
+        self._end_instances()
         if self._lock:
             self._lock.truncate(0)
             self._lock.close()
+
+    def _end_instances(self) -> None:
+        """End what was rented on this machine; what cannot be ended here ends itself when nobody looks after it."""
+        if not (self.home / "cloud.db").exists():
+            return
+        from batch_assets.fleet_command import the_fleet
+
+        try:
+            fleet = the_fleet()
+            with fleet.open_book() as book:
+                fleet.down(book, here=True)
+        except Exception as error:
+            sys.stderr.write(f"instances are left to end themselves: {type(error).__name__}: {error}\n")
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the webserver has loaded the definitions. Raises StackError with what the code server said."""
@@ -200,17 +213,6 @@ class Stack:
                     if child.process.stdin:
                         child.process.stdin.close()
                     self._start(child)
-
-
-def _end_instances(home: Path) -> None:
-    """End what was rented on this machine: nobody would look after it, and after some minutes it would end itself."""
-    if not (home / "cloud.db").exists():
-        return
-    from batch_assets.fleet_command import the_fleet
-
-    fleet = the_fleet()
-    with fleet.open_book() as book:
-        fleet.down(book, here=True)
 
 
 def _dagster(module: str, options: str, *words: str) -> list[str]:

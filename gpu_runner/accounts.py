@@ -7,6 +7,7 @@ holder's last word and the end of its lease (it died, or the machine did) is was
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,24 +101,34 @@ def split_bill(line: Timeline, now: float) -> tuple[Split, list[float]]:
         return (Split(wasted=whole) if line.failed else Split(booting=whole)), [0.0] * len(line.leases)
     ready = min(max(line.ready_at, line.created_at), end)
     useful: list[float] = []
-    wasted = covered = 0.0
+    wasted = covered = all_useful = 0.0
     frontier = ready  # the furthest that any lease so far reaches; `covered` is the length of their union
-    for number, lease in enumerate(line.leases):
+    for lease, next_begins in zip(line.leases, _next_begins(line.leases), strict=True):
         start = min(max(lease.acquired_at, ready), end)
         stop = max(start, min(end, now if lease.ended_at is None else lease.ended_at))
         covered += max(0.0, stop - max(start, frontier))
         frontier = max(frontier, stop)
-        room = max(0.0, min(stop - start, covered - sum(useful) - wasted))
-        lost = min(room, _lost(lease, start, stop, line.leases[number + 1 :]))
+        room = max(0.0, min(stop - start, covered - all_useful - wasted))
+        lost = min(room, _lost(lease, start, min(stop, next_begins)))
         useful.append(min(lease.useful_seconds, room - lost))
+        all_useful += useful[-1]
         wasted += lost + min(lease.wasted_seconds, room - lost - useful[-1])
-    idle = max(0.0, end - ready - sum(useful) - wasted)
-    return Split(ready - line.created_at, sum(useful), idle, wasted), useful
+    idle = max(0.0, end - ready - all_useful - wasted)
+    return Split(ready - line.created_at, all_useful, idle, wasted), useful
 
 
-def _lost(lease: LeaseSpan, start: float, stop: float, later: Sequence[LeaseSpan]) -> float:
+def _next_begins(leases: Sequence[LeaseSpan]) -> list[float]:
+    """For each lease, when the first of those after it was acquired."""
+    found: list[float] = []
+    first = math.inf
+    for lease in reversed(leases):
+        found.append(first)
+        first = min(first, lease.acquired_at)
+    return found[::-1]
+
+
+def _lost(lease: LeaseSpan, start: float, stop: float) -> float:
     """Seconds from the holder's last word to the lease's end in which nobody else held the instance."""
     if lease.ended_at is None:
         return 0.0
-    until = min([stop, *(other.acquired_at for other in later)])
-    return max(0.0, until - max(start, lease.renewed_at))
+    return max(0.0, stop - max(start, lease.renewed_at))

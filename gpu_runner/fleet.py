@@ -39,6 +39,10 @@ __all__ = [
 RunState = Literal["waiting", "leased", "ended"]
 
 
+# Whatever the database says no with: it is away, locked, or full.
+BookError = sa.exc.SQLAlchemyError
+
+
 @dataclass(frozen=True, slots=True)
 class RunBeat:
     """A run's heartbeat row: its worker's host and process id; `age` is seconds since the last beat by the database."""

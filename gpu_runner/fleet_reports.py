@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import sqlalchemy as sa
 
-from gpu_runner.accounts import InstanceCost, LeaseSpan, Split, Timeline, split_bill, usd_per_second
+from gpu_runner.accounts import InstanceCost, LeaseSpan, Timeline, split_bill, usd_per_second
 from gpu_runner.fleet_tables import INSTANCES, LEASES, Tables
 from gpu_runner.instances import InstanceState, existed
 from gpu_runner.leases import Lease
 from gpu_runner.speed import LengthMix, Measurement
+
+MANY = 500  # names that go into one query
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +118,49 @@ class Reports(Tables):
 
     def _instances(self, which: sa.ColumnElement[bool]) -> list[Instance]:
         with self._reading() as (connection, now):
-            rows, leases = _load(connection, which)
-        return [_instance(row, leases[row["name"]], now) for row in rows]
+            rows = connection.execute(_in_order(which)).mappings().all()
+            standing = _standing(connection, [row["name"] for row in rows], now)
+        return [_instance(row, standing[row["name"]], now) for row in rows]
 
 
 Row = sa.RowMapping
 
 
+@dataclass(slots=True)
+class _Standing:
+    """An instance's live leases, and of all its leases the newest epoch and the last end."""
+
+    live: list[Row] = field(default_factory=list)
+    epoch: int = 0
+    last_end: float = 0.0
+
+
+def _in_order(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    return sa.select(INSTANCES).where(which).order_by(INSTANCES.c.created_at, INSTANCES.c.name)
+
+
+def _standing(connection: sa.Connection, names: Sequence[str], now: float) -> dict[str, _Standing]:
+    found: dict[str, _Standing] = defaultdict(_Standing)
+    few = LEASES.c.instance.in_(names) if len(names) <= MANY else sa.true()
+    end = sa.func.max(sa.func.coalesce(LEASES.c.released_at, LEASES.c.expires_at))
+    query = sa.select(LEASES.c.instance, sa.func.max(LEASES.c.epoch), end).where(few).group_by(LEASES.c.instance)
+    for name, epoch, last_end in connection.execute(query):
+        found[name].epoch, found[name].last_end = epoch, last_end
+    live = sa.select(LEASES).where(few & LEASES.c.released_at.is_(None) & (LEASES.c.expires_at > now))
+    for lease in connection.execute(live.order_by(LEASES.c.instance, LEASES.c.epoch)).mappings():
+        found[lease["instance"]].live.append(lease)
+    return found
+
+
+def _ended_at(row: Row) -> float | None:
+    """When the bill ended; an instance that never existed was not billed."""
+    ended_at: float | None = row["ended_at"]
+    return row["created_at"] if ended_at is not None and not existed(row) else ended_at
+
+
 def _load(connection: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Sequence[Row], dict[str, list[Row]]]:
     """Instances, and their leases in the order of epochs."""
-    query = sa.select(INSTANCES).where(which).order_by(INSTANCES.c.created_at, INSTANCES.c.name)
-    rows = connection.execute(query).mappings().all()
+    rows = connection.execute(_in_order(which)).mappings().all()
     names = sa.select(INSTANCES.c.name).where(which)
     leases: dict[str, list[Row]] = defaultdict(list)
     query = sa.select(LEASES).where(LEASES.c.instance.in_(names)).order_by(LEASES.c.instance, LEASES.c.epoch)
@@ -142,9 +177,6 @@ def _end(lease: Row, now: float) -> float | None:
 
 
 def _timeline(row: Row, leases: Sequence[Row], now: float) -> Timeline:
-    ended_at = row["ended_at"]
-    if ended_at is not None and not existed(row):
-        ended_at = row["created_at"]  # nothing was rented
     spans = [
         LeaseSpan(
             acquired_at=lease["acquired_at"],
@@ -155,7 +187,7 @@ def _timeline(row: Row, leases: Sequence[Row], now: float) -> Timeline:
         )
         for lease in leases
     ]
-    return Timeline(row["created_at"], row["ready_at"], ended_at, row["state"] in ("ending", "ended"), spans)
+    return Timeline(row["created_at"], row["ready_at"], _ended_at(row), row["state"] in ("ending", "ended"), spans)
 
 
 def _cost(row: Row, leases: Sequence[Row], now: float) -> InstanceCost:
@@ -172,16 +204,15 @@ _COST_COLUMNS = [name for name in InstanceCost.__dataclass_fields__ if name in I
 _INSTANCE_COLUMNS = [name for name in Instance.__dataclass_fields__ if name in INSTANCES.c]
 
 
-def _instance(row: Row, leases: Sequence[Row], now: float) -> Instance:
+def _instance(row: Row, leases: _Standing, now: float) -> Instance:
     def age(moment: float | None) -> float | None:
         return None if moment is None else max(0.0, now - moment)
 
-    seconds: Split = split_bill(_timeline(row, leases, now), now)[0]
-    standing = [lease for lease in leases if _end(lease, now) is None]
-    holding = next((lease for lease in standing if lease["draining_at"] is None), None)
+    holding = next((lease for lease in leases.live if lease["draining_at"] is None), None)
     idle = None
-    if row["state"] == "ready" and not standing:
-        idle = age(max([row["ready_at"], *(_end(lease, now) or 0.0 for lease in leases)]))
+    if row["state"] == "ready" and not leases.live:
+        idle = age(max(row["ready_at"], leases.last_end))
+    billed = max(0.0, (_ended_at(row) or now) - row["created_at"])
     return Instance(
         **{name: row[name] for name in _INSTANCE_COLUMNS},
         seen=row["seen_at"] is not None,
@@ -196,9 +227,9 @@ def _instance(row: Row, leases: Sequence[Row], now: float) -> Instance:
         idle_seconds=idle,
         lease=None if holding is None else _lease(holding),
         lease_age=None if holding is None else age(holding["acquired_at"]),
-        draining=tuple(_lease(lease) for lease in standing if lease["draining_at"] is not None),
-        epoch=max((lease["epoch"] for lease in leases), default=0),
-        usd=seconds.total * usd_per_second(row["price_per_hour"], row["clock"]),
+        draining=tuple(_lease(lease) for lease in leases.live if lease["draining_at"] is not None),
+        epoch=leases.epoch,
+        usd=billed * usd_per_second(row["price_per_hour"], row["clock"]),
     )
 
 

@@ -84,6 +84,12 @@ class Heart:
         with self._guard:
             self._held[lease] = _Held(lease, asked_at, spent)
 
+    def account(self, lease: Lease, spent: Callable[[], Spent]) -> None:
+        """From now on write down what this says of a lease that is held already; its time is not touched."""
+        with self._guard:
+            if (held := self._held.get(lease)) is not None:
+                held.spent = spent
+
     def let_go(self, lease: Lease) -> None:
         """Stop renewing: the lease is given back or lost."""
         with self._guard:
@@ -104,7 +110,7 @@ class Heart:
         while not self._stop.wait(self.interval) and not self.ended.is_set():
             try:
                 self._beat()
-            except sa.exc.SQLAlchemyError as error:
+            except (sa.exc.SQLAlchemyError, OSError) as error:
                 log.warning("heartbeat of run %s not written: %s", self.run_id, type(error).__name__)
             with self._guard:
                 for held in self._held.values():

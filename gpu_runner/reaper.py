@@ -49,6 +49,7 @@ class _Round:
     def __init__(self, book: FleetBook, provider: Provider, tag: str, missing_seconds: float) -> None:
         self.book, self.provider, self.tag, self.missing_seconds = book, provider, tag, missing_seconds
         self.said: list[str] = []
+        self._all: dict[str, Instance] | None = None
 
     def run(self) -> list[str]:
         """Compare and settle; returns what was done."""
@@ -76,8 +77,9 @@ class _Round:
 
     def _settled(self, name: str) -> Instance | None:
         """The row of a machine that has ended in the book; None when the book knows no such machine here."""
-        row = self.book.instance(name)
-        return row if row is not None and row.provider == self.provider.name else None
+        if self._all is None:
+            self._all = {row.name: row for row in self.book.fleet(ended=True) if row.provider == self.provider.name}
+        return self._all.get(name)
 
     def _ended(self, row: Instance | None, machine: Machine) -> None:
         if row is not None and (row.state != "ended" or row.end_unproven):

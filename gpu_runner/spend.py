@@ -32,10 +32,16 @@ class Spending:
         self._useful = 0.0
         self._wasted = 0.0
         self._rows = self._prompt_tokens = self._completion_tokens = 0
+        self._succeeded = False
+
+    def succeed(self, now: float) -> None:
+        """Another run holds the engine now, and pays for it; our last rows share what has come together so far."""
+        self._accrue(now)
+        self._since, self._succeeded = None, True
 
     def begin(self, now: float) -> None:
         """A row was submitted."""
-        if self._since is None:
+        if self._since is None and not self._succeeded:
             self._since = now
 
     def settle(self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float) -> float | None:

@@ -131,7 +131,12 @@ class FleetConfig(BaseModel):
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
             raise FleetConfigError(f"{path}: {problems}") from None
-        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)  # never the line itself: it may hold a secret
+            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+            said = getattr(error, "problem", None) or type(error).__name__
+            raise FleetConfigError(f"{path}: {where}expected YAML, found: {said}") from None
+        except (OSError, UnicodeDecodeError) as error:
             raise FleetConfigError(f"{path}: expected YAML, found: {error}") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import time
@@ -16,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.choice import MEMORY, NO_CAPACITY, OfferFailure, Pace, choose, consider_move, explain
+from gpu_runner.choice import MEMORY, NO_CAPACITY, OfferFailure, choose, explain
 from gpu_runner.fleet import FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
+from gpu_runner.model_facts import Placement
 from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking
 from gpu_runner.providers.base import EngineOrder, NoCapacity, Provider, ProviderError, ProviderUnclear
-from gpu_runner.providers.local import EngineStartError, answers
+from gpu_runner.providers.local import EngineStartError, answers, served_length
 from gpu_runner.rows import Task
 from gpu_runner.speed import LengthMix, Measurement
 from gpu_runner.spend import Spending
@@ -29,11 +31,16 @@ from gpu_runner.workload import Workload
 from resources.fleet_config import EngineConfig, FleetConfig
 from resources.market import ANY_OFFER, Market
 from resources.models import DeclaredModel
+from resources.moving import Decision, Present, find_move
 
 WAIT_SECONDS = 0.2
 FAILED_STARTS = 3
+HEALTH_TRIES = 3
+WARM = "fleet"  # source of an instance that stands ready, as an offer
+UNKNOWN_SLOTS = 256
 MEASURE_SECONDS = 10.0
-MEASURED_SECONDS = 5.0  # of useful time, before an instance's own speed is believed
+# Rows per slot before an instance's own speed is believed: those in flight count in its time and not in its rows.
+MEASURED_SLOTS = 8
 UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "assumed")
 
 Pause = Callable[[float], None]
@@ -59,20 +66,6 @@ class Requirement:
         """Instances with this key serve the same: model, kind of task, and how the engine is started."""
         kind = "embedding" if self.task == "embedding" else "generate"
         return hashlib.sha256(f"{self.model}\0{kind}\0{self.max_model_len}".encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A move to another offer that pays, and the figures it rests on. Speeds are per second of the provider's clock."""
-
-    instance: str
-    old: Offer
-    new: Offer
-    tokens_left: float
-    old_tokens_per_second: float
-    new_tokens_per_second: float
-    saved_usd: float
-    sentence: str
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +125,7 @@ def instance_offer(instance: Instance) -> Offer:
         boot_seconds=0.0,
         reliability=1.0,
         observed_at=time.time(),
-        source="fleet",
+        source=WARM,
     )
 
 
@@ -222,10 +215,12 @@ class Renter:
         """Only the last rows are with the engine: the next run may have it beside them. True once that is said."""
         return leased.own or self.book.drain(leased.lease)
 
-    def notice(self, leased: LeasedEngine) -> float | None:
-        """Seconds until the instance is taken away, if its provider gave notice."""
+    def look(self, leased: LeasedEngine) -> tuple[float | None, bool]:
+        """Seconds until the instance is taken away, if its provider gave notice; and whether another run has it now."""
         instance = self.book.instance(leased.name)
-        return None if instance is None else instance.notice_seconds
+        if instance is None:
+            return None, False
+        return instance.notice_seconds, instance.epoch > leased.epoch
 
     # engines that stand in fleet.yaml
 
@@ -308,68 +303,88 @@ class Renter:
 
     # moving
 
-    def better(self, need: Requirement, leased: LeasedEngine) -> Decision | None:
-        """An offer to which it pays to move what is left, by the break-even rule; the one that saves most."""
+    def better(self, need: Requirement, leased: LeasedEngine, rows_left: int) -> Decision | None:
+        """A move that pays (resources/moving.py); `rows_left` are this run's."""
         assert leased.offer is not None
-        work, old = need.work(), leased.offer
-        tokens = work.tokens / max(1, self.book.instances(need.dataset))
-        ranking = self.ranking(need, work)
-        failures = self.book.offer_failures(MEMORY.horizon)
-        estimates = {_hardware(one.offer): one for one in self.ranking(need, work, ()).ranked}
-        known = next((one for one in ranking.ranked if _hardware(one.offer) == _hardware(old)), None)
-        spent = leased.spending.spent()
-        speed = None if known is None else known.speed.tokens_per_second
-        if spent.useful_seconds * leased.clock >= MEASURED_SECONDS:
+        work, spent = need.work(), leased.spending.spent()
+        slots = leased.max_num_seqs or UNKNOWN_SLOTS
+        speed = None
+        if spent.rows >= MEASURED_SLOTS * slots and spent.useful_seconds > 0:
             speed = (spent.prompt_tokens + spent.completion_tokens) / (spent.useful_seconds * leased.clock)
-        if not speed:
-            return None
-        own = estimates.get(_hardware(old))
-        factor = speed / own.speed.tokens_per_second if own else 1.0
-        best: Decision | None = None
-        for one in choose(ranking, failures):
-            offer = one.offer
-            if _hardware(offer) == _hardware(old):
-                pace = speed
-            elif one.speed.basis == "estimate":
-                pace = one.speed.tokens_per_second * factor  # as far off as the estimate of ours was
-            else:
-                pace = one.speed.tokens_per_second
-            price = offer.price_per_hour * MEMORY.penalty(offer, failures)
-            move = consider_move(tokens, Pace(old.price_per_hour, speed), Pace(price, pace, offer.boot_seconds))
-            if move.worth and (best is None or move.saved_usd > best.saved_usd):
-                sentence = f"{leased.name}: from {old.name} to {offer.name}: {move.reason}"
-                best = Decision(leased.name, old, offer, tokens, speed, pace, move.saved_usd, sentence)
-        return best
+        present = Present(
+            leased.name,
+            leased.offer,
+            speed,
+            work.tokens / max(1, self.book.instances(need.dataset)),
+            rows_left * work.mix.tokens,
+        )
+        warm = [instance_offer(one) for one in self._warm_instances(need) if one.name != leased.name]
+        failures = self.book.offer_failures(MEMORY.horizon)
+        return find_move(present, self.ranking(need, work), self.ranking(need, work, ()), warm, failures)
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause
     ) -> LeasedEngine:
         """Lease what the decision names, beside the engine that is to be left. Raises NotRented: then stay."""
         limit = max(1, self.book.instances(need.dataset))
-        found = self.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
+        if decision.new.boot_seconds == 0 and decision.new.source == WARM:
+            found = self._warm(need, limit, leased.lease, decision.new.price_per_hour)
+        else:
+            found = self.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
         if found is None:
             raise NotRented("the fleet holds all instances that it may have")
         found.why = decision.sentence
         return found
 
-    def _warm(self, need: Requirement, limit: int, old: Lease | None) -> LeasedEngine | None:
-        """The best warm instance that answers; one that does not is ended."""
-        fitting = [one for one in self.book.warm(need.engine_key) if not need.accept.reasons(instance_offer(one))]
-        for instance in sorted(fitting, key=lambda one: one.price_per_hour):
+    def _warm(
+        self, need: Requirement, limit: int, old: Lease | None, most_per_hour: float = math.inf
+    ) -> LeasedEngine | None:
+        """The cheapest warm instance that answers and takes rows as long as ours; a dead one is ended."""
+        for instance in self._warm_instances(need):
+            if instance.price_per_hour > most_per_hour or (old is not None and instance.name == old.instance):
+                continue
+            assert instance.endpoint is not None
             asked_at = self.heart.now()
             lease = self.book.try_lease(
                 instance.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit, replaces=old
             )
             if lease is None:
                 continue
-            assert instance.endpoint is not None
-            if answers(instance.endpoint):
-                leased = self._leased(lease, asked_at, instance, instance_offer(instance))
+            self.heart.hold(lease, asked_at)
+            if any(answers(instance.endpoint) for _ in range(HEALTH_TRIES)):
+                leased = self._leased(lease, instance, instance_offer(instance))
                 leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
                 return leased
+            self.heart.let_go(lease)
             self.book.give_up(lease, "its engine does not answer")
             self._end(instance.name, "its engine does not answer")
         return None
+
+    def _warm_instances(self, need: Requirement) -> list[Instance]:
+        """Instances that may be leased at once for this work, cheapest first."""
+        found = [one for one in self.book.warm(need.engine_key) if one.provider in self.providers]
+        found = [one for one in found if not need.accept.reasons(instance_offer(one))]
+        return [one for one in found if self._takes_rows(one, need)]
+
+    def _takes_rows(self, instance: Instance, need: Requirement) -> bool:
+        """Whether its engine takes rows as long as ours: it may have been started with less context than the model has.
+
+        What a new instance of the same kind would take is enough: longer rows fit nowhere.
+        """
+        if self.market.simulates(instance.provider) or instance.endpoint is None:
+            return True
+        served = served_length(instance.endpoint)
+        if served is None:
+            return True
+        placed = self._placement(need, instance_offer(instance))
+        if placed is None:
+            return True  # nothing is known of the model: whoever set up the machine knows
+        longest, most = need.work().longest, placed.max_model_len or self._context(need)
+        return served >= (longest if most is None else min(longest, most))
+
+    def _context(self, need: Requirement) -> int | None:
+        with self._market_guard:
+            return self.market.model(need.model, need.declared).context
 
     def rent(
         self,
@@ -425,7 +440,7 @@ class Renter:
             raise
         instance = book.instance(lease.instance)
         assert instance is not None
-        return self._leased(lease, asked_at, instance, offer, hold=False)
+        return self._leased(lease, instance, offer)
 
     def _create(self, provider: Provider, offer: Offer, order: EngineOrder, lease: Lease) -> None:
         answered = True
@@ -445,9 +460,16 @@ class Renter:
 
     def _order(self, need: Requirement, offer: Offer) -> EngineOrder:
         """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
+        placed = self._placement(need, offer)
+        if placed is None:
+            return EngineOrder(need.model, need.task)
+        flags = () if self.market.simulates(offer.provider) else placed.arguments()
+        return EngineOrder(need.model, need.task, placed.slots, flags)
+
+    def _placement(self, need: Requirement, offer: Offer) -> Placement | None:
         work = need.work()
         with self._market_guard:
-            placed = self.market.placement(
+            return self.market.placement(
                 offer,
                 need.model,
                 need.task,
@@ -456,21 +478,14 @@ class Renter:
                 max_model_len=need.max_model_len,
                 declared=need.declared,
             )
-        if placed is None:
-            return EngineOrder(need.model, need.task)
-        if self.market.simulates(offer.provider):
-            return EngineOrder(need.model, need.task, placed.slots)
-        return EngineOrder(need.model, need.task, placed.slots, placed.arguments())
 
     def _boot_seconds(self, offer: Offer, provider: Provider) -> float:
         """Real seconds that a boot may take: three times what the offer says, and at least a minute."""
         return max(60.0, 3 * offer.boot_seconds / provider.clock, self.config.start_seconds / provider.clock)
 
-    def _leased(
-        self, lease: Lease, asked_at: float, instance: Instance, offer: Offer, *, hold: bool = True
-    ) -> LeasedEngine:
+    def _leased(self, lease: Lease, instance: Instance, offer: Offer) -> LeasedEngine:
         spending = Spending(instance.price_per_hour / HOUR * instance.clock)
-        self.heart.hold(lease, asked_at, spending.spent)
+        self.heart.account(lease, spending.spent)
         assert instance.endpoint is not None
         return LeasedEngine(
             lease=lease,
@@ -490,19 +505,17 @@ class Renter:
         instance = self.book.instance(name)
         if instance is None or instance.state != "ending":
             return
+        if (provider := self.providers.get(instance.provider)) is None:
+            return
         with contextlib.suppress(ProviderError, ProviderUnclear):
-            self.providers[instance.provider].terminate(name)
-            seen = [one for one in self.providers[instance.provider].list(name) if one.name == name]
+            provider.terminate(name)
+            seen = [one for one in provider.list(name) if one.name == name]
             if seen and seen[0].state == "ended":
                 self.book.ended(name, seen[0].ended_seconds, reason)
 
 
 def _short(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:200]
-
-
-def _hardware(offer: Offer) -> tuple[str, int, int]:
-    return offer.gpu, round(offer.gpu_memory_gib), offer.gpus
 
 
 def _why_none(ranking: Ranking, failures: Sequence[OfferFailure]) -> str:

@@ -16,11 +16,12 @@ from snapshots import MODEL, questions, write_snapshot
 from batch_assets.crew import Crew
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
-from gpu_runner.fleet import Lease
+from gpu_runner.fleet import BookError, Lease
 from gpu_runner.offers import Offer
 from gpu_runner.providers.local import EngineStartError
+from resources.moving import Decision
 from resources.objects import Objects, open_objects
-from resources.renting import Decision, LeasedEngine, NotRented, Requirement
+from resources.renting import LeasedEngine, NotRented, Requirement
 from resources.store import DatasetStore
 
 OFFER = Offer("sim", "r", "h100", "H100", 1, 80, False, 3.0, 60.0, 1.0, 0.0, "test")
@@ -51,13 +52,16 @@ class Renter:
         self.handed_on: list[str] = []
         self.notices: dict[str, float] = {}
         self.offers_better = False
-        self.hold_on = False
+        self.hold_on = self.away = False
+        self.succeeded: set[str] = set()
         self.asked = 0
 
     def acquire(
         self, need: Requirement, *, say: Any, pause: Callable[[float], None], replaces: LeasedEngine | None = None
     ) -> LeasedEngine:
         self.asked += 1
+        if self.away:
+            raise BookError
         while self.hold_on or not self.waiting:
             pause(0.02)
         engine = self.waiting.pop(0)
@@ -69,7 +73,7 @@ class Renter:
     def move(self, need: Requirement, leased: LeasedEngine, decision: Decision, **more: Any) -> LeasedEngine:
         return self.acquire(need, say=more["say"], pause=more["pause"], replaces=leased)
 
-    def better(self, need: Requirement, leased: LeasedEngine) -> Decision | None:
+    def better(self, need: Requirement, leased: LeasedEngine, rows_left: int) -> Decision | None:
         if not self.offers_better:
             return None
         self.offers_better = False
@@ -79,11 +83,15 @@ class Renter:
         self.released.append((leased.name, reason, retire))
 
     def hand_on(self, leased: LeasedEngine) -> bool:
+        if self.away:
+            raise BookError
         self.handed_on.append(leased.name)
         return True
 
-    def notice(self, leased: LeasedEngine) -> float | None:
-        return self.notices.get(leased.name)
+    def look(self, leased: LeasedEngine) -> tuple[float | None, bool]:
+        if self.away:
+            raise BookError
+        return self.notices.get(leased.name), leased.name in self.succeeded
 
 
 class Job:
@@ -151,7 +159,7 @@ def requests(engine: SimulatedEngine) -> int:
 def test_one_engine_does_it_all_is_handed_on_with_the_last_rows_and_given_back_once(tmp_path: Path):
     with engines(1, speed="50") as found, a_job(tmp_path, renter := Renter(*found)) as job:
         assert job.work() == ""
-    assert renter.handed_on == ["i1"]
+    assert len(renter.handed_on) == 1
     assert renter.released == [("i1", "done", False)]
     assert job.run.missing() == []
 
@@ -174,6 +182,7 @@ def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
         renter.offers_better = True
         assert job.work() == ""
     assert renter.released == [("i1", "done", False)]
+    assert job.decisions == []  # nothing was saved
     assert any("stays on i1: no capacity" in text for text in job.said)
 
 
@@ -263,3 +272,37 @@ def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_pat
         reason = job.work()
     assert reason is not None
     assert "another" in reason
+
+
+def test_a_database_that_is_away_fails_nobody_whose_rows_flow(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, renter := Renter(*found)) as job:
+        renter.away = True
+        job.work(until=lambda: renter.asked >= 2)
+        renter.away = False
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.away = True
+        job.work(until=lambda: job.run.progress().rows_done > 100)
+        renter.away = False
+        assert job.work() == ""
+    assert len(renter.handed_on) == 1
+
+
+def test_an_engine_that_is_being_left_is_not_handed_on(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := Renter(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.offers_better = True
+        assert job.work() == ""
+    assert "i1" not in renter.handed_on
+
+
+def test_once_another_run_has_the_engine_ours_pays_no_more(tmp_path: Path):
+    with engines(1, speed="1") as found, a_job(tmp_path, renter := Renter(*found), rows=60) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        spending = job.crew.shifts[0].leased.spending
+        renter.succeeded.add("i1")
+        job.work(until=lambda: job.crew.shifts and job.crew.shifts[0].succeeded)
+        time.sleep(0.3)
+        at, then = time.monotonic(), spending.spent().useful_seconds
+        assert job.work() == ""
+        assert time.monotonic() - at > 1
+        assert spending.spent().useful_seconds - then < 1  # what had come together is shared, nothing is added

@@ -202,15 +202,15 @@ def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fail
     renter = site.renter()
     leased = site.acquire(renter)
     assert leased.instance_type == "h100"
-    assert renter.better(NEED, leased) is None
+    assert renter.better(NEED, leased, 100_000) is None
     site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
     time.sleep(2.1)  # the market keeps an answer for two seconds
-    decision = renter.better(NEED, leased)
+    decision = renter.better(NEED, leased, 100_000)
     assert decision is not None
     assert decision.new.instance_type == "cheap"
     assert decision.saved_usd > 0
     assert "move and save" in decision.sentence
-    assert renter.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased) is None
+    assert renter.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased, 100_000) is None
     new = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert len(site.running()) == 2
     renter.release(leased, retire=True)

@@ -43,6 +43,19 @@ def test_what_no_row_took_when_the_engine_is_lost_is_wasted() -> None:
     assert spent.wasted_seconds > 3
 
 
+def test_who_is_succeeded_pays_no_more_and_its_last_rows_share_what_there_is():
+    first, second = Spending(1.0), Spending(1.0)
+    for _ in range(2):
+        first.begin(0)
+    first.settle(0, 10, 1, 4)
+    first.succeed(5)
+    second.begin(5)
+    first.begin(6)
+    first.settle(0, 10, 0, 9)
+    second.settle(0, 10, 0, 9)
+    assert first.spent().useful_seconds + second.spent().useful_seconds == pytest.approx(9)
+
+
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 1000))
 def test_shares_add_up_to_the_busy_time(rows: int, slots: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -27,7 +27,7 @@ from gpu_runner.providers.host import ALIVE
 from gpu_runner.providers.local import EngineStartError
 from gpu_runner.providers.register import MARK, HostPlan, MachineRecord, MachineRegister, kill_marked
 
-KEEP_SECONDS = 7 * 86_400.0  # how long `list` still shows what has ended
+KEEP_SECONDS = 86_400.0  # how long `list` still shows what has ended
 LOG_SECONDS = 7 * 24 * 3600.0
 STEP_SECONDS = 0.1
 START_SECONDS = 4.0  # a host starts in 0.1 s on an idle computer
@@ -148,7 +148,7 @@ class Hosting:
         return int(found)
 
     def machines(self, tag: str, lag: float = 0.0) -> list[Machine]:
-        """Machines by tag, ended ones for ten minutes. What is younger than `lag` seconds is not seen yet."""
+        """Machines by tag, ended ones for a day. What is younger than `lag` seconds is not seen yet."""
         with self._written():
             self.register.close_dead()
             found = self.register.machines(self.provider, tag)

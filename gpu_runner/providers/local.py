@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import socket
 import subprocess
@@ -41,6 +42,16 @@ def answers(endpoint: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False
+
+
+def served_length(endpoint: str) -> int | None:
+    """Most tokens of a row as the engine's /v1/models says (vLLM's max_model_len); None when it does not."""
+    try:
+        with urllib.request.urlopen(f"{endpoint}/v1/models", timeout=2) as answer:
+            found = json.load(answer)["data"][0].get("max_model_len")
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
