@@ -230,3 +230,15 @@ def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits
         renter.acquire(replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)), say=site.said.append, pause=give_up)
     assert renter.heart.note.startswith("waiting: no suitable offer; ")
     assert "above 0.50" in renter.heart.note
+
+
+def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=1500) as site:  # 2.5 s of ours
+        renter = site.renter()
+        heart = Heart(site.book, "long", ttl=1.5, interval=0.2)
+        renter.heart = heart
+        with heart.beating("d", "00000", "00009"):
+            leased = site.acquire(renter)
+            assert heart.check(leased.lease)
+            assert leased.epoch == 1
+            renter.release(leased)
