@@ -219,7 +219,7 @@ def _with_model(cloud: SimulatedCloudConfig, need: Requirement) -> SimulatedClou
         weight_bytes=facts.weight_bytes,
         active_parameters=facts.active_parameters,
         kv_bytes_per_token=max(1.0, facts.kv_bytes_per_token),
-        max_model_len=min(known.context or SIMULATED_CONTEXT, SIMULATED_CONTEXT),
+        max_model_len=known.context or SIMULATED_CONTEXT,
         tensor_parallel=facts.tensor_parallel,
         fp8=facts.fp8,
     )

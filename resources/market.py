@@ -83,6 +83,10 @@ class Market:
         """Whether the provider only plays its machines."""
         return provider_name(provider) in self._simulated
 
+    def trusts(self, provider: str) -> bool:
+        """Whether the provider is a machine of the user's own."""
+        return provider_name(provider) in self._trusted
+
     def stock(self) -> Stock:
         """What can be rented now, before any wish of a dataset. Looked at anew every OFFERS_SECONDS."""
         now = self._clock()

@@ -369,22 +369,19 @@ class Renter:
     def _takes_rows(self, instance: Instance, need: Requirement) -> bool:
         """Whether its engine takes rows as long as ours: it may have been started with less context than the model has.
 
-        What a new instance of the same kind would take is enough: longer rows fit nowhere.
+        What a new instance of the same kind would take is enough: longer rows fit nowhere. Of a model that is not
+        known, and of machines of one's own, whoever set them up knows.
         """
-        if self.market.simulates(instance.provider) or instance.endpoint is None:
+        if self.market.trusts(instance.provider) or instance.endpoint is None:
             return True
-        served = served_length(instance.endpoint)
-        if served is None:
-            return True
-        placed = self._placement(need, instance_offer(instance))
-        if placed is None:
-            return True  # nothing is known of the model: whoever set up the machine knows
-        longest, most = need.work().longest, placed.max_model_len or self._context(need)
-        return served >= (longest if most is None else min(longest, most))
-
-    def _context(self, need: Requirement) -> int | None:
         with self._market_guard:
-            return self.market.model(need.model, need.declared).context
+            known = self.market.model(need.model, need.declared)
+        if known.knowledge == "assumed" or (served := served_length(instance.endpoint)) is None:
+            return True
+        if (placed := self._placement(need, instance_offer(instance))) is None:
+            return False
+        longest, most = need.work().longest, placed.max_model_len or known.context
+        return served >= (longest if most is None else min(longest, most))
 
     def rent(
         self,

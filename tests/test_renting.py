@@ -194,7 +194,7 @@ def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_th
     assert site.running() == []
     bills = {bill.name: bill.usd for bill in site.cloud.meter().bills()}
     for cost in site.book.costs():
-        assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05)
+        assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05, abs=0.03)  # 0.1 s of ours
 
 
 def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: Site):

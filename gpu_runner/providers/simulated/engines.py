@@ -34,7 +34,8 @@ def engine_command(
     One engine over the largest split s the instance allows, worth s × 0.9^log2(s) single GPUs. Seconds of a step, as
     in `gpu_runner.speed.estimate_speed`: weights = bytes / (0.8 bandwidth), a token = 2 active / (0.5 FLOP/s), a token
     of context = KV bytes / (0.8 bandwidth). KV cache: what 0.9 of the memory less 2 GiB per GPU leaves beside the
-    weights. A model that does not fit gets an engine that ends at its start, as vLLM does.
+    weights; the context is no longer than that. A model that does not fit gets an engine that ends at its start, as
+    vLLM does.
     """
     running = slots(offer, order)
     sheet = find_sheet(offer.gpu, offer.gpu_memory_gib)
@@ -51,7 +52,7 @@ def engine_command(
         "--speed": f"{clock:g}",
         "--max-num-seqs": str(running),
         "--max-num-batched-tokens": str(assumed.batched_tokens),
-        "--max-model-len": str(max_model_len),
+        "--max-model-len": str(min(max_model_len, kv_tokens) if kv_tokens else max_model_len),
         "--kv-tokens": str(kv_tokens),
         "--weights-ms": f"{facts.weight_bytes / bandwidth * 1e3:.6g}",
         "--token-us": f"{2 * facts.active_parameters / flops * 1e6:.6g}",
