@@ -48,6 +48,8 @@ def test_the_demo_makes_verifies_and_shows_a_table_and_the_second_time_costs_not
     assert "snapshot, 20 batch objects, catalog and table agree: 5,000 rows" in output
     table = next(line.removeprefix("table: ") for line in output.splitlines() if line.startswith("table: "))
     assert (Path(table) / "part-00000.parquet").exists()
+    bill = next(line.split() for line in output.splitlines() if line.strip().startswith("sim-"))
+    assert "5,000" in bill  # provider, GPU, instances, rows, $, $ per 1k rows, boot, idle, wasted
     assert output.count(" / ") >= 6  # three rows: topic / audience / format
 
     status, output = site.ask("demo", PATH="/usr/bin:/bin")
