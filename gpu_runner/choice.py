@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from gpu_runner.offers import HOUR, Offer, RankedOffer, Ranking, Refusal, merit, say
 
 NO_CAPACITY = "no capacity"
+LOST = "lost"  # it worked, and was lost: trusted less for a while, but asked at once when there is nothing better
 
 
 @dataclass(frozen=True, slots=True)
 class OfferFailure:
     """An instance of an offer (`Offer.name`) that was not to be had or was lost, `age` real seconds ago.
 
-    `reason`: NO_CAPACITY, or in words what went wrong.
+    `reason`: NO_CAPACITY, LOST, or in words what went wrong.
     """
 
     provider: str
@@ -50,10 +51,8 @@ class Memory:
 
     def pause(self, offer: Offer, failures: Iterable[OfferFailure]) -> tuple[float, str] | None:
         """Seconds for which the offer is still left alone, and after which failure; None when it may be asked."""
-        waits = [
-            ((self.no_capacity if one.reason == NO_CAPACITY else self.other) - one.age, one.reason)
-            for one in _of(offer, failures)
-        ]
+        seconds = {NO_CAPACITY: self.no_capacity, LOST: 0.0}
+        waits = [(seconds.get(one.reason, self.other) - one.age, one.reason) for one in _of(offer, failures)]
         longest = max(waits, default=(0.0, ""))
         return longest if longest[0] > 0 else None
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.choice import MEMORY, NO_CAPACITY, OfferFailure, choose, explain
+from gpu_runner.choice import LOST, MEMORY, NO_CAPACITY, OfferFailure, choose, explain
 from gpu_runner.fleet import FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
 from gpu_runner.model_facts import Placement
@@ -205,7 +205,7 @@ class Renter:
             self.book.release(leased.lease)
         elif retire:
             if lost:
-                self.book.offer_failed(leased.offer.provider, leased.offer.name, "lost")
+                self.book.offer_failed(leased.offer.provider, leased.offer.name, LOST)
             self.book.release(leased.lease, spent, reason=reason, retire=True)
             self._end(leased.name, reason)
         else:

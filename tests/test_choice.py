@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runner.choice import (
+    LOST,
     NO_CAPACITY,
     Memory,
     OfferFailure,
@@ -147,3 +148,9 @@ def test_a_move_never_raises_the_whole_bill(
 def test_a_pace_without_price_or_speed_is_an_error(wrong: Pace):
     with pytest.raises(ValueError, match="expected a price and a speed above 0"):
         consider_move(1.0, wrong, Pace(1, 1))
+
+
+def test_an_offer_that_was_lost_is_trusted_less_but_asked_at_once():
+    memory, lost = Memory(), OfferFailure(OFFER.provider, OFFER.name, 1.0, LOST)
+    assert memory.pause(OFFER, [lost]) is None
+    assert memory.penalty(OFFER, [lost]) > 1.5
