@@ -317,7 +317,7 @@ COST_KEYS = {
 
 
 def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spot = fleet(provider("sim-spot", 0.5, spot=True), provider("sim-sure", 1.0))
+    spot = fleet(provider("sim-spot", 0.5, spot=True), provider("sim-sure", 0.8))
     with platform(
         tmp_path, monkeypatch, dataset("rhymes", hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
@@ -330,7 +330,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
         assert {line["tries"] for line in table} == {1}
 
         first, second = instances(site)
-        assert second.provider == "sim-sure"  # an offer that was just lost is left alone for a while
+        assert second.provider == "sim-sure"  # an offer that was just lost counts for twice its price
         assert settled(site, first.name).machine_id
         again = {prompt for prompt, times in received(site).items() if times > 1}
         assert 0 < len(again) <= WINDOW
