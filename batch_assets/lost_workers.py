@@ -25,10 +25,10 @@ def lost_workers(
 
     Only those whose worker began before this process did: of younger ones this code server reports the end itself.
     """
-    if instance.run_launcher.supports_check_run_worker_health:
+    if label is None or instance.run_launcher.supports_check_run_worker_health:
         return
-    for run in instance.get_runs(dg.RunsFilter(statuses=UNDER_WAY)):
-        if run.run_id not in beating and run.tags.get(REPOSITORY_LABEL_TAG) == label:
+    for run in instance.get_runs(dg.RunsFilter(statuses=UNDER_WAY, tags={REPOSITORY_LABEL_TAG: label})):
+        if run.run_id not in beating:
             began, pid = _worker(instance, run.run_id)
             if pid is not None and began < born and not _is_there(pid):
                 yield run, pid
@@ -56,6 +56,6 @@ def _is_there(pid: int) -> bool:
 
 
 def repository_label(context: dg.SensorEvaluationContext) -> str | None:
-    """How runs of the sensor's own repository are tagged."""
+    """How runs of the sensor's own repository are tagged in the storage; None outside of a code server."""
     origin = context.code_location_origin
     return None if origin is None else f"{context.repository_name}@{origin.location_name}"

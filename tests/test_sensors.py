@@ -430,9 +430,9 @@ def test_a_publication_that_fails_again_and_again_is_left_to_people(site: Site):
 # watchdog
 
 
-def silent_run(site: Site, status: S, age: float = 100.0) -> str:
+def silent_run(site: Site, status: S, age: float = 100.0, **tags: str) -> str:
     """A run that beat `age` seconds ago for the last time, with a lease on the instance `gpu`."""
-    run_id = site.batches(status, "00000", "00003")
+    run_id = site.batches(status, "00000", "00003", **tags)
     site.book.begin_run(run_id, "d", "00000", "00003")
     site.book.try_lease("gpu", run_id, "d", 60)
     with site.book.engine.begin() as connection:
@@ -490,9 +490,13 @@ def test_one_silent_run_does_not_cost_the_others_their_lives(site: Site):
     assert (site.status(dead), site.status(alive)) == (S.FAILURE, S.STARTED)
 
 
+OWN = "__repository__@batch_assets"  # as the storage tags the runs of our code location
+
+
 def begun(site: Site, status: S, pid: int, *, beats: bool = False, **tags: str) -> str:
     """A run whose worker has said that it began; without a heartbeat unless it `beats`."""
-    run_id = silent_run(site, status, age=0) if beats else site.batches(status, "00000", "00003", **tags)
+    tags = {REPOSITORY_LABEL_TAG: OWN, **tags}
+    run_id = silent_run(site, status, age=0, **tags) if beats else site.batches(status, "00000", "00003", **tags)
     run = site.instance.get_run_by_id(run_id)
     site.instance.report_engine_event(f"Started process for run (pid: {pid}).", run, EngineEventData.in_process(pid))
     return run_id
@@ -503,6 +507,7 @@ def new_code_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code server was started again after all that a test has begun."""
     later = functools.partial(lost_workers, born=time.time() + 60)
     monkeypatch.setattr("batch_assets.sensors.lost_workers", later)
+    monkeypatch.setattr("batch_assets.sensors.repository_label", lambda context: OWN)
 
 
 @pytest.mark.parametrize(
@@ -526,14 +531,15 @@ def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: Site):
         begun(site, S.STARTED, os.getpid()),
         begun(site, S.STARTED, gone.pid, beats=True),
         begun(site, S.STARTED, gone.pid, **foreign),
-        site.batches(S.STARTING, "00000", "00003"),
+        site.batches(S.STARTING, "00000", "00003", **{REPOSITORY_LABEL_TAG: OWN}),
     ]
     before = [site.status(run_id) for run_id in runs]
     assert "1 runs, all of them alive" in site.reason("watchdog")
     assert [site.status(run_id) for run_id in runs] == before
 
 
-def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Site):
+def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("batch_assets.sensors.repository_label", lambda context: OWN)
     gone = subprocess.Popen(["true"])
     gone.wait()
     run_id = begun(site, S.STARTING, gone.pid)

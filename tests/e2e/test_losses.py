@@ -128,3 +128,30 @@ def test_a_worker_that_died_with_its_code_server_is_found_and_continued(
         assert continued_after < 60
         published(site, 180)
         check_table(site, 7473)
+
+
+def test_a_worker_that_died_with_its_code_server_before_it_began_is_found_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no heartbeat yet that could stop."""
+    with platform(tmp_path, monkeypatch, gsm8k(1000), simulator=["--speed", "10"]) as site:
+        site.launch_job("gsm8k_refresh")
+
+        def begun() -> dg.DagsterRun | None:
+            for run in site.rows_runs(dg.DagsterRunStatus.STARTING):
+                if any("Started process" in (entry.message or "") for entry in site.instance.all_logs(run.run_id)):
+                    return run
+            return None
+
+        run_id = eventually(begun, 120, "a worker that has begun", every=0.02).run_id
+        server = psutil.Process(site.stack.pids()["code-server"])
+        for process in [*server.children(recursive=True), server]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed_at = time.monotonic()
+        published(site, 120)
+        print(f"\npublished {time.monotonic() - killed_at:.0f} s after the end of all workers")
+        check_table(site, 1000)
+        run = site.instance.get_run_by_id(run_id)
+        assert run is not None and run.status == dg.DagsterRunStatus.FAILURE
+        assert site.worker(run_id) is None
