@@ -7,22 +7,20 @@ takes. What is there to be hit at that moment depends on the machine's speed, so
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import dagster as dg
 import psutil
 from machines import part
 
-from batch_assets.backfills import UNFINISHED
+from e2e.customer import Customer
 from e2e.harness import Platform
+from e2e.recovery import Recovery
 from e2e.witness import ObjectWatch
 from gpu_runner.fleet import Lease, RunBeat
 from gpu_runner.providers.register import MachineRecord, MachineRegister
@@ -31,7 +29,6 @@ from gpu_runner.providers.simulated.config import FaultRule
 from resources.fleet import GpuFleet
 
 TTL = 10.0
-STUCK_SECONDS = 30.0
 
 # Kinds of fault and how many of 300 each is.
 KINDS = {
@@ -97,22 +94,15 @@ class Stopped:
 
 @dataclass(eq=False)
 class Nemesis:
-    """Commits `wanted` faults on a platform, `pause` seconds apart on average.
-
-    Whenever fewer than `rows_ahead` rows are missing, the source grows by `rows_more`.
-    """
+    """Commits `wanted` faults on a platform, `pause` seconds apart on average, while its customer wants more rows."""
 
     site: Platform
     cloud: SimulatedCloud
-    source: Path
+    customer: Customer
     seed: int
     wanted: int
     pause: float
-    rows_more: int
-    rows_ahead: int
     faults: list[Fault] = field(default_factory=list)
-    refreshes: int = 0
-    rows: int = 0
     tried: int = 0
     accepted: list[str] = field(default_factory=list)
 
@@ -120,14 +110,13 @@ class Nemesis:
         self.rng = random.Random(self.seed)
         self.objects = ObjectWatch(self.site.home.parent / "store" / self.site.name / "batches")
         self.register = MachineRegister(self.site.home)
+        self.recovery = Recovery(self.site.store, self.cloud, self.objects, self.register)
         self.book = self.site.book()
         self._plan = plan(self.wanted, self.rng)
         self._began = time.time()
         self._stopped: list[Stopped] = []
-        self._sweeps: list[tuple[float, float]] = []
-        self._heard = 0
+        self._heard: set[Call] = set()
         self._looked_at = self._tended_at = 0.0
-        self._idle_since = time.time()
         self._weather_at = time.time() + 20
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["e2e.nemesis"])
@@ -187,7 +176,7 @@ class Nemesis:
                     fault.took = time.time() - fault.at
         if now - self._tended_at > 3:
             self._tended_at = now
-            self._tend(grow)
+            self.customer.tend(grow=grow)
         if grow and now > self._weather_at:
             self._weather_at = now + self.rng.uniform(10, 30)
             self._change_a_price()
@@ -204,48 +193,6 @@ class Nemesis:
             f"{fault.kind} {fault.target} at {fault.at - self._began:.0f} s: {fault.took:.0f} s" for fault in slowest
         ]
         return "\n".join([*lines, f"{'all':<24}{len(self.faults):>6}", "slowest:", *said])
-
-    # the operator: more rows, and a new request when one is used up
-
-    def grow(self) -> None:
-        """Append rows to the source and ask for them."""
-        numbers = range(self.rows, self.rows + self.rows_more)
-        with self.source.open("a") as file:
-            file.writelines(json.dumps({"id": f"r{number:06d}", "number": number}) + "\n" for number in numbers)
-        self.rows += self.rows_more
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Ask for what is missing."""
-        with contextlib.suppress(OSError, AssertionError, KeyError):  # the code server may be down: again, later
-            self.site.launch_job(f"{self.site.name}_refresh")
-            self.refreshes += 1
-            self._idle_since = time.time()
-
-    def missing(self) -> int:
-        """Batches of the current snapshot without an object."""
-        store = self.site.store
-        snapshot = store.current_snapshot()
-        if snapshot is None:
-            return 0
-        entries = store.entries(snapshot)
-        return len(entries) - len(store.current_objects(entries))
-
-    def behind(self) -> bool:
-        """The snapshot does not hold all rows of the source yet."""
-        snapshot = self.site.store.current_snapshot()
-        return snapshot is None or self.site.store.manifest(snapshot).rows < self.rows
-
-    def _tend(self, grow: bool) -> None:
-        unfinished = self.site.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
-        if unfinished:
-            self._idle_since = time.time()
-        asking = any(run.job_name == f"{self.site.name}_refresh" for run in unfinished)
-        missing, behind = self.missing(), self.behind()
-        if grow and not asking and not behind and missing * int(self.site.spec["batch_rows"]) < self.rows_ahead:
-            self.grow()
-        elif (missing or behind) and time.time() - self._idle_since > STUCK_SECONDS:
-            self.refresh()
 
     def _change_a_price(self) -> None:
         provider = self.rng.choice(sorted(self.cloud.providers.values(), key=lambda one: one.name))
@@ -290,7 +237,7 @@ class Nemesis:
         if (beat := self._worker()) is None:
             return None
         os.kill(beat.pid, signal.SIGKILL)
-        return Fault("run worker killed", beat.run_id[:8], time.time(), self._continued([beat], by_others=True))
+        return Fault("run worker killed", beat.run_id[:8], time.time(), self.recovery.continued([beat], by_others=True))
 
     def _stop_worker(self) -> Fault | None:
         if (beat := self._worker()) is None:
@@ -298,7 +245,7 @@ class Nemesis:
         os.kill(beat.pid, signal.SIGSTOP)
         now = time.time()
         self._stopped.append(Stopped(beat, now + self.rng.uniform(TTL + 3, 3 * TTL)))
-        return Fault("run worker stopped", beat.run_id[:8], now, self._continued([beat]))
+        return Fault("run worker stopped", beat.run_id[:8], now, self.recovery.continued([beat]))
 
     def _continue(self, stopped: Stopped) -> None:
         """Its leases have lapsed. What it may still try in their name must be refused, and is tried here too."""
@@ -329,8 +276,8 @@ class Nemesis:
             if child is not None:
                 beats = self._workers() if name == "code-server" else []
                 child.kill()
-                now, continued = time.time(), self._continued(beats, by_others=True)
-                return Fault(kind, str(child.pid), now, lambda: self._swept(now + 1) and continued())
+                now, continued = time.time(), self.recovery.continued(beats, by_others=True)
+                return Fault(kind, str(child.pid), now, lambda: self.recovery.swept(now + 1) and continued())
         return None
 
     def _kill_part(self, kind: str, module: str) -> Fault | None:
@@ -341,13 +288,13 @@ class Nemesis:
             part(record.id, module).kill()
         except (ValueError, psutil.Error):
             return None  # it has ended just now
-        return Fault(kind, record.name, time.time(), self._over(record, beats))
+        return Fault(kind, record.name, time.time(), self.recovery.over(record, beats))
 
     def _interrupt(self, kind: str, notice_seconds: float | None) -> Fault | None:
         record = self._machine()
         if record is None or not self.cloud.interrupt(record.provider, record.name, notice_seconds=notice_seconds):
             return None
-        return Fault(kind, record.name, time.time(), self._over(record, self._users(record)))
+        return Fault(kind, record.name, time.time(), self.recovery.over(record, self._users(record)))
 
     def _machine(self) -> MachineRecord | None:
         """A machine whose engine answers; rather one that is leased."""
@@ -373,54 +320,11 @@ class Nemesis:
         reaper.kill()
         reaper.join()
         now = time.time()
-        self._sweeps.append((began, now))
-        return Fault("reaper killed", str(reaper.pid), now, lambda: self._swept(now))
-
-    # recovery
-
-    def _continued(self, beats: Iterable[RunBeat], *, by_others: bool = False) -> Callable[[], bool]:
-        """Each range goes on: a batch of it was written since, or it is complete."""
-        since, left = time.time(), list(beats)
-
-        def recovered() -> bool:
-            for beat in list(left):
-                not_by = beat.run_id if by_others else None
-                done = self.objects.written(beat.first_key, beat.last_key, since, not_by=not_by)
-                if done or self._complete(beat.first_key, beat.last_key):
-                    left.remove(beat)
-            return not left
-
-        return recovered
-
-    def _complete(self, first: str, last: str) -> bool:
-        store = self.site.store
-        snapshot = store.current_snapshot()
-        assert snapshot is not None
-        entries = [entry for entry in store.entries(snapshot) if first <= entry.key <= last]
-        return len(store.current_objects(entries)) == len(entries)
-
-    def _over(self, record: MachineRecord, beats: list[RunBeat]) -> Callable[[], bool]:
-        """The machine is billed no more, and the ranges of who used it go on."""
-        continued = self._continued(beats)
-
-        def recovered() -> bool:
-            now = self.register.get(record.id)
-            return now is not None and now.ended_at is not None and continued()
-
-        return recovered
-
-    def _swept(self, since: float) -> bool:
-        """The platform's own reaper has listed machines since, by the cloud's log of calls."""
-        own = [
-            call.at
-            for call in self.cloud.calls("list")
-            if call.name.endswith("-") and not any(began <= call.at <= ended for began, ended in self._sweeps)
-        ]
-        return bool(own) and own[-1] > since
+        self.recovery.sweeps.append((began, now))
+        return Fault("reaper killed", str(reaper.pid), now, lambda: self.recovery.swept(now))
 
     def _hear_lies(self) -> None:
         """Count the calls that met an injected fault, from the cloud's own log."""
-        calls = self.cloud.calls()
         kinds = {
             "(lost_reply)": "create: reply lost",
             "(time_out)": "create: timed out",
@@ -428,25 +332,8 @@ class Nemesis:
             "(empty_list)": "empty list",
             "(deaf_terminate)": "deaf terminate",
         }
-        hits = [
-            (call, kind)
-            for call in calls
-            for mark, kind in kinds.items()
-            if call.result is not None and call.result.endswith(mark)
-        ]
-        for call, kind in hits[self._heard :]:
-            self.faults.append(Fault(kind, f"{call.call} {call.name}", call.at, self._answered(call)))
-        self._heard = len(hits)
-
-    def _answered(self, lie: Call) -> Callable[[], bool]:
-        """The machine that the call was about is ready or billed no more; without one, the call was answered since."""
-        machine = next((one for one in self.register.machines() if one.name == lie.name), None)
-
-        def recovered() -> bool:
-            if machine is None or lie.call not in ("create", "terminate"):
-                return any(one.at > lie.at and one.result == "ok" for one in self.cloud.calls(lie.call))
-            now = self.register.get(machine.id)
-            ready = now is not None and now.ready_at is not None and lie.call == "create"
-            return now is not None and (now.ended_at is not None or ready)
-
-        return recovered
+        for call in self.cloud.calls():
+            kind = next((kinds[mark] for mark in kinds if (call.result or "").endswith(mark)), None)
+            if kind is not None and call not in self._heard:
+                self._heard.add(call)
+                self.faults.append(Fault(kind, f"{call.call} {call.name}", call.at, self.recovery.answered(call)))

@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 
 from e2e import nemesis
+from e2e.customer import Customer
 from e2e.harness import SOAK, Platform, platform
 from e2e.nemesis import TTL, Nemesis
-from e2e.witness import ObjectWatch, check_rows, compare_bills, fence_broken, left_running, overdue, watch_fence
+from e2e.witness import (
+    ObjectWatch,
+    check_rows,
+    compare_bills,
+    ended_under_lease,
+    fence_broken,
+    left_running,
+    overdue,
+    watch_fence,
+)
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
@@ -97,25 +107,26 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
         with contextlib.closing(site.book()) as book:
             book.set_instances(site.name, INSTANCES)
         site.instance.event_log_storage.set_concurrency_slots(site.name, INSTANCES + 1)
-        demon = Nemesis(site, cloud, source, SEED, FAULTS, PAUSE, 4 * RUN_ROWS, 3 * RUN_ROWS if SOAK else RUN_ROWS)
+        customer = Customer(site, source, 4 * RUN_ROWS, 3 * RUN_ROWS if SOAK else RUN_ROWS)
+        demon = Nemesis(site, cloud, customer, SEED, FAULTS, PAUSE)
         with contextlib.closing(demon):
-            demon.grow()
+            customer.grow()
             demon.rage(RAGE_SECONDS)
             calm_at = time.time()
-            demon.rest(lambda: published(site, demon.rows), 300)
+            demon.rest(lambda: published(site, customer.rows), 300)
             whole = time.time()
         table = site.published_rows()
-        assert sorted(line["row_id"] for line in table) == sorted(f"r{number:06d}" for number in range(demon.rows))
+        assert sorted(line["row_id"] for line in table) == sorted(f"r{number:06d}" for number in range(customer.rows))
         rows = check_rows(site.store, home)
 
     print(demon.table())
     print(
         f"{rows.rows} rows, {len(rows.dead)} dead, {rows.asked_again} answered again, {rows.unlogged} not in an "
-        f"engine's log; {len(demon.objects.seen)} objects; {demon.refreshes} requests; faults over "
+        f"engine's log; {len(demon.objects.seen)} objects; {customer.requests} requests; faults over "
         f"{calm_at - began:.0f} s, complete {whole - calm_at:.0f} s later; {demon.tried} writes tried for zombies"
     )
     assert demon.objects.wrong == []
-    assert rows.rows == demon.rows
+    assert rows.rows == customer.rows
     assert rows.dead == []
     ends = [fault for fault in demon.faults if "killed" in fault.kind or "spot" in fault.kind]
     assert rows.unlogged <= 20 * len(ends)  # an engine writes its log five times a second
@@ -124,6 +135,7 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
 
     assert left_running(home) == []
     bills = CloudMeter(home).bills()
+    assert ended_under_lease(home, bills) == []
     late = overdue(home, bills, IDLE_SECONDS)
     worst = sorted(late, key=lambda name: -late[name])[:5]
     print("billed after its last holder and its idle time: " + ", ".join(f"{late[name]:.1f} s" for name in worst))

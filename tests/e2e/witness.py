@@ -178,6 +178,19 @@ def overdue(home: Path, bills: list[Bill], idle_seconds: float) -> dict[str, flo
     return found
 
 
+def ended_under_lease(home: Path, bills: list[Bill], tolerance: float = 0.5) -> list[str]:
+    """Machines that were terminated while somebody held them: a terminate that the fence should have kept back."""
+    query = "SELECT instance, epoch, acquired_at, min(coalesce(released_at, expires_at), expires_at) FROM leases"
+    with contextlib.closing(sqlite3.connect(home / "fleet.db")) as connection:
+        leases = connection.execute(query).fetchall()
+    ends = {bill.name: bill.ended_at for bill in bills if bill.reason == "terminated" and bill.ended_at is not None}
+    return [
+        f"{name} epoch {epoch}: terminated {end - ends[name]:.1f} s before its end"
+        for name, epoch, began, end in leases
+        if name in ends and began < ends[name] < end - tolerance
+    ]
+
+
 def compare_bills(home: Path) -> tuple[float, float, int]:
     """US dollars that the cloud bills, those of our books, and the number of machines."""
     bills = {bill.name: bill.usd for bill in CloudMeter(home).bills()}
