@@ -229,9 +229,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=400.0, help="rows/s that the engine shall be able to give")
     parser.add_argument("--slots", type=int, choices=SLOTS, help="only this half of the grid")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument(
-        "--memory", action="store_true", help="peak memory and CPU of a row, at 20,000 and 200,000 rows"
-    )
+    parser.add_argument("--memory", action="store_true", help="peak memory and CPU per row, at 20,000 and 200,000 rows")
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
