@@ -200,14 +200,15 @@ def measure(slots: int, mean: int, cap: int, rows: int, rate: float, start: floa
     return Cell(slots, mean, cap, rows, round(speed, 2), free, full, rows / wall, barrier, each, start)
 
 
-def peak_memory(rows: int) -> int:
-    """Peak resident MiB of a process that runs the op over `rows` rows, as its own child."""
+def peak_memory(rows: int) -> tuple[int, float]:
+    """(peak resident MiB, CPU seconds) of a process that runs the op over `rows` rows, as its own child."""
     command = [sys.executable, __file__, "--memory-child", str(rows)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split()[-1])
+    *_, mib, cpu = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split()
+    return int(mib), float(cpu)
 
 
 def memory_child(rows: int) -> None:
-    """Run the op over `rows` rows on a fast engine and print our own peak in MiB."""
+    """Run the op over `rows` rows on a fast engine; print our own peak in MiB and the CPU seconds of the op."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = subprocess.run([sys.executable, __file__, "--make", str(rows), name], check=True)
@@ -215,10 +216,10 @@ def memory_child(rows: int) -> None:
         store = DatasetStore(open_objects(str(folder / "store")), NAME)
         attributes = json.loads((folder / "spec.json").read_text())
         with simulator(256, 100, 400, 2_000) as url:
-            run_op(folder, dataset_definitions(load_spec(attributes, "bench"), folder), store, url, 256)
+            _, cpu = run_op(folder, dataset_definitions(load_spec(attributes, "bench"), folder), store, url, 256)
     # Not ru_maxrss: a process inherits that of whoever started it (getrusage(2), proc(5)).
     status = Path("/proc/self/status").read_text()
-    print(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) // 1024)
+    print(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) // 1024, cpu)
 
 
 def main() -> None:
@@ -228,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=400.0, help="rows/s that the engine shall be able to give")
     parser.add_argument("--slots", type=int, choices=SLOTS, help="only this half of the grid")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--memory", action="store_true", help="peak memory of the op at 20,000 and 200,000 rows")
+    parser.add_argument("--memory", action="store_true", help="peak memory and CPU per row, at 20,000 and 200,000 rows")
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -239,8 +240,9 @@ def main() -> None:
         memory_child(options.memory_child)
         return
     if options.memory:
-        for rows in (20_000, 200_000):
-            print(f"{rows} rows: peak {peak_memory(rows)} MiB")
+        (few, few_cpu), (many, many_cpu) = peak_memory(20_000), peak_memory(200_000)
+        print(f"peak at 20,000 rows: {few} MiB, at 200,000: {many} MiB ({many / few - 1:+.1%})")
+        print(f"CPU of a further row: {(many_cpu - few_cpu) / 180_000 * 1e3:.3f} ms")
         return
     half = SLOTS if options.slots is None else (options.slots,)
     grid = [(256, LENGTHS[0])] if options.quick else [(slots, lengths) for slots in half for lengths in LENGTHS]
