@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from resources.leased import LeasedEngine
 from resources.moving import Decision
-from resources.renting import LeasedEngine
 from resources.store import BatchFooter, BatchObject, DatasetStore
 
 CODE_VERSION = "1"

@@ -29,11 +29,12 @@ from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import Played, SimulatedCloudConfig, SimulatedModel
 from gpu_runner.reaper import sweep
 from resources.fleet_config import EngineConfig, FleetConfig, FleetConfigError
+from resources.leased import LeasedEngine, Requirement, StandingEngine
 from resources.market import Market
 from resources.models import Models
 from resources.price_files import PricingError
 from resources.pricing import PriceHistory, PricingConfig, provider_name
-from resources.renting import LeasedEngine, Pause, Renter, Requirement, StandingEngine
+from resources.renting import Pause, Renter
 
 __all__ = [
     "EngineConfig",

@@ -8,125 +8,38 @@ second and may raise to give up, and then nothing is held any more.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gpu_runner.choice import LOST, MEMORY, NO_CAPACITY, OfferFailure, choose, explain
 from gpu_runner.fleet import FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
 from gpu_runner.model_facts import Placement
-from gpu_runner.offers import HOUR, Objective, Offer, OfferFilter, Ranking
+from gpu_runner.offers import HOUR, Offer, Ranking
 from gpu_runner.providers.base import EngineOrder, NoCapacity, Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.local import EngineStartError, answers, served_length
-from gpu_runner.rows import Task
-from gpu_runner.speed import LengthMix, Measurement
+from gpu_runner.speed import Measurement
 from gpu_runner.spend import Spending
 from gpu_runner.workload import Workload
 from resources.fleet_config import EngineConfig, FleetConfig
-from resources.market import ANY_OFFER, Market
-from resources.models import DeclaredModel
+from resources.leased import WARM, LeasedEngine, Requirement, StandingEngine, instance_offer
+from resources.market import Market
 from resources.moving import Decision, Present, find_move
 
 WAIT_SECONDS = 0.2
 FAILED_STARTS = 3
 HEALTH_TRIES = 3
-WARM = "fleet"  # source of an instance that stands ready, as an offer
 UNKNOWN_SLOTS = 256
 MEASURE_SECONDS = 10.0
 # Rows per slot before an instance's own speed is believed: those in flight count in its time and not in its rows.
 MEASURED_SLOTS = 8
-UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "assumed")
 
 Pause = Callable[[float], None]
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`."""
-
-    dataset: str
-    model: str
-    task: Task
-    endpoint: str | None = None
-    accept: OfferFilter = ANY_OFFER
-    objective: Objective = "cheapest"
-    max_model_len: int | None = None
-    declared: DeclaredModel | None = None
-    work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
-
-    @property
-    def engine_key(self) -> str:
-        """Instances with this key serve the same: model, kind of task, and how the engine is started."""
-        kind = "embedding" if self.task == "embedding" else "generate"
-        return hashlib.sha256(f"{self.model}\0{kind}\0{self.max_model_len}".encode()).hexdigest()[:16]
-
-
-@dataclass(slots=True, eq=False)
-class LeasedEngine:
-    """An engine that is ours now. The lease's epoch fences everything written in its name.
-
-    `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
-    this run and ends with it. `why`: one sentence on why it was chosen. Prices are per real second.
-    """
-
-    lease: Lease
-    endpoint: str
-    api_key: str | None
-    max_num_seqs: int | None
-    provider: str
-    instance_type: str
-    spot: bool = False
-    request_seconds: float = 1800
-    offer: Offer | None = None
-    clock: float = 1.0
-    spending: Spending = field(default_factory=Spending)
-    own: bool = False
-    why: str = ""
-    close: Callable[[], None] = lambda: None
-
-    @property
-    def name(self) -> str:
-        """Name of the instance or of the engine."""
-        return self.lease.instance
-
-    @property
-    def epoch(self) -> int:
-        """Fencing epoch of the lease."""
-        return self.lease.epoch
-
-
-@dataclass(frozen=True, slots=True)
-class StandingEngine:
-    """An engine of fleet.yaml that answers, and how it is let go."""
-
-    endpoint: str
-    own: bool = False
-    close: Callable[[], None] = lambda: None
-
-
-def instance_offer(instance: Instance) -> Offer:
-    """The offer that an instance was rented as, with its boot paid."""
-    return Offer(
-        provider=instance.provider,
-        region=instance.region,
-        instance_type=instance.instance_type,
-        gpu=instance.gpu,
-        gpus=instance.gpus,
-        gpu_memory_gib=instance.gpu_memory_gib,
-        spot=instance.spot,
-        price_per_hour=instance.price_per_hour,
-        boot_seconds=0.0,
-        reliability=1.0,
-        observed_at=time.time(),
-        source=WARM,
-    )
 
 
 class NoneStart(EngineStartError):

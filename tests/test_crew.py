@@ -19,9 +19,10 @@ from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet import BookError, Lease
 from gpu_runner.offers import Offer
 from gpu_runner.providers.local import EngineStartError
+from resources.leased import LeasedEngine, Requirement
 from resources.moving import Decision
 from resources.objects import Objects, open_objects
-from resources.renting import LeasedEngine, NotRented, Requirement
+from resources.renting import NotRented
 from resources.store import DatasetStore
 
 OFFER = Offer("sim", "r", "h100", "H100", 1, 80, False, 3.0, 60.0, 1.0, 0.0, "test")

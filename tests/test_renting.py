@@ -22,8 +22,9 @@ from gpu_runner.speed import LengthMix
 from gpu_runner.workload import Workload
 from resources.fleet import GpuFleet, Requirement
 from resources.fleet_config import FleetConfig
+from resources.leased import LeasedEngine
 from resources.market import Market
-from resources.renting import LeasedEngine, NotRented, Renter
+from resources.renting import NotRented, Renter
 
 TTL = 10.0
 WORK = Workload(100_000, 100_000, LengthMix(200, 200), 2_000, "measured", "measured")

@@ -33,14 +33,14 @@ from gpu_runner.providers.simulated.meter import CloudMeter
 
 # The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
 SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
-FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (25, 2.8, 240)
+FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (25, 2.2, 240)
 
 CLOCK = 5.0
 IDLE_SECONDS = 6.0
-SWEEP_SECONDS = 5.0
-# What a sweep may be late: it is a tick of a daemon that is itself killed and started again (10 s on an idle computer),
-# it may meet an API that hangs or lies, and two cores do all of this.
-SLACK_SECONDS = 25.0
+SWEEP_SECONDS = 10.0  # a sensor of 5 s that the daemon looks at every 5 s
+# What a sweep may be late: the daemon and the code server are themselves killed and started again (15 s without a sweep),
+# each terminate that fails or has no effect waits for the next sweep, and two cores do all of this.
+SLACK_SECONDS = 20.0
 INSTANCES = 3
 BATCH_ROWS, BATCHES_PER_RUN = 25, 16
 RUN_ROWS = BATCH_ROWS * BATCHES_PER_RUN
