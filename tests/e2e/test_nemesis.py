@@ -38,8 +38,8 @@ FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (25, 2.2, 240)
 CLOCK = 5.0
 IDLE_SECONDS = 6.0
 SWEEP_SECONDS = 10.0  # a sensor of 5 s that the daemon looks at every 5 s
-# What a sweep may be late: the daemon and the code server are themselves killed and started again (15 s without a sweep),
-# each terminate that fails or has no effect waits for the next sweep, and two cores do all of this.
+# What a sweep may be late: daemon and code server are themselves killed and started again (15 s without a sweep), and
+# a terminate that fails or has no effect waits for the next sweep. Two cores do all of this.
 SLACK_SECONDS = 20.0
 INSTANCES = 3
 BATCH_ROWS, BATCHES_PER_RUN = 25, 16
