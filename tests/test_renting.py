@@ -243,3 +243,14 @@ def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Pa
             assert heart.check(leased.lease)
             assert leased.epoch == 1
             renter.release(leased)
+
+
+def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Site):
+    (site.home / "fleet.yaml").write_text(f"simulated: {site.cloud.config.model_dump_json(exclude_none=True)}\n")
+    fleet = GpuFleet(database=str(site.book.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml"))
+    heart = fleet.heart(site.book, "run")
+    with heart.beating("d", "00000", "00009"), fleet.lease(NEED, site.book, heart) as leased:
+        assert site.book.holder(leased.name) == "run"
+        assert heart.check(leased.lease)
+    assert site.book.holder(leased.name) is None
+    assert site.book.instance(leased.name).state == "ready"  # type: ignore[union-attr]
