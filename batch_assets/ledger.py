@@ -29,6 +29,8 @@ RANGE_START_TAG = "dagster/asset_partition_range_start"
 RANGE_END_TAG = "dagster/asset_partition_range_end"
 WILL_RETRY_TAG = "dagster/will_retry"
 RETRY_RUN_TAG = "dagster/auto_retry_run_id"
+RETRY_NUMBER_TAG = "dagster/retry_number"
+PRIORITY_TAG = "dagster/priority"
 
 
 @dataclass(frozen=True, slots=True)

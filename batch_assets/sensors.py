@@ -29,6 +29,8 @@ PUBLISH_TAG = "batch/publish"
 PUBLISH_ATTEMPTS = 3
 SECONDS = 5
 SPARE_RUNS = 3
+RETRY_PRIORITY = "10"
+QUEUE_LOOK = 100
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 ALIVE = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
 
@@ -244,8 +246,21 @@ def watchdog(context: dg.SensorEvaluationContext, fleet: GpuFleet) -> dg.SkipRea
         beating = {beat.run_id for beat in book.runs()}
     for run, pid in lost_workers(context.instance, repository_label(context), beating):
         found += _end_run(context.instance, run, f"process {pid} is gone, and its code server with it")
+    found += _let_retries_go_first(context.instance)
     alive = len(beating)
     return dg.SkipReason("; ".join(found) or f"{alive} runs, all of them alive")
+
+
+def _let_retries_go_first(instance: dg.DagsterInstance) -> Iterator[str]:
+    """A retry continues work that is half done; Dagster gives it the priority of the run that was lost."""
+    for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED]), limit=QUEUE_LOOK):
+        if ledger.RETRY_NUMBER_TAG in run.tags and ledger.PRIORITY_TAG not in run.tags and _is_ours(run):
+            instance.add_run_tags(run.run_id, {ledger.PRIORITY_TAG: RETRY_PRIORITY})
+            yield f"retry {run.run_id[:8]} goes first"
+
+
+def _is_ours(run: dg.DagsterRun) -> bool:
+    return any(key.path[-1] == "rows" for key in run.asset_selection or ())
 
 
 @dg.sensor(

@@ -20,10 +20,13 @@ from typing import Any
 import dagster as dg
 import pytest
 import sqlalchemy as sa
+from dagster._core.code_pointer import ModuleCodePointer
 from dagster._core.definitions.run_request import RunRequest
 from dagster._core.definitions.sensor_definition import SensorExecutionData
 from dagster._core.events import EngineEventData
 from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, BulkActionStatus, PartitionBackfill
+from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin, RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.storage.event_log import SqlEventLogStorage
 from dagster._core.storage.event_log.schema import AssetEventTagsTable as TAGS
 from dagster._core.storage.event_log.schema import SqlEventLogStorageTable as EVENTS
@@ -450,6 +453,25 @@ def test_a_run_whose_heartbeat_stopped_is_failed_and_its_lease_is_free(site: Sit
     assert site.book.holder("gpu") is None
     assert site.book.runs() == []
     assert "0 runs" in site.reason("watchdog")
+
+
+def test_a_queued_retry_goes_before_fresh_runs(site: Site):
+    location = GrpcServerCodeLocationOrigin(host="127.0.0.1", port=1, location_name="here")
+    repository = RepositoryPythonOrigin("python", ModuleCodePointer("m", "d"))
+    more = {
+        "job_name": "__ASSET_JOB",
+        "asset_selection": frozenset([ROWS]),
+        "remote_job_origin": RemoteJobOrigin(RemoteRepositoryOrigin(location, "r"), "__ASSET_JOB"),
+        "job_code_origin": JobPythonOrigin(
+            "__ASSET_JOB", RepositoryPythonOrigin("python", ModuleCodePointer("m", "d"))
+        ),
+    }
+    fresh = site.run(S.QUEUED, {}, **more)
+    retry = site.run(S.QUEUED, {"dagster/retry_number": "1"}, **more)
+    assert f"retry {retry[:8]} goes first" in site.reason("watchdog")
+    found = {run.run_id: run.tags.get("dagster/priority") for run in site.instance.get_runs()}
+    assert (found[fresh], found[retry]) == (None, "10")
+    assert "goes first" not in site.reason("watchdog")
 
 
 def test_a_canceled_run_whose_worker_is_gone_becomes_canceled(site: Site):
