@@ -462,9 +462,7 @@ def test_a_queued_retry_goes_before_fresh_runs(site: Site):
         "job_name": "__ASSET_JOB",
         "asset_selection": frozenset([ROWS]),
         "remote_job_origin": RemoteJobOrigin(RemoteRepositoryOrigin(location, "r"), "__ASSET_JOB"),
-        "job_code_origin": JobPythonOrigin(
-            "__ASSET_JOB", RepositoryPythonOrigin("python", ModuleCodePointer("m", "d"))
-        ),
+        "job_code_origin": JobPythonOrigin("__ASSET_JOB", repository),
     }
     fresh = site.run(S.QUEUED, {}, **more)
     retry = site.run(S.QUEUED, {"dagster/retry_number": "1"}, **more)
