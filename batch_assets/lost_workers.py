@@ -35,14 +35,18 @@ def lost_workers(
 
 
 def _worker(instance: dg.DagsterInstance, run_id: str) -> tuple[float, int | None]:
-    """When the run's worker began, and its process id: its first word in the run's log."""
+    """When the run's newest worker began, and its process id: its first word in the run's log.
+
+    There may be several: the daemon queues a run again when the code server dies while it is asked to start it.
+    """
+    began, pid = 0.0, None
     for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ENGINE_EVENT):
         event = entry.dagster_event
         if event is not None and (event.message or "").startswith("Started process for run"):
             found = event.engine_event_data.metadata.get("pid")
             if found is not None and str(found.value).isdigit():
-                return entry.timestamp, int(str(found.value))
-    return 0.0, None
+                began, pid = entry.timestamp, int(str(found.value))
+    return began, pid
 
 
 def _is_there(pid: int) -> bool:

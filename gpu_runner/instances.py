@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import sqlalchemy as sa
 
-from gpu_runner.choice import OfferFailure
+from gpu_runner.choice import LOST, OfferFailure
 from gpu_runner.fleet_tables import FACTS, INSTANCES, LEASES, OFFER_FAILURES
 from gpu_runner.leases import (
     Lease,
@@ -26,7 +26,7 @@ from gpu_runner.leases import (
     refuse_dead,
     release_leases,
 )
-from gpu_runner.offers import Offer
+from gpu_runner.offers import Offer, offer_name
 
 InstanceState = Literal["intent", "booting", "ready", "ending", "ended"]
 
@@ -151,7 +151,8 @@ class Instances(Leases):
     def ended(self, name: str, ended_seconds: float | None, reason: str = "") -> None:
         """The machine is gone: the provider says since when its bill is closed, or lists it no longer (None).
 
-        Its leases end too. Without a time, the end is the latest possible: when it was first missing from the list.
+        Its leases end too, and if there were any, its offer is remembered as one that loses what it gave. Without a
+        time, the end is the latest possible: when it was first missing from the list.
         """
         with self._transaction() as (connection, now):
             row = connection.execute(sa.select(INSTANCES).where(INSTANCES.c.name == name)).mappings().first()
@@ -165,7 +166,10 @@ class Instances(Leases):
             else:
                 values["ended_at"] = _probable_end(connection, row, now)
             connection.execute(INSTANCES.update().where(INSTANCES.c.name == name).values(**values))
-            release_leases(connection, now, LEASES.c.instance == name, reason[:300] or "instance ended")
+            taken = release_leases(connection, now, LEASES.c.instance == name, reason[:300] or "instance ended")
+            if taken and row["state"] == "ready":
+                name = offer_name(*(row[column] for column in _OF_NAME))
+                _remember(connection, now, row["provider"], name, LOST)
 
     def notice(self, name: str, seconds: float) -> None:
         """The provider takes the instance away in `seconds`: nobody leases it any more."""
@@ -202,10 +206,7 @@ class Instances(Leases):
     def offer_failed(self, provider: str, offer: str, reason: str) -> None:
         """Remember that an instance of this offer (`Offer.name`) was not to be had, or was lost. Forgets old ones."""
         with self._transaction() as (connection, now):
-            connection.execute(OFFER_FAILURES.delete().where(OFFER_FAILURES.c.at < now - KEPT_FAILURES))
-            connection.execute(
-                OFFER_FAILURES.insert().values(provider=provider, offer=offer, at=now, reason=reason[:300])
-            )
+            _remember(connection, now, provider, offer, reason)
 
     def offer_failures(self, horizon: float) -> list[OfferFailure]:
         """Failures of the last `horizon` seconds, the latest first."""
@@ -222,9 +223,17 @@ _OF_OFFER = (
 )
 
 
+_OF_NAME = ("provider", "region", "instance_type", "gpus", "gpu", "spot")
+
+
 def existed(row: Any) -> bool:
     """There was a machine: the provider said so, in an answer or in its list."""
     return row["machine_id"] is not None or row["seen_at"] is not None
+
+
+def _remember(connection: sa.Connection, now: float, provider: str, offer: str, reason: str) -> None:
+    connection.execute(OFFER_FAILURES.delete().where(OFFER_FAILURES.c.at < now - KEPT_FAILURES))
+    connection.execute(OFFER_FAILURES.insert().values(provider=provider, offer=offer, at=now, reason=reason[:300]))
 
 
 def _get(connection: sa.Connection, name: str, column: str) -> Any:

@@ -46,8 +46,13 @@ class Offer:
     @property
     def name(self) -> str:
         """What a person calls it: provider/region/instance type, and whether it is spot."""
-        parts = (self.provider, self.region, self.instance_type or f"{self.gpus}x {self.gpu}")
-        return "/".join(part for part in parts if part) + (" spot" if self.spot else "")
+        return offer_name(self.provider, self.region, self.instance_type, self.gpus, self.gpu, self.spot)
+
+
+def offer_name(provider: str, region: str, instance_type: str, gpus: int, gpu: str, spot: bool) -> str:
+    """`Offer.name`, of an offer or of an instance that was rented from it."""
+    parts = (provider, region, instance_type or f"{gpus}x {gpu}")
+    return "/".join(part for part in parts if part) + (" spot" if spot else "")
 
 
 @dataclass(frozen=True, slots=True)

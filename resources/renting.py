@@ -117,9 +117,9 @@ class Renter:
         if leased.offer is None:
             self.book.release(leased.lease)
         elif retire:
-            if lost:
+            # A lease that is not ours any more was ended by the reaper, which saw the loss first and remembers it.
+            if self.book.release(leased.lease, spent, reason=reason, retire=True) and lost:
                 self.book.offer_failed(leased.offer.provider, leased.offer.name, LOST)
-            self.book.release(leased.lease, spent, reason=reason, retire=True)
             self._end(leased.name, reason)
         else:
             self.book.release(leased.lease, spent, reason=reason)

@@ -334,6 +334,28 @@ def test_failures_of_an_offer_are_remembered_with_their_age(book: FleetBook, clo
     assert [one.provider for one in book.offer_failures(20)] == ["sim-east"]
 
 
+def test_an_instance_that_is_taken_from_its_holder_counts_against_its_offer_once(book: FleetBook, clock: Clock):
+    lease = ready(book)
+    clock.forward(1)
+    book.ended("ba-1", 0.5, "taken away")
+    assert [(one.provider, one.offer, one.reason) for one in book.offer_failures(60)] == [
+        (OFFER.provider, OFFER.name, "lost")
+    ]
+    book.ended("ba-1", 0.5, "taken away")
+    assert not book.release(lease, retire=True)
+    assert len(book.offer_failures(60)) == 1
+
+
+def test_an_instance_that_ends_as_we_asked_or_idle_counts_against_nobody(book: FleetBook, clock: Clock):
+    asked = ready(book)
+    assert book.release(asked, retire=True)
+    book.ended("ba-1", 0.5)
+    idle = ready(book, "ba-2")
+    assert book.release(idle)
+    book.ended("ba-2", 0.5)
+    assert book.offer_failures(60) == []
+
+
 def test_a_fleets_tag_is_made_once_and_names_never_repeat(url: str):
     with contextlib.closing(FleetBook(url)) as first, contextlib.closing(FleetBook(url)) as second:
         assert first.tag() == second.tag()

@@ -62,6 +62,11 @@ def published(site: Platform, seconds: float) -> None:
     eventually(lambda: site.store.current_published(), seconds, "the published table")
 
 
+def starts(site: Platform, run_id: str) -> int:
+    """How many workers the run has had."""
+    return sum("Started process" in (entry.message or "") for entry in site.instance.all_logs(run_id))
+
+
 def test_five_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(7)
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
@@ -138,10 +143,7 @@ def test_a_worker_that_died_with_its_code_server_before_it_began_is_found_and_co
         site.launch_job("gsm8k_refresh")
 
         def begun() -> dg.DagsterRun | None:
-            for run in site.rows_runs(dg.DagsterRunStatus.STARTING):
-                if any("Started process" in (entry.message or "") for entry in site.instance.all_logs(run.run_id)):
-                    return run
-            return None
+            return next((run for run in site.rows_runs(dg.DagsterRunStatus.STARTING) if starts(site, run.run_id)), None)
 
         run_id = eventually(begun, 120, "a worker that has begun", every=0.02).run_id
         server = psutil.Process(site.stack.pids()["code-server"])
@@ -153,5 +155,10 @@ def test_a_worker_that_died_with_its_code_server_before_it_began_is_found_and_co
         print(f"\npublished {time.monotonic() - killed_at:.0f} s after the end of all workers")
         check_table(site, 1000)
         run = site.instance.get_run_by_id(run_id)
-        assert run is not None and run.status == dg.DagsterRunStatus.FAILURE
+        assert run is not None
+        if run.status == dg.DagsterRunStatus.SUCCESS:
+            # The daemon's call to the code server was still open: it puts the same run back into the queue.
+            assert starts(site, run_id) == 2
+        else:
+            assert run.status == dg.DagsterRunStatus.FAILURE
         assert site.worker(run_id) is None
