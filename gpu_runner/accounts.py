@@ -91,30 +91,46 @@ def usd_per_second(price_per_hour: float, clock: float) -> float:
 
 
 def split_bill(line: Timeline, now: float) -> tuple[Split, list[float]]:
-    """Seconds of the bill by use, and the useful seconds of each lease as they were counted.
-
-    Where leases overlap, a second is counted once, for the earlier one: the parts never exceed the bill.
-    """
-    end = max(line.created_at, now if line.ended_at is None else line.ended_at)
+    """Seconds of the bill by use, and the useful seconds of each lease as they were counted."""
+    end = bill_end(line, now)
     if line.ready_at is None:
         whole = end - line.created_at
         return (Split(wasted=whole) if line.failed else Split(booting=whole)), [0.0] * len(line.leases)
     ready = min(max(line.ready_at, line.created_at), end)
-    useful: list[float] = []
-    wasted = covered = all_useful = 0.0
+    parts = lease_parts(line, now)
+    useful = [part.useful for part in parts]
+    busy, wasted = sum(useful), sum(part.wasted for part in parts)
+    return Split(ready - line.created_at, busy, max(0.0, end - ready - busy - wasted), wasted), useful
+
+
+def bill_end(line: Timeline, now: float) -> float:
+    """When the bill ends; `now` while the instance stands."""
+    return max(line.created_at, now if line.ended_at is None else line.ended_at)
+
+
+def lease_parts(line: Timeline, now: float) -> list[Split]:
+    """Useful and wasted seconds of each lease.
+
+    Where leases overlap, a second is counted once, for the earlier one: together they never exceed the bill.
+    """
+    end = bill_end(line, now)
+    if line.ready_at is None:
+        return [Split()] * len(line.leases)
+    ready = min(max(line.ready_at, line.created_at), end)
+    parts: list[Split] = []
+    counted = covered = 0.0
     frontier = ready  # the furthest that any lease so far reaches; `covered` is the length of their union
     for lease, next_begins in zip(line.leases, _next_begins(line.leases), strict=True):
         start = min(max(lease.acquired_at, ready), end)
         stop = max(start, min(end, now if lease.ended_at is None else lease.ended_at))
         covered += max(0.0, stop - max(start, frontier))
         frontier = max(frontier, stop)
-        room = max(0.0, min(stop - start, covered - all_useful - wasted))
+        room = max(0.0, min(stop - start, covered - counted))
         lost = min(room, _lost(lease, start, min(stop, next_begins)))
-        useful.append(min(lease.useful_seconds, room - lost))
-        all_useful += useful[-1]
-        wasted += lost + min(lease.wasted_seconds, room - lost - useful[-1])
-    idle = max(0.0, end - ready - all_useful - wasted)
-    return Split(ready - line.created_at, all_useful, idle, wasted), useful
+        useful = min(lease.useful_seconds, room - lost)
+        parts.append(Split(useful=useful, wasted=lost + min(lease.wasted_seconds, room - lost - useful)))
+        counted += parts[-1].total
+    return parts
 
 
 def _next_begins(leases: Sequence[LeaseSpan]) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from gpu_runner.accounts import InstanceCost, LeaseSpan, Timeline, split_bill, usd_per_second
+from gpu_runner.charges import Bill, Charge, Work, charges
 from gpu_runner.fleet_tables import INSTANCES, LEASES, Tables
 from gpu_runner.instances import InstanceState, existed
 from gpu_runner.leases import Lease
@@ -71,6 +72,18 @@ class Instance:
         return self.lease is not None or bool(self.draining)
 
 
+@dataclass(frozen=True, slots=True)
+class Billed:
+    """How much was billed so far, without saying for what. `seconds` are real ones of all instances there ever were.
+
+    `now`: Unix seconds by the database's clock. `standing`: instances that have not ended.
+    """
+
+    now: float
+    seconds: float
+    standing: int
+
+
 class Reports(Tables):
     """Reads of the fleet's tables."""
 
@@ -97,6 +110,23 @@ class Reports(Tables):
         with self._reading() as (connection, now):
             rows, leases = _load(connection, sa.true())
         return [_cost(row, leases[row["name"]], now) for row in rows]
+
+    def charges(self, since: float | None = None) -> list[Charge]:
+        """Every bill, cut by dataset and use; with `since` (database's clock) only what accrued from then on."""
+        which = sa.true() if since is None else INSTANCES.c.ended_at.is_(None) | (INSTANCES.c.ended_at >= since)
+        with self._reading() as (connection, now):
+            rows, leases = _load(connection, which)
+        return charges((_bill(row, leases[row["name"]], now) for row in rows), now, since)
+
+    def billed(self) -> Billed:
+        """What was billed so far, added up by the database: cheap, however long the books are."""
+        existed = INSTANCES.c.machine_id.is_not(None) | INSTANCES.c.seen_at.is_not(None)
+        with self._reading() as (connection, now):
+            end = sa.case((INSTANCES.c.ended_at.is_(None), now), (existed, INSTANCES.c.ended_at))
+            lengths = sa.func.coalesce(end, INSTANCES.c.created_at) - INSTANCES.c.created_at
+            standing = sa.func.count().filter(INSTANCES.c.state != "ended")
+            seconds, count = connection.execute(sa.select(sa.func.sum(lengths), standing)).one()
+        return Billed(now, max(0.0, seconds or 0.0), count)
 
     def measurements(self) -> list[Measurement]:
         """How fast each model was on each kind of instance: one measurement per dataset, and so per length mix."""
@@ -200,6 +230,15 @@ def _cost(row: Row, leases: Sequence[Row], now: float) -> InstanceCost:
     )
 
 
+def _bill(row: Row, leases: Sequence[Row], now: float) -> Bill:
+    work = [
+        Work(lease["dataset"], lease["rows"], lease["prompt_tokens"], lease["completion_tokens"]) for lease in leases
+    ]
+    described = {name: row[name] for name in _BILL_COLUMNS}
+    return Bill(instance=row["name"], **described, line=_timeline(row, leases, now), work=work)
+
+
+_BILL_COLUMNS = [name for name in Bill.__dataclass_fields__ if name in INSTANCES.c]
 _COST_COLUMNS = [name for name in InstanceCost.__dataclass_fields__ if name in INSTANCES.c]
 _INSTANCE_COLUMNS = [name for name in Instance.__dataclass_fields__ if name in INSTANCES.c]
 
