@@ -1,7 +1,8 @@
 """The fleet's books in SQL: which runs are alive, who holds which instance until when, and what each instance costs.
 
 Every time in these tables is the database's own clock, so workers with wrong clocks agree (fault K1). FleetBook is the
-one way in; leases are in `leases`, rented instances in `instances`, reports in `fleet_reports`.
+one way in; leases are in `leases`, rented instances in `instances`, requests and commands in `targets`, reports in
+`fleet_reports`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Literal
 import sqlalchemy as sa
 
 from gpu_runner.accounts import InstanceCost, Split
+from gpu_runner.budget import BudgetReached, Spend
 from gpu_runner.choice import OfferFailure
 from gpu_runner.fleet_reports import Instance, Reports
-from gpu_runner.fleet_tables import DATASETS, LEASES, RUNS, database_now
+from gpu_runner.fleet_tables import LEASES, RUNS, database_now
 from gpu_runner.instances import Instances, InstanceState
 from gpu_runner.leases import Lease, RunEnded, release_leases
 from gpu_runner.spend import Spent
+from gpu_runner.targets import DatasetTarget, Targets
 
 __all__ = [
+    "BudgetReached",
+    "DatasetTarget",
     "FleetBook",
     "Instance",
     "InstanceCost",
@@ -31,6 +36,7 @@ __all__ = [
     "RunBeat",
     "RunEnded",
     "RunState",
+    "Spend",
     "Spent",
     "Split",
     "database_now",
@@ -59,7 +65,7 @@ class RunBeat:
     age: float
 
 
-class FleetBook(Instances, Reports):
+class FleetBook(Instances, Targets, Reports):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs
@@ -104,18 +110,3 @@ class FleetBook(Instances, Reports):
         with self._transaction() as (connection, now):
             connection.execute(RUNS.update().where(RUNS.c.run_id == run_id).values(state="ended", beat_at=now))
             release_leases(connection, now, LEASES.c.run_id == run_id, "run ended")
-
-    # the capacity number
-
-    def instances(self, dataset: str) -> int:
-        """How many instances the dataset may lease now; 1 until somebody commands otherwise."""
-        query = sa.select(DATASETS.c.instances).where(DATASETS.c.dataset == dataset)
-        with self._reading() as (connection, _):
-            found = connection.execute(query).scalar()
-        return 1 if found is None else int(found)
-
-    def set_instances(self, dataset: str, instances: int) -> None:
-        """Command how many instances the dataset may lease."""
-        with self._transaction() as (connection, _):
-            connection.execute(DATASETS.delete().where(DATASETS.c.dataset == dataset))
-            connection.execute(DATASETS.insert().values(dataset=dataset, instances=instances))

@@ -72,11 +72,26 @@ LEASES = sa.Table(
     sa.Column("reason", sa.String(300), nullable=False, server_default=""),
 )
 
+# `instances`, `offers`, `pause`: the command. `request`: what is made now ("": nothing), since when. What an operator
+# overrides holds for that request. `memory`, `plan`: what the capacity sensor keeps and shows, as JSON.
 DATASETS = sa.Table(
     "datasets",
     _metadata,
     sa.Column("dataset", sa.String(128), primary_key=True),
     sa.Column("instances", sa.Integer, nullable=False),
+    sa.Column("request", sa.String(200), nullable=False, server_default=""),
+    sa.Column("since", sa.Float, nullable=False, server_default="0"),
+    sa.Column("deadline_at", sa.Float),
+    sa.Column("deadline_override", sa.Float),
+    sa.Column("budget_usd", sa.Float),
+    sa.Column("budget_override", sa.Float),
+    sa.Column("objective", sa.String(32), nullable=False, server_default=""),
+    sa.Column("max_instances", sa.Integer),
+    sa.Column("offers", sa.Text, nullable=False, server_default="[]"),
+    sa.Column("pause", sa.Text, nullable=False, server_default=""),
+    sa.Column("memory", sa.Text, nullable=False, server_default="{}"),
+    sa.Column("plan", sa.Text, nullable=False, server_default="{}"),
+    sa.Column("updated_at", sa.Float),
 )
 
 # `created_at`: billing starts. `notice_at`: it is taken away. `seen_at`: first in the provider's list. `retire_at`:
