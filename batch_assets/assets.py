@@ -15,11 +15,13 @@ from batch_assets.card import MEANING, Card
 from batch_assets.checks import check_results, check_specs
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
+from batch_assets.launcher import REFRESH_TAG
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import WishError, begin
 from resources.fleet import GpuFleet
 from resources.objects import self_test, temporary_folder
 from resources.store import BatchStore, DatasetStore, SnapshotManifest
@@ -85,10 +87,12 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         started = time.monotonic()
         try:
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
+                if REFRESH_TAG in context.run.tags:
+                    begin(book, spec, context.run.run_id, context.run.tags)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
-        except SourceError as error:
+        except (SourceError, WishError) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),
@@ -104,6 +108,13 @@ def register_batches(instance: dg.DagsterInstance, store: DatasetStore, manifest
     new = [entry.key for entry in store.entries(manifest.snapshot) if entry.key not in known]
     for start in range(0, len(new), KEY_CHUNK):
         instance.add_dynamic_partitions(store.dataset, new[start : start + KEY_CHUNK])
+
+
+def set_pool(instance: dg.DagsterInstance, pool: str, slots: int) -> None:
+    """Give the pool so many slots; written only when that is another number."""
+    storage = instance.event_log_storage
+    if next((one.limit for one in storage.get_pool_limits() if one.name == pool), None) != slots:
+        storage.set_concurrency_slots(pool, slots)
 
 
 def ensure_pool(instance: dg.DagsterInstance, pool: str, slots: int) -> None:

@@ -6,9 +6,11 @@ Backfills have no public query: what we lean on here is held by `tests/test_sens
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import dagster as dg
-from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus
+from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 
 from batch_assets import ledger
 from batch_assets.launcher import REQUEST_TAG, RangeRunRecord, RunOutcome
@@ -62,10 +64,37 @@ def _is_undecided(instance: dg.DagsterInstance, record: dg.RunRecord) -> bool:
     return instance.run_retries_enabled and time.time() - record.end_time < DECISION_SECONDS
 
 
+@dataclass(frozen=True, slots=True)
+class OpenBackfill:
+    """A backfill over the dataset's batches that is not finished. `keys` None: it could not be told which."""
+
+    backfill_id: str
+    tags: Mapping[str, str]
+    keys: frozenset[str] | None
+
+
+def open_backfills(instance: dg.DagsterInstance, dataset: str) -> list[OpenBackfill]:
+    """Unfinished backfills that target the dataset's batches, newest first."""
+    return [
+        OpenBackfill(found.backfill_id, found.tags, _targets(found, ledger.rows_key(dataset)))
+        for found in _open(instance, dataset)
+    ]
+
+
 def open_backfill(instance: dg.DagsterInstance, dataset: str) -> bool:
     """True while a backfill that targets the dataset's batches is not finished."""
+    return next(_open(instance, dataset), None) is not None
+
+
+def _open(instance: dg.DagsterInstance, dataset: str) -> Iterator[PartitionBackfill]:
     key = ledger.rows_key(dataset)
     for backfill in instance.get_backfills(filters=BulkActionsFilter(statuses=_OPEN)):
         if backfill.is_asset_backfill and key in (backfill.asset_selection or ()):
-            return True
-    return False
+            yield backfill
+
+
+def _targets(backfill: PartitionBackfill, key: dg.AssetKey) -> frozenset[str] | None:
+    data = backfill.asset_backfill_data
+    if data is None or key not in data.target_subset.asset_keys:
+        return None
+    return frozenset(data.target_subset.get_partitions_subset(key).get_partition_keys())

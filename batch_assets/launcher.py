@@ -19,6 +19,8 @@ REDRIVE_TAG = "batch/redrive"
 REQUEST_TAG = "batch/request"
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ATTEMPTS = 3
+RUNS_PER_INSTANCE = 3
+LEAST_BATCHES = 2
 
 RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
 
@@ -70,6 +72,18 @@ def plan_launch(
     if not left:
         return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs")
     return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")
+
+
+def run_size(batches_per_run: int, wanted: int, instances: int | None) -> int:
+    """Batches per run for a request that may use this many instances at once; None: one will do.
+
+    With a deadline every instance must have a run of its own, and the last runs should end together: each new run
+    takes a share of what is left (guided self-scheduling: Polychronopoulos, Kuck, IEEE Trans. Computers C-36, 1987).
+    """
+    if instances is None:
+        return batches_per_run
+    share = -(-wanted // (RUNS_PER_INSTANCE * max(1, instances)))
+    return max(1, min(batches_per_run, max(LEAST_BATCHES, share)))
 
 
 def worth_trying(wanted: Iterable[str], own: Sequence[RangeRunRecord]) -> set[str]:

@@ -94,7 +94,7 @@ def offers_view(
         work.mix,
         work.tokens,
         accept=accept,
-        objective=hardware.objective,
+        objective=spec.objective,
         measurements=measurements,
         stock=stock,
         **bounds,

@@ -19,9 +19,11 @@ from batch_assets.launcher import REQUEST_TAG
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import BACKFILL_TAG, WishError, begin, request_of, wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import BookError, FleetBook
 from gpu_runner.heart import Heart
+from gpu_runner.offers import Objective
 from gpu_runner.workload import Workload
 from resources.fleet import FleetConfigError, GpuFleet, Requirement
 from resources.objects import self_test
@@ -29,7 +31,6 @@ from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
 
 ENDPOINT_TAG = "batch/endpoint"
-BACKFILL_ID_TAG = "dagster/backfill"  # dagster/_core/storage/tags.py
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
@@ -73,8 +74,9 @@ def generate_rows(
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
+            objective = _join_request(context, spec, book)
             run = RangeRun(store, manifest, plan, identity, fence=lambda: _may_write(book, heart))
-            need = _requirement(context, spec, run, WorkInHand(spec, store, folder).look)
+            need = _requirement(context, spec, run, objective, WorkInHand(spec, store, folder).look)
             _generate(context, fleet, book, heart, need, run)
     yield from ()
 
@@ -116,8 +118,29 @@ def _generate(
         )
 
 
+def _join_request(context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, book: FleetBook) -> Objective:
+    """The run's objective. Its request is written down, unless another one is under way: its budget holds at once.
+
+    The capacity sensor decides which request counts when there are several.
+    """
+    run = context.run
+    request = request_of(run.root_run_id or run.run_id, run.tags)
+    try:
+        wanted = wishes(spec, run.tags)
+        known = book.target(spec.name)
+        if known is None or known.request in ("", request):
+            begin(book, spec, request, run.tags)
+    except WishError as error:
+        raise dg.Failure(f"{error}. Start it again with another tag.", allow_retries=False) from None
+    return wanted.objective
+
+
 def _requirement(
-    context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, run: RangeRun, work: Callable[[], Workload]
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    run: RangeRun,
+    objective: Objective,
+    work: Callable[[], Workload],
 ) -> Requirement:
     """What the run needs of an engine. The model is that of the snapshot, which `batch-assets run --model` may set."""
     hardware = spec.hardware
@@ -127,7 +150,7 @@ def _requirement(
         task=run.generation.task,
         endpoint=context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"),
         accept=hardware.accept(),
-        objective=hardware.objective,
+        objective=objective,
         max_model_len=hardware.max_model_len,
         declared=hardware.declared(run.generation.model),
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
@@ -140,7 +163,7 @@ def _work(context: dg.AssetExecutionContext, run: RangeRun, look: Callable[[], W
     An instance passes from run to run, so its boot is shared. Rows that are generated anew are missing nowhere.
     """
     whole, own = look(), max(1, run.rows - run.progress().rows_done)
-    asked_for = context.run.tags.keys() & {REQUEST_TAG, BACKFILL_ID_TAG}
+    asked_for = context.run.tags.keys() & {REQUEST_TAG, BACKFILL_TAG}
     return replace(whole, rows=max(own, whole.rows) if asked_for else own)
 
 

@@ -17,11 +17,14 @@ from batch_assets.launcher import (
     REQUEST_TAG,
     RangeRunRecord,
     plan_launch,
+    run_size,
 )
 from batch_assets.lost_workers import lost_workers, repository_label
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import WISH_TAGS, WishError, wishes
 from gpu_runner.fleet import RunBeat
+from gpu_runner.targets import DatasetTarget
 from resources.fleet import GpuFleet
 from resources.store import BatchEntry, BatchStore, DatasetStore
 
@@ -29,6 +32,7 @@ PUBLISH_TAG = "batch/publish"
 PUBLISH_ATTEMPTS = 3
 SECONDS = 5
 SPARE_RUNS = 3
+UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
 RETRY_PRIORITY = "10"
 QUEUE_LOOK = 100
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
@@ -151,18 +155,19 @@ def _launch(
         tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
         wanted = [key for key in wanted if not any(key in keys for keys in tried)]
     with fleet.open_book() as book:
-        room = book.instances(spec.name) + SPARE_RUNS
+        target = book.target(spec.name)
+    room = (1 if target is None else target.instances) + SPARE_RUNS
     launch = plan_launch(
         asked_by.run_id,
         instance.get_dynamic_partitions(spec.name),
         dict.fromkeys(wanted),
         runs,
         backfill_open=request.backfill_open,
-        batches_per_run=spec.batches_per_run,
+        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target)),
         room=room,
     )
     own = sum(run.request == asked_by.run_id for run in runs)
-    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG,) if key in asked_by.tags}
+    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG, *WISH_TAGS) if key in asked_by.tags}
     op = ledger.rows_key(spec.name).to_python_identifier()
     requests = [
         dg.RunRequest(
@@ -179,6 +184,19 @@ def _launch(
         for number, keys in enumerate(launch.ranges)
     ]
     return requests, launch.reason
+
+
+def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: DatasetTarget | None) -> int | None:
+    """How many instances the request may come to use at once; None where nothing presses."""
+    try:
+        wanted = wishes(spec, asked_by.tags)
+    except WishError:
+        return None  # its runs will say so
+    if wanted.deadline is None and wanted.objective == "cheapest":
+        return None
+    planned = target.plan.get("instances_wanted") if target is not None else None
+    most = wanted.max_instances or UNPLANNED_INSTANCES
+    return min(most, planned) if planned else most
 
 
 def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:

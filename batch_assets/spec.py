@@ -24,6 +24,7 @@ from batch_assets.spec_fields import (
     Column,
     Condition,
     Cron,
+    Deadline,
     Encodable,
     JsonSchema,
     Name,
@@ -34,6 +35,7 @@ from batch_assets.spec_fields import (
     encodable,
 )
 from batch_assets.spec_hardware import HardwareSpec
+from gpu_runner.offers import Objective
 from gpu_runner.rows import Generation, Task
 from resources.tables import OUTCOME_COLUMNS
 
@@ -217,8 +219,20 @@ class GeneratedDatasetSpec(Strict):
     batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
     batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
     checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
-    hardware: HardwareSpec = Field(
-        default=HardwareSpec(), description="Which offers may be rented for it, and what counts as the best."
+    hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
+    deadline: Deadline | None = Field(
+        default=None,
+        description="When it must be done: a time after the request (6h, 90m, 2d), a cron schedule in UTC (its next "
+        "moment after the request), or a moment (2027-01-31T06:00:00Z).",
+    )
+    budget_usd: float | None = Field(
+        default=None, gt=0, description="Most US dollars that one request may cost. A hard stop: the work then pauses."
+    )
+    objective: Objective = Field(
+        default="cheapest", description="Least cost, least time, or least product of both; within deadline and budget."
+    )
+    max_instances: int | None = Field(
+        default=None, ge=1, le=999, description="Most instances at once. Default: what the fleet may have."
     )
     schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")

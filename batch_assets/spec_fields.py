@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from batch_assets.cron import cron_problem
+from batch_assets.moments import MomentProblem, parse_deadline
 from batch_assets.spec_errors import Unusable, show
 from batch_assets.templates import Template, TemplateProblem
 
@@ -42,6 +43,14 @@ def _name(value: str) -> str:
 def _cron(value: str) -> str:
     if problem := cron_problem(value):
         raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
+    return value
+
+
+def _deadline(value: str) -> str:
+    try:
+        parse_deadline(value)
+    except MomentProblem as error:
+        raise Unusable(error.expected, show(value), error.hint) from error
     return value
 
 
@@ -126,6 +135,7 @@ Scalar = Annotated[
 ]
 Name = Annotated[str, AfterValidator(_name)]
 Cron = Annotated[str, AfterValidator(_cron)]
+Deadline = Annotated[str, AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
 Encodable = Annotated[dict[str, Any], AfterValidator(encodable)]

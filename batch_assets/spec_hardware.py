@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -54,9 +54,6 @@ class HardwareSpec(Strict):
     max_price_per_hour: float | None = Field(default=None, gt=0, description="Most US dollars per hour and instance.")
     min_reliability: float = Field(
         default=0.0, ge=0, le=1, description="Least chance that an instance starts and stays for an hour."
-    )
-    objective: Literal["cheapest", "fastest", "efficient"] = Field(
-        default="cheapest", description="Least cost, least time, or least product of both."
     )
     max_model_len: int | None = Field(
         default=None,

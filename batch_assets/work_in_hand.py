@@ -7,6 +7,10 @@ bytes of UTF-8, and four more per message; a completion, half of the tokens it m
 from __future__ import annotations
 
 import contextlib
+import heapq
+import math
+import statistics
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,10 @@ DEFAULT_MAX_TOKENS = 1024
 SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
 MEASURED_BATCHES = 16
 COUNTED_BLOCKS = 64
+
+# How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from one
+# batch; never less than this, as batches of a sorted source differ from those to come. Values of ours.
+ESTIMATE_SPREAD, FIRST_SPREAD, LEAST_SPREAD = 0.3, 0.1, 0.01
 
 T = TypeVar("T")
 
@@ -60,14 +68,27 @@ class WorkInHand:
         snapshot = self._store.current_snapshot()
         if snapshot is None:
             return work_of_source(self._spec, self._folder)
+        manifest = self._read(snapshot)
+        current = self._store.current_objects(self._entries)
+        left = sum(entry.rows for entry in self._entries if entry.key not in current)
+        return work_of(manifest.settings(), left, manifest.rows, self._prompts, self._measured(list(current.values())))
+
+    def left(self, snapshot: str, rows: int, committed: Iterable[BatchObject]) -> tuple[Workload, float]:
+        """The work of `rows` rows of a snapshot, and how uncertain its tokens are (relative standard deviation).
+
+        Lists nothing: `committed` are batches that the catalog knows, of which a few are looked at.
+        """
+        manifest = self._read(snapshot)
+        # Those whose keys hash lowest: evenly spread, and the same ones again at the next look.
+        sampled = heapq.nsmallest(MEASURED_BATCHES, committed, key=lambda batch: zlib.crc32(batch.key.encode()))
+        footers = self._measured(sampled)
+        return work_of(manifest.settings(), rows, manifest.rows, self._prompts, footers), spread_of(footers)
+
+    def _read(self, snapshot: str) -> SnapshotManifest:
         if snapshot != self._snapshot or self._manifest is None:
             self._manifest, self._entries = self._store.manifest(snapshot), self._store.entries(snapshot)
             self._prompts, self._snapshot = self._sample(self._manifest), snapshot
-        current = self._store.current_objects(self._entries)
-        left = sum(entry.rows for entry in self._entries if entry.key not in current)
-        return work_of(
-            self._manifest.settings(), left, self._manifest.rows, self._prompts, self._measured(list(current.values()))
-        )
+        return self._manifest
 
     def _sample(self, manifest: SnapshotManifest) -> PromptLengths:
         tables = self._store.prompt_tables(manifest, _spread(self._entries, SAMPLED_BATCHES), ("prompt",))
@@ -107,6 +128,16 @@ def work_of(
     sentences += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of max_tokens ({most:,})"]
     mix = LengthMix(max(1.0, prompts.mean), most * share)
     return Workload(rows, all_rows, mix, round(prompts.longest + most), "estimated", "assumed", tuple(sentences))
+
+
+def spread_of(footers: Sequence[BatchFooter]) -> float:
+    """Relative standard error of the mean tokens per row, from the differences between batches; estimates: 0.3."""
+    means = [(one.prompt_tokens + one.completion_tokens) / one.ok for one in footers if one.ok]
+    if not means or not (average := statistics.fmean(means)):
+        return ESTIMATE_SPREAD
+    if len(means) == 1:
+        return FIRST_SPREAD
+    return max(LEAST_SPREAD, statistics.stdev(means) / average / math.sqrt(len(means)))
 
 
 def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:

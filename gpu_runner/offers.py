@@ -48,6 +48,11 @@ class Offer:
         """What a person calls it: provider/region/instance type, and whether it is spot."""
         return offer_name(self.provider, self.region, self.instance_type, self.gpus, self.gpu, self.spot)
 
+    @property
+    def hardware(self) -> tuple[str, int, int]:
+        """What its speed depends on: GPU, its memory in GiB, how many."""
+        return self.gpu, round(self.gpu_memory_gib), self.gpus
+
 
 def offer_name(provider: str, region: str, instance_type: str, gpus: int, gpu: str, spot: bool) -> str:
     """`Offer.name`, of an offer or of an instance that was rented from it."""

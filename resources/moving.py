@@ -55,19 +55,19 @@ def find_move(
     tells how far off the estimate of our own hardware was; `warm`: instances that stand ready, offers without a boot.
     """
     old = present.offer
-    known = {_hardware(one.offer): one.speed for one in reversed(ranking.ranked)}
-    estimated = {_hardware(one.offer): one.speed.tokens_per_second for one in estimates.ranked}
-    own = known.get(_hardware(old))
+    known = {one.offer.hardware: one.speed for one in reversed(ranking.ranked)}
+    estimated = {one.offer.hardware: one.speed.tokens_per_second for one in estimates.ranked}
+    own = known.get(old.hardware)
     speed = present.tokens_per_second or (None if own is None else own.tokens_per_second)
     if not speed:
         return None
-    factor = speed / estimated[_hardware(old)] if _hardware(old) in estimated else 1.0
+    factor = speed / estimated[old.hardware] if old.hardware in estimated else 1.0
     best: Decision | None = None
     for offer in [*warm, *(one.offer for one in choose(ranking, failures))]:
-        there = known.get(_hardware(offer))
+        there = known.get(offer.hardware)
         if there is None or MEMORY.penalty(offer, failures) > TRUSTED_PENALTY:
             continue
-        if _hardware(offer) == _hardware(old):
+        if offer.hardware == old.hardware:
             pace = speed
         else:
             pace = there.tokens_per_second * (factor if there.basis == "estimate" else 1.0)
@@ -82,7 +82,3 @@ def find_move(
             tokens = present.dataset_tokens
             best = Decision(present.instance, old, offer, tokens, speed, pace, move.saved_usd, sentence)
     return best
-
-
-def _hardware(offer: Offer) -> tuple[str, int, int]:
-    return offer.gpu, round(offer.gpu_memory_gib), offer.gpus

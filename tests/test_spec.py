@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_assets.cron import cron_problem
+from batch_assets.moments import parse_deadline
 from batch_assets.spec import OWN_COLUMNS, GeneratedDatasetSpec, SpecError, load_spec
 from batch_assets.spec_errors import model_at
 from gpu_runner.rows import Generation
@@ -325,3 +326,57 @@ def test_every_field_says_what_it_is_for_and_no_model_takes_unknown_keys() -> No
             assert field.description, f"{model.__name__}.{name}"
     schema = GeneratedDatasetSpec.model_json_schema()
     assert schema["properties"]["batch_rows"]["maximum"] == 10_000
+
+
+# deadline and money
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("6h", 21600), ("90m", 5400), ("90 min", 5400), ("1d 12h", 129600), ("0.5h", 1800), ("45s", 45)],
+)
+def test_a_deadline_may_be_a_time_after_the_request(text: str, seconds: float) -> None:
+    assert spec(deadline=text).deadline == text
+    assert parse_deadline(text).at(1000.0) == 1000.0 + seconds
+
+
+def test_a_deadline_may_be_a_moment_or_the_next_one_of_a_schedule() -> None:
+    moment = datetime.datetime(2027, 1, 31, 6, tzinfo=datetime.UTC).timestamp()
+    assert parse_deadline("2027-01-31T06:00:00Z").at(0.0) == moment
+    assert parse_deadline("2027-01-31T08:00:00+02:00").at(0.0) == moment
+    assert parse_deadline("0 6 * * *").at(moment - 3600) == moment
+    # A refresh that the same schedule starts is for its next moment, not for now.
+    assert parse_deadline("0 6 * * *").at(moment) == moment + 86400
+    assert parse_deadline("@daily").at(moment) == moment + 18 * 3600
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("6 hours", "found '6 hours'"),
+        ("0s", "between 1 second and 366 days"),
+        ("400d", "between 1 second and 366 days"),
+        ("2027-01-31T06:00:00", "Say in which time zone it is"),
+        ("2027-02-31T06:00:00Z", "Day is out of range for month"),
+        ("61 * * * *", "The field minute is '61'"),
+        ("", "found ''"),
+    ],
+)
+def test_what_is_no_deadline_is_refused_with_what_one_is(text: str, hint: str) -> None:
+    said = problem(deadline=text)
+    assert said.startswith("deadline: expected a time after the request (6h, 90m, 1d 12h), a cron schedule, or a moment")
+    assert hint in said
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"budget_usd": 0}, "budget_usd: expected more than 0"),
+        ({"budget_usd": "12 $"}, "budget_usd: expected a number"),
+        ({"max_instances": 0}, "max_instances: expected at least 1"),
+        ({"objective": "cheap"}, "objective: expected 'cheapest', 'fastest' or 'efficient'"),
+        ({"deadline": 6}, "deadline: expected text"),
+    ],
+)
+def test_wrong_wishes_are_refused_in_our_words(attributes: dict[str, Any], said: str) -> None:
+    assert said in problem(**attributes)

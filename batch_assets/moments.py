@@ -1,0 +1,77 @@
+"""Deadlines as people write them: a time after the request, a cron schedule, or a moment. Pure."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+
+from dagster._utils.schedules import schedule_execution_time_iterator
+
+from batch_assets.cron import cron_problem
+
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])\s*")
+_LONGEST = 366 * 86400.0
+_EXPECTED = (
+    "a time after the request (6h, 90m, 1d 12h), a cron schedule, or a moment with its zone (2027-01-31T06:00:00Z)"
+)
+
+
+class MomentProblem(ValueError):
+    """A text that is no deadline."""
+
+    def __init__(self, hint: str) -> None:
+        super().__init__(f"expected {_EXPECTED}. {hint}")
+        self.expected, self.hint = _EXPECTED, hint
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Exactly one of: `seconds` after the request, the next moment of a `cron` schedule (UTC), a moment (Unix seconds)."""
+
+    seconds: float | None = None
+    cron: str | None = None
+    moment: float | None = None
+
+    def at(self, since: float) -> float:
+        """The deadline of a request made at `since`, both in Unix seconds."""
+        if self.moment is not None:
+            return self.moment
+        if self.cron is not None:
+            # A request that the same schedule starts is for the next one.
+            return next(schedule_execution_time_iterator(since + 60.0, self.cron, "UTC", True)).timestamp()
+        assert self.seconds is not None
+        return since + self.seconds
+
+
+def parse_deadline(text: str) -> Deadline:
+    """The deadline in a text. Raises MomentProblem."""
+    text = text.strip()
+    if (seconds := parse_seconds(text)) is not None:
+        if not 0 < seconds <= _LONGEST:
+            raise MomentProblem("The time lies between 1 second and 366 days.")
+        return Deadline(seconds=seconds)
+    if re.match(r"\d{4}-\d\d-\d\d", text):
+        try:
+            moment = datetime.datetime.fromisoformat(text)
+        except ValueError as error:
+            raise MomentProblem(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+        if moment.tzinfo is None:
+            raise MomentProblem("Say in which time zone it is: end it with Z or +02:00.")
+        return Deadline(moment=moment.timestamp())
+    if text.startswith("@") or len(text.split()) == 5:
+        if problem := cron_problem(text):
+            raise MomentProblem(problem)
+        return Deadline(cron=text)
+    raise MomentProblem("")
+
+
+def parse_seconds(text: str) -> float | None:
+    """Seconds of `6h`, `90m`, `1d 12h`; None for anything else."""
+    found, end = 0.0, 0
+    for match in _PART.finditer(text):
+        if match.start() != end:
+            return None
+        found, end = found + float(match[1]) * _UNITS[match[2]], match.end()
+    return found if end and end == len(text) else None

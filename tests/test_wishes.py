@@ -1,0 +1,98 @@
+"""What a request wants: the dataset's YAML, overridden by tags of its run or backfill, written into the books once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_books import Clock
+
+from batch_assets.launcher import run_size
+from batch_assets.moments import Deadline
+from batch_assets.spec import GeneratedDatasetSpec, load_spec
+from batch_assets.wishes import WishError, Wishes, begin, request_of, wishes
+from gpu_runner.fleet import FleetBook
+
+
+def spec(**attributes: Any) -> GeneratedDatasetSpec:
+    least = {"name": "d", "source": {"path": "q.jsonl"}, "prompt": {"user": "{{ q }}"}, "model": "m"}
+    return load_spec({**least, **attributes}, "defs.yaml")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(tmp_path: Path, clock: Clock) -> Iterator[FleetBook]:
+    with contextlib.closing(FleetBook(f"sqlite:///{tmp_path}/fleet.db", now=clock)) as opened:
+        yield opened
+
+
+def test_without_a_word_nothing_presses() -> None:
+    assert wishes(spec(), {"other": "tag"}) == Wishes(None, None, "cheapest", None)
+
+
+def test_tags_go_before_the_yaml() -> None:
+    own = spec(deadline="6h", budget_usd=20.0, objective="efficient", max_instances=5)
+    assert wishes(own, {}) == Wishes(Deadline(seconds=21600), 20.0, "efficient", 5)
+    tags = {"batch/deadline": "90m", "batch/budget_usd": "7.5", "batch/objective": "fastest", "batch/max_instances": "2"}
+    assert wishes(own, tags) == Wishes(Deadline(seconds=5400), 7.5, "fastest", 2)
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "said"),
+    [
+        ("batch/deadline", "soon", "tag batch/deadline: expected a time after the request"),
+        ("batch/budget_usd", "0", "tag batch/budget_usd: expected US dollars above 0, found '0'"),
+        ("batch/budget_usd", "nan", "found 'nan'"),
+        ("batch/budget_usd", "12 $", "found '12 $'"),
+        ("batch/objective", "cheap", "tag batch/objective: expected cheapest, fastest, efficient, found 'cheap'"),
+        ("batch/max_instances", "0", "expected a whole number from 1 to 999"),
+        ("batch/max_instances", "2.5", "expected a whole number from 1 to 999"),
+    ],
+)
+def test_a_tag_that_cannot_be_wanted_is_named(tag: str, text: str, said: str) -> None:
+    with pytest.raises(WishError) as error:
+        wishes(spec(), {tag: text})
+    assert said in str(error.value)
+
+
+def test_a_range_run_belongs_to_its_refresh_or_backfill_or_to_itself() -> None:
+    assert request_of("r1", {"batch/request": "refresh", "dagster/backfill": "b"}) == "refresh"
+    assert request_of("r1", {"dagster/backfill": "b"}) == "b"
+    assert request_of("r1", {}) == "run:r1"
+
+
+def test_a_requests_time_and_command_stay_while_its_wishes_may_change(book: FleetBook, clock: Clock) -> None:
+    own = spec(deadline="1h", budget_usd=10.0)
+    first = begin(book, own, "refresh", {})
+    assert (first.deadline_in, first.budget_usd, first.instances) == (3600, 10, 1)
+    assert book.command("d", "refresh", 3, (("a", 3),), "", {}, {"rows_total": 5})
+    clock.forward(600)
+    later = begin(book, own, "refresh", {"batch/budget_usd": "30"})
+    assert (later.since, later.deadline_in, later.budget_usd, later.instances) == (first.since, 3000, 30, 3)
+    other = begin(book, own, "backfill", {"batch/deadline": "2h"})
+    assert (other.age, other.deadline_in, other.budget_usd, other.instances) == (0, 7200, 10, 1)
+    assert other.plan == {}
+
+
+@pytest.mark.parametrize(
+    ("batches_per_run", "wanted", "instances", "size"),
+    [
+        (100, 400, None, 100),  # nothing presses: as the dataset says
+        (100, 400, 8, 17),  # three runs for each instance
+        (100, 17, 8, 2),  # never less than two batches
+        (1, 400, 8, 1),  # unless the dataset says so
+        (100, 80_000, 20, 100),  # never more than the dataset says
+        (100, 0, 8, 2),
+    ],
+)
+def test_with_a_deadline_runs_are_small_enough_for_all_instances(
+    batches_per_run: int, wanted: int, instances: int | None, size: int
+) -> None:
+    assert run_size(batches_per_run, wanted, instances) == size
