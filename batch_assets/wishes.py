@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 from batch_assets.launcher import REQUEST_TAG
 from batch_assets.moments import Deadline, MomentProblem, parse_deadline
@@ -60,7 +60,7 @@ def wishes(spec: GeneratedDatasetSpec, tags: Mapping[str, str]) -> Wishes:
     if (text := tags.get(OBJECTIVE_TAG)) is not None:
         if text not in get_args(Objective):
             raise WishError(f"tag {OBJECTIVE_TAG}: expected {', '.join(get_args(Objective))}, found {text!r}")
-        found = dataclasses.replace(found, objective=text)
+        found = dataclasses.replace(found, objective=cast(Objective, text))
     if (text := tags.get(INSTANCES_TAG)) is not None:
         if not (text.isdecimal() and 1 <= int(text) <= 999):
             raise WishError(f"tag {INSTANCES_TAG}: expected a whole number from 1 to 999, found {text!r}")

@@ -16,12 +16,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from gpu_runner.budget import Spend, spend_of
-from gpu_runner.fleet_tables import DATASETS, INSTANCES, Tables
-from gpu_runner.leases import end_retired
+from gpu_runner.fleet_tables import DATASETS, Tables
+from gpu_runner.leases import end_retired, mark_retired
 
 NO_COMMAND: Mapping[str, Any] = {
     **{"instances": 1, "offers": "[]", "pause": "", "memory": "{}", "plan": "{}"},
-    **{"deadline_override": None, "budget_override": None},
+    **{"deadline_override": None, "budget_override": None, "updated_at": None, "counted_at": None},
 }
 NO_TARGET: Mapping[str, Any] = {"deadline_at": None, "budget_usd": None, "objective": "", "max_instances": None}
 
@@ -107,7 +107,7 @@ class Targets(Tables):
             if before is not None and before.request == request:
                 _write(connection, dataset, **wishes)
             else:
-                _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now, updated_at=None)
+                _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now)
             found = _read(connection, dataset, now)
         assert found is not None
         return found
@@ -152,7 +152,7 @@ class Targets(Tables):
         """The request is over: no deadline, no budget, no command. False when it was another one."""
         mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
         with self._transaction() as (connection, now):
-            over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now, "updated_at": None}
+            over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now}
             return connection.execute(DATASETS.update().where(mine).values(**over)).rowcount == 1
 
     def spend(self, dataset: str) -> Spend:
@@ -166,13 +166,10 @@ class Targets(Tables):
 
         Its holder sees the reason and leaves it.
         """
-        rented = (INSTANCES.c.name == instance) & INSTANCES.c.state.in_(["intent", "booting", "ready"])
         with self._transaction() as (connection, now):
-            change = INSTANCES.update().where(rented & INSTANCES.c.retire_at.is_(None))
-            if connection.execute(change.values(retire_at=now, reason=reason[:300])).rowcount == 0:
-                return False
+            marked = mark_retired(connection, now, instance, reason)
             end_retired(connection, now, [instance])
-            return True
+            return marked
 
 
 def _read(connection: sa.Connection, dataset: str, now: float) -> DatasetTarget | None:
