@@ -10,6 +10,7 @@ from batch_assets import settings
 from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.sensors import reaper, watchdog
+from batch_assets.spend import bookkeeper, spend
 from resources.fleet import GpuFleet
 from resources.store import BatchStore
 
@@ -25,9 +26,10 @@ def defs() -> dg.Definitions:
 
 
 def platform() -> dg.Definitions:
-    """Resources, watchdog, reaper and executor: the same for every dataset."""
+    """Resources, sensors, executor and the table of spend: the same for every dataset."""
     return dg.Definitions(
-        sensors=[watchdog, reaper],
+        assets=[spend],
+        sensors=[watchdog, reaper, bookkeeper],
         executor=dg.in_process_executor,
         resources={
             "store": BatchStore(root=settings.store_root()),
