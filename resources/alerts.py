@@ -1,0 +1,230 @@
+"""Alerts: what operators must know at once, posted to a webhook as JSON that Slack and others understand.
+
+`alerts` in fleet.yaml says where to. The address is a secret: it is in no message and no log of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+AlertKind = Literal["late", "infeasible", "budget", "no_capacity", "on_time"]
+
+AGAIN_SECONDS = 6 * 3600.0  # told once more while it lasts
+CALM_SECONDS = 15 * 60.0  # what was told and is over is not told anew before: a figure on the edge would ring for ever
+GRACE_SECONDS = 0.5  # for the thread that posts, beyond its time-out
+
+LOG = logging.getLogger(__name__)
+
+State = dict[str, dict[str, dict[str, Any]]]
+Problems = dict[int, str]
+
+
+class AlertConfig(BaseModel):
+    """Where alerts go. One of the two: `webhook_env`, the variable that holds the address, or `webhook` itself."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
+    webhook_env: str | None = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="environment variable that holds the address"
+    )
+    webhook: SecretStr | None = Field(default=None, description="the address: http:// or https://, a secret")
+    timeout_seconds: float = Field(default=5, gt=0, le=30, description="how long one look may wait for the webhook")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: object) -> object:
+        """Not left to pydantic, whose errors hold the values: under a misspelled key, the secret."""
+        if isinstance(given, dict) and (unknown := sorted(map(str, given.keys() - cls.model_fields.keys()))):
+            raise ValueError(f"expected the keys {', '.join(cls.model_fields)}, found also {', '.join(unknown)}")
+        return given
+
+    @model_validator(mode="after")
+    def _one_address(self) -> AlertConfig:
+        if (self.webhook is None) == (self.webhook_env is None):
+            raise ValueError("expected one of webhook_env and webhook")
+        if self.webhook is not None and not _is_address(self.webhook.get_secret_value()):
+            raise ValueError("webhook: expected an address with http:// or https:// and a host")
+        return self
+
+    def address(self) -> str:
+        """Where to post. Raises NoAddress, without saying what it found."""
+        if self.webhook is not None:
+            return self.webhook.get_secret_value()
+        found = os.environ.get(self.webhook_env or "", "").strip()
+        if not _is_address(found):
+            what = "nothing" if not found else "something else"
+            raise NoAddress(f"{self.webhook_env}: expected an address with http:// or https://, found {what}")
+        return found
+
+
+class NoAddress(Exception):
+    """The variable that should hold the webhook's address does not."""
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """What is wrong with a dataset, or `on_time`: nothing. `figures` are the numbers of the text, for machines."""
+
+    kind: AlertKind
+    dataset: str
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def due(state: State, alerts: Sequence[Alert], now: float) -> list[Alert]:
+    """Which alerts of this look are to be told: what is new, what lasts for AGAIN_SECONDS, and the end of it.
+
+    `on_time` counts only where nothing else is said of the dataset, and only after something was told. What was told
+    and was over may be told again after CALM_SECONDS. Datasets that are not mentioned stay as they are.
+    """
+    bad = {alert.dataset for alert in alerts if alert.kind != "on_time"}
+    found: list[Alert] = []
+    for alert in alerts:
+        told = state.get(alert.dataset, {})
+        if alert.kind == "on_time":
+            if alert.dataset not in bad and any(not one["over"] for one in told.values()):
+                found.append(alert)
+            continue
+        before = told.get(alert.kind)
+        wait = 0.0 if before is None else CALM_SECONDS if before["over"] else AGAIN_SECONDS
+        if before is None or not 0 <= now - before["at"] < wait:
+            found.append(alert)
+    return found
+
+
+def settle(state: State, alerts: Sequence[Alert], told: Sequence[Alert], now: float) -> None:
+    """Keep in `state` what was said in this look and what was told of it."""
+    said: dict[str, set[str]] = {}
+    for alert in alerts:
+        said.setdefault(alert.dataset, set()).add(alert.kind)
+    for dataset, kinds in said.items():
+        for kind, one in state.get(dataset, {}).items():
+            if kinds - {"on_time"} and kind not in kinds:
+                one["over"] = True  # another kind took its place
+    for alert in told:
+        of_dataset = state.setdefault(alert.dataset, {})
+        if alert.kind == "on_time":
+            for one in of_dataset.values():
+                one["over"] = True
+        else:
+            of_dataset[alert.kind] = {"at": now, "over": False}
+    for dataset in list(state):
+        kept = {kind: one for kind, one in state[dataset].items() if not one["over"] or now - one["at"] < CALM_SECONDS}
+        state[dataset] = kept
+        if not kept:
+            del state[dataset]
+
+
+class Alerts:
+    """Posts alerts, each once. `state` is kept by the caller between looks, as JSON if it likes; it is changed here."""
+
+    def __init__(
+        self,
+        config: AlertConfig | None,
+        state: State,
+        *,
+        clock: Callable[[], float] = time.time,
+        log: Callable[[str], None] = LOG.warning,
+    ) -> None:
+        self._config, self._clock, self._log = config, clock, log
+        self.state = state
+        for dataset in [name for name, told in state.items() if not _is_state(told)]:
+            del state[dataset]
+
+    def tell(self, alerts: Sequence[Alert]) -> list[Alert]:
+        """Post what is due, and return what was delivered; the rest is tried again at the next look.
+
+        Never raises, and takes no longer than `timeout_seconds` and half a second, whatever the webhook does.
+        """
+        if self._config is None:
+            return []
+        now = self._clock()
+        wanted = due(self.state, alerts, now)
+        problems = self._post(self._config, wanted) if wanted else {}
+        for number, problem in sorted(problems.items()):
+            alert = wanted[number]
+            self._log(
+                f"alert {alert.kind!r} of {alert.dataset} was not delivered: {problem}; the next look tries again"
+            )
+        delivered = [alert for number, alert in enumerate(wanted) if number not in problems]
+        settle(self.state, alerts, delivered, now)
+        return delivered
+
+    def _post(self, config: AlertConfig, alerts: Sequence[Alert]) -> Problems:
+        """Post all at once; what went wrong by place. In a thread: looking up a host name has no time-out."""
+        import aiohttp  # noqa: F401 - here, or it would count as the webhook's time
+
+        seconds = config.timeout_seconds
+        problems: Problems = dict.fromkeys(range(len(alerts)), f"no answer within {seconds:g} s")
+
+        def post() -> None:
+            try:
+                answers = asyncio.run(_post_all(config.address(), alerts, seconds))
+            except NoAddress as error:
+                answers = [str(error)] * len(alerts)
+            except Exception as error:  # its text may hold the address
+                answers = [type(error).__name__] * len(alerts)
+            for number, answer in enumerate(answers):
+                if answer is None:
+                    problems.pop(number)
+                else:
+                    problems[number] = answer
+
+        thread = threading.Thread(target=post, name="alerts", daemon=True)
+        thread.start()
+        thread.join(seconds + GRACE_SECONDS)
+        return dict(problems)
+
+
+def _is_state(told: object) -> bool:
+    """What `due` and `settle` can work with; anything else is forgotten."""
+    return isinstance(told, dict) and all(
+        kind in get_args(AlertKind)
+        and isinstance(one, dict)
+        and isinstance(one.get("at"), int | float)
+        and isinstance(one.get("over"), bool)
+        for kind, one in told.items()
+    )
+
+
+def _body(alert: Alert) -> bytes:
+    said = {"text": alert.text, "kind": alert.kind, "dataset": alert.dataset, "figures": dict(alert.figures)}
+    return orjson.dumps(said, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+async def _post_all(address: str, alerts: Sequence[Alert], seconds: float) -> list[str | None]:
+    """Post each; for each None, or what went wrong. Redirects are not followed: they lead to another host."""
+    import aiohttp
+
+    headers = {"Content-Type": "application/json", "User-Agent": "batch-assets"}
+    limit = aiohttp.ClientTimeout(total=seconds)
+    async with aiohttp.ClientSession(timeout=limit, headers=headers, trust_env=True) as session:
+
+        async def post(alert: Alert) -> str | None:
+            try:
+                async with session.post(address, data=_body(alert), allow_redirects=False) as answer:
+                    return None if 200 <= answer.status < 300 else f"HTTP {answer.status}"
+            except TimeoutError:
+                return f"no answer within {seconds:g} s"
+            except Exception as error:  # its text may hold the address
+                return type(error).__name__
+
+        return await asyncio.gather(*(post(alert) for alert in alerts))
