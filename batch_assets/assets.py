@@ -3,6 +3,8 @@
 No postponed annotations in modules with Dagster decorators: Dagster reads the classes of config and resources.
 """
 
+import datetime
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -16,6 +18,7 @@ from batch_assets.checks import check_results, check_specs
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
 from batch_assets.launcher import REFRESH_TAG
+from batch_assets.moments import next_moments, parse_deadline
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
@@ -26,6 +29,7 @@ from resources.fleet import GpuFleet
 from resources.objects import self_test, temporary_folder
 from resources.store import BatchStore, DatasetStore, SnapshotManifest
 
+SCHEDULE_TICKS = 12
 KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds
 
 
@@ -170,6 +174,24 @@ def _rows_text(spec: GeneratedDatasetSpec) -> str:
     )
 
 
+def freshness(spec: GeneratedDatasetSpec) -> dg.FreshnessPolicy | None:
+    """By when analysts may expect a new table: where a schedule refreshes it and each refresh has a deadline."""
+    if spec.schedule is None or spec.deadline is None:
+        return None
+    deadline = parse_deadline(spec.deadline)
+    if deadline.moment is not None:
+        return None
+    now = time.time()
+    ticks = next_moments(spec.schedule, now, SCHEDULE_TICKS)
+    longest = max(deadline.at(tick) - tick for tick in ticks)
+    if deadline.cron is not None:
+        return dg.FreshnessPolicy.cron(
+            deadline_cron=deadline.cron, lower_bound_delta=datetime.timedelta(seconds=round(longest))
+        )
+    between = max(later - earlier for earlier, later in itertools.pairwise(ticks))
+    return dg.FreshnessPolicy.time_window(fail_window=datetime.timedelta(seconds=round(between + longest)))
+
+
 def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     """The published table, with its checks."""
     key = dg.AssetKey([spec.name, "dataset"])
@@ -178,6 +200,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         key=key,
         deps=[ledger.rows_key(spec.name)],
         check_specs=check_specs(spec, key),
+        freshness_policy=freshness(spec),
         **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
     )
     def dataset(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:
@@ -186,10 +209,14 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         card = Card(spec.description or "", spec.owners, [f"{key}:{value}" for key, value in spec.tags.items()])
         journal = data.ordinary_journal()  # garbage if the snapshot is complete now; what comes later is not ours
         try:
-            with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "publishing the table"):
+            with (
+                temporary_folder() as folder,
+                fleet.alive(context.run.run_id, spec.name, "publishing the table") as book,
+            ):
+                target = book.target(spec.name)  # as it is when the last row is there
                 table = publish(data, manifest, card=card, now=time.time(), workdir=folder)
                 versions = ledger.ledger_versions(context.instance, spec.name)
-                checks = check_results(spec, data, manifest, table, versions)
+                checks = check_results(spec, data, manifest, table, versions, target)
         except IncompleteSnapshot as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         data.objects.delete(journal)

@@ -5,15 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import dagster as dg
 
 from batch_assets.ledger import LedgerVersion
+from batch_assets.progress import duration
 from batch_assets.publish import PublishedTable
 from batch_assets.quality import CHECKS, CheckFigure, Thresholds, quality
 from batch_assets.spec import GeneratedDatasetSpec
+from gpu_runner.targets import DatasetTarget
 from resources.store import DatasetStore, SnapshotManifest
 
 _CATALOG = "catalog_matches_store"
+ON_TIME = "on_time"
 _DESCRIPTIONS = {
     **CHECKS,
     _CATALOG: "Every batch object of the snapshot is in the catalog, at its data version and generation.",
+    ON_TIME: "The rows were done by their deadline; while they are being made: they are expected to be.",
 }
 
 
@@ -32,8 +36,9 @@ def check_results(
     manifest: SnapshotManifest,
     table: PublishedTable,
     versions: Mapping[str, LedgerVersion],
+    target: DatasetTarget | None,
 ) -> list[dg.AssetCheckResult]:
-    """One result per check spec, in one pass over the table."""
+    """One result per check spec, in one pass over the table. `target`: what the fleet's books hold of the dataset."""
     thresholds = Thresholds(
         max_dead_rate=spec.checks.max_dead_rate,
         min_schema_valid_rate=spec.checks.min_schema_valid_rate,
@@ -41,7 +46,7 @@ def check_results(
         max_repeated_rate=spec.checks.max_repeated_rate,
     )
     results = [_result(figure) for figure in quality(store, table, manifest, thresholds)]
-    results.append(_catalog_result(store, manifest, versions))
+    results += [_catalog_result(store, manifest, versions), on_time_result(target)]
     return list(_as_declared(spec, results))
 
 
@@ -65,6 +70,31 @@ def _result(figure: CheckFigure) -> dg.AssetCheckResult:
         severity=dg.AssetCheckSeverity.ERROR if figure.severity == "error" else dg.AssetCheckSeverity.WARN,
         description=figure.description,
         metadata={"value": figure.value, **threshold},
+    )
+
+
+def on_time_result(target: DatasetTarget | None) -> dg.AssetCheckResult:
+    """Whether all rows were there by the deadline. Asked when the last of them is: of a request that the capacity
+    sensor has not ended yet, this is now."""
+    deadline: float | None = None
+    done = 0.0
+    if target is not None and target.request:
+        deadline, done = target.deadline_at, target.since + target.age
+    elif target is not None:
+        deadline, done = target.plan.get("deadline"), target.plan.get("finished_at") or 0.0
+    if deadline is None:
+        return dg.AssetCheckResult(check_name=ON_TIME, passed=True, description="There was no deadline.")
+    margin = deadline - done
+    return dg.AssetCheckResult(
+        check_name=ON_TIME,
+        passed=margin >= 0,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=f"Done {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline.",
+        metadata={
+            "deadline": dg.MetadataValue.timestamp(deadline),
+            "done": dg.MetadataValue.timestamp(done),
+            "seconds_left": round(margin, 1),
+        },
     )
 
 

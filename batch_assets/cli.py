@@ -1,4 +1,4 @@
-"""The command line: `batch-assets run | status | offers | fleet | verify | rebuild-ledger | demo | ui`.
+"""The command line: `batch-assets run | status | offers | plan | fleet | verify | rebuild-ledger | demo | ui`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from batch_assets.spec import GeneratedDatasetSpec
+    from batch_assets.wishes import Wishes
 
 ENDPOINT_SECONDS = 2.0
 
@@ -121,6 +122,22 @@ def _check_endpoint(endpoint: str) -> None:
         raise UserError(f"--endpoint: {error}") from None
 
 
+def _wished(
+    spec: GeneratedDatasetSpec,
+    deadline: str | None,
+    budget_usd: float | None,
+    objective: str | None,
+    max_instances: int | None,
+) -> Wishes:
+    """The dataset's wishes with those of the command line. Raises UserError naming the option."""
+    from batch_assets.wishes import WishError, tags_of, wishes
+
+    try:
+        return wishes(spec, tags_of(deadline, budget_usd, objective, max_instances))
+    except WishError as error:
+        raise UserError(str(error).replace("tag batch/", "--").replace("_", "-", 1)) from None
+
+
 @app.command()
 def run(
     name: Name,
@@ -128,18 +145,24 @@ def run(
         str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="As in defs.yaml (6h), in place of the dataset's.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
+    objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
+    max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
     """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
     with user_errors():
-        _known(name)
+        _wished(_known(name), deadline, budget_usd, objective, max_instances)
         if endpoint is not None:
             _check_endpoint(endpoint)
         from batch_assets.request import Request
         from batch_assets.summary import carry_out
+        from batch_assets.wishes import tags_of
 
-        raise typer.Exit(carry_out(Request(name, endpoint, model), as_json=as_json, progress=progress))
+        wishes = tags_of(deadline, budget_usd, objective, max_instances)
+        raise typer.Exit(carry_out(Request(name, endpoint, model, wishes), as_json=as_json, progress=progress))
 
 
 @app.command()
@@ -174,6 +197,27 @@ def offers(
         from batch_assets.offers_command import show_offers
 
         show_offers(spec, declared()[name][1], gpus=gpu or (), limit=limit, as_json=as_json)
+
+
+@app.command()
+def plan(
+    name: Name,
+    deadline: Annotated[
+        str | None, typer.Option(help="As in defs.yaml: 6h, a cron schedule, or a moment; in place of the dataset's.")
+    ] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
+    objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
+    max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
+    with user_errors():
+        spec = _known(name)
+        wished = _wished(spec, deadline, budget_usd, objective, max_instances)
+        from batch_assets.declared import declared
+        from batch_assets.plan_command import show_plan
+
+        raise typer.Exit(show_plan(spec, declared()[name][1], wished, as_json=as_json))
 
 
 @app.command()

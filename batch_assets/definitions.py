@@ -7,6 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import settings
+from batch_assets.capacity import capacity_sensor
 from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.sensors import reaper, watchdog
@@ -29,7 +30,7 @@ def platform() -> dg.Definitions:
     """Resources, sensors, executor and the table of spend: the same for every dataset."""
     return dg.Definitions(
         assets=[spend],
-        sensors=[watchdog, reaper, bookkeeper],
+        sensors=[watchdog, reaper, bookkeeper, capacity_sensor(declared, settings.capacity_seconds())],
         executor=dg.in_process_executor,
         resources={
             "store": BatchStore(root=settings.store_root()),

@@ -118,8 +118,8 @@ def counts_line(counts: Figures, rate: float) -> str:
     return " · ".join(parts)
 
 
-def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool) -> Group:
-    """The datasets as a table, their unfinished runs below."""
+def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: float) -> Group:
+    """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("dataset", no_wrap=True)
     for name in ("rows", "ok", "dead", "batches", "rows/s", "ETA"):
@@ -132,7 +132,7 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool) -> Group:
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        lines += [Text(f"  {line}") for line in run_lines(status)]
+        lines += [Text(f"  {line}") for line in [*request_lines(status, now), *run_lines(status)]]
     if lines and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
@@ -144,6 +144,41 @@ def table_words(status: DatasetStatus) -> str:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"
     return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def request_lines(status: DatasetStatus, now: float) -> list[str]:
+    """Deadline and money of the request under way, or how the last one ended; nothing when nobody wants anything."""
+    wanted = status.request
+    money = f"{wanted.usd_spent:.2f} $ spent" + (f" of {wanted.budget_usd:.2f} $" if wanted.budget_usd else "")
+    money += f", {wanted.usd_wasted:.2f} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
+    if wanted.finished_at is not None:
+        if wanted.deadline is None:
+            return [f"{status.dataset}: done, {money}"]
+        margin = wanted.deadline - wanted.finished_at
+        verdict = f"{duration(abs(margin))} {'before' if margin >= 0 else 'after'} its deadline"
+        return [f"{status.dataset}: done {verdict}, {money}"]
+    if wanted.request is None:
+        return []
+    found = []
+    if wanted.deadline is not None:
+        state = {True: "on time", False: "LATE", None: "not planned yet"}[wanted.on_time]
+        moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(wanted.deadline))
+        found.append(f"deadline {moment}, {_from_now(wanted.deadline, now)}: {state}")
+    if wanted.finish_p50 is not None and wanted.finish_p95 is not None:
+        first, last = wanted.finish_p50 - now, wanted.finish_p95 - now
+        found.append(f"expected {_from_now(wanted.finish_p50, now)} (P50) to {duration(max(first, last, 0))} (P95)")
+    if wanted.usd_p50 is not None and wanted.usd_p95 is not None:
+        money += f", {wanted.usd_p50:.2f} to {wanted.usd_p95:.2f} $ expected in all"
+    lines = [f"{status.dataset}: {'; '.join([*found, money])}"]
+    if wanted.paused:
+        lines.append(f"paused: {wanted.paused}")
+    elif wanted.reason:
+        lines.append(f"{wanted.instances} instances: {wanted.reason}")
+    return lines
+
+
+def _from_now(moment: float, now: float) -> str:
+    return f"in {duration(moment - now)}" if moment >= now else f"{duration(now - moment)} ago"
 
 
 def run_lines(status: DatasetStatus) -> list[str]:

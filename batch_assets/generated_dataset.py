@@ -9,7 +9,7 @@ from typing import Any, Self
 import dagster as dg
 from pydantic import BaseModel, ConfigDict
 
-from batch_assets.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
+from batch_assets.assets import dead_letters_asset, freshness, prompts_asset, rows_asset, source_asset, table_asset
 from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
 from batch_assets.sensors import launcher_sensor, publisher_sensor
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
@@ -118,7 +118,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definiti
         assets=[source_asset(spec), prompts, rows, table, dead],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
-        sensors=[launcher_sensor(spec), publisher_sensor(spec, publish)],
+        sensors=[launcher_sensor(spec), publisher_sensor(spec, publish, expects_news=freshness(spec) is not None)],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class MomentProblem(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Exactly one of: `seconds` after the request, the next moment of a `cron` schedule (UTC), a moment (Unix seconds)."""
+    """One of: `seconds` after the request, the next moment of a `cron` schedule (UTC), a `moment` (Unix seconds)."""
 
     seconds: float | None = None
     cron: str | None = None
@@ -40,7 +41,7 @@ class Deadline:
             return self.moment
         if self.cron is not None:
             # A request that the same schedule starts is for the next one.
-            return next(schedule_execution_time_iterator(since + 60.0, self.cron, "UTC", True)).timestamp()
+            return next_moments(self.cron, since + 60.0, 1)[0]
         assert self.seconds is not None
         return since + self.seconds
 
@@ -65,6 +66,12 @@ def parse_deadline(text: str) -> Deadline:
             raise MomentProblem(problem)
         return Deadline(cron=text)
     raise MomentProblem("")
+
+
+def next_moments(cron: str, since: float, count: int) -> list[float]:
+    """The next moments of a schedule in UTC, in Unix seconds; `since` itself may be the first."""
+    moments = schedule_execution_time_iterator(since, cron, "UTC", True)
+    return [moment.timestamp() for moment in itertools.islice(moments, count)]
 
 
 def parse_seconds(text: str) -> float | None:

@@ -44,9 +44,10 @@ def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool
                 found = [status.as_json() for status in statuses]
                 print_json(found[0] if alone else {"datasets": found})
             elif live is not None:
-                live.update(status_table(statuses, dagster_runs=_dagster_runs()), refresh=True)
+                table = status_table(statuses, dagster_runs=_dagster_runs(), now=time.time())
+                live.update(table, refresh=True)
             else:
-                console.print(status_table(statuses, dagster_runs=_dagster_runs()))
+                console.print(status_table(statuses, dagster_runs=_dagster_runs(), now=time.time()))
             if not watch:
                 return
             time.sleep(WATCH_SECONDS)

@@ -25,11 +25,12 @@ TAKEOVERS = 5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `run` was asked for. `endpoint` and `model` override fleet.yaml and the spec."""
+    """What `run` was asked for. `endpoint` and `model` override fleet.yaml and the spec; `wishes`: tags (wishes.py)."""
 
     dataset: str
     endpoint: str | None = None
     model: str | None = None
+    wishes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def job(self) -> str:
@@ -38,7 +39,7 @@ class Request:
 
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
-        return {ENDPOINT_TAG: self.endpoint} if self.endpoint else {}
+        return {**self.wishes, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
 
     def run_config(self) -> Mapping[str, object]:
         """Run config of the launch."""

@@ -199,8 +199,13 @@ def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: Datase
     return min(most, planned) if planned else most
 
 
-def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
-    """Publishes the table when every batch of the current snapshot is in the ledger at its data version."""
+def publisher_sensor(
+    spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefinition, *, expects_news: bool = False
+) -> dg.SensorDefinition:
+    """Publishes the table when every batch of the current snapshot is in the ledger at its data version.
+
+    `expects_news`: a new table is awaited after each refresh, also of one that changed nothing.
+    """
     cache = SnapshotCache()
 
     @dg.sensor(
@@ -226,16 +231,28 @@ def publisher_sensor(spec: GeneratedDatasetSpec, job: UnresolvedAssetJobDefiniti
                 f"snapshot {snapshot} is complete; {len(under_way)} runs over its batches are under way"
             )
         state = ledger_state(snapshot, entries, versions)
-        runs = context.instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
+        runs = _publishing(context.instance, state, spec.name if expects_news else None)
         if any(run.status == dg.DagsterRunStatus.SUCCESS for run in runs):
             return dg.SkipReason(f"snapshot {snapshot} is published")
         if any(not run.is_finished or ledger.will_be_retried(run) for run in runs):
             return dg.SkipReason(f"snapshot {snapshot} is being published")
         if len(runs) >= PUBLISH_ATTEMPTS:
             return dg.SkipReason(f"publishing snapshot {snapshot} failed {len(runs)} times: see job {job.name}")
-        return dg.RunRequest(run_key=f"{state}:{len(runs)}", tags={PUBLISH_TAG: state})
+        number = context.instance.get_runs_count(dg.RunsFilter(tags={PUBLISH_TAG: state}))
+        return dg.RunRequest(run_key=f"{state}:{number}", tags={PUBLISH_TAG: state})
 
     return publisher
+
+
+def _publishing(instance: dg.DagsterInstance, state: str, dataset: str | None) -> list[dg.DagsterRun]:
+    """Newest runs that published this state. With a `dataset`, only those since its last refresh: where a table is
+    awaited on a schedule, a refresh that changed nothing publishes it again, so that Dagster calls it fresh."""
+    records = instance.get_run_records(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
+    since = 0.0
+    if dataset is not None:
+        done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
+        since = max((found.end_time or 0.0 for found in instance.get_run_records(done, limit=1)), default=0.0)
+    return [found.dagster_run for found in records if found.create_timestamp.timestamp() >= since]
 
 
 def ledger_state(snapshot: str, entries: Sequence[BatchEntry], versions: dict[str, ledger.LedgerVersion]) -> str:

@@ -23,6 +23,11 @@ def fleet_database() -> str:
     return os.environ.get("BATCH_ASSETS_FLEET_DB") or f"sqlite:///{dagster_home() / 'fleet.db'}"
 
 
+def capacity_seconds() -> float:
+    """How often the capacity sensor looks: BATCH_ASSETS_CAPACITY_SECONDS, else every 30 seconds."""
+    return float(os.environ.get("BATCH_ASSETS_CAPACITY_SECONDS") or 30)
+
+
 def fleet_config() -> Path:
     """The fleet's configuration: BATCH_ASSETS_FLEET, else `fleet.yaml` in DAGSTER_HOME."""
     return Path(os.environ.get("BATCH_ASSETS_FLEET") or dagster_home() / "fleet.yaml")

@@ -63,10 +63,63 @@ class DatasetStatus:
     rows_per_second: float
     eta_seconds: float | None
     runs: tuple[RunLine, ...]
+    request: RequestStatus
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """What is wanted of the request under way, or was of the last one, and what is expected of it.
+
+    Moments are Unix seconds by the fleet's database, money is in US dollars since the request began. `on_time`: is the
+    deadline expected to be met, or was it; None without one. `finished_at`: None while it is under way. `p50`: the
+    median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented.
+    """
+
+    request: str | None = None
+    deadline: float | None = None
+    budget_usd: float | None = None
+    on_time: bool | None = None
+    finish_p50: float | None = None
+    finish_p95: float | None = None
+    finished_at: float | None = None
+    usd_spent: float = 0.0
+    usd_wasted: float = 0.0
+    usd_p50: float | None = None
+    usd_p95: float | None = None
+    instances: int = 1
+    paused: str = ""
+    reason: str = ""
+
+
+def request_status(book: FleetBook, dataset: str) -> RequestStatus:
+    """As the fleet's books have it."""
+    target = book.target(dataset)
+    if target is None or (not target.request and not target.plan):
+        return RequestStatus()
+    plan = target.plan
+    if not target.request:
+        known = {name: plan[name] for name in RequestStatus.__dataclass_fields__ if name in plan}
+        return RequestStatus(**known)
+    mine = [charge for charge in book.charges(target.since) if charge.dataset == dataset]
+    return RequestStatus(
+        request=target.request,
+        deadline=target.deadline_at,
+        budget_usd=target.budget_usd,
+        on_time=plan.get("on_time"),
+        finish_p50=plan.get("finish_p50"),
+        finish_p95=plan.get("finish_p95"),
+        usd_spent=sum(charge.usd.total for charge in mine),
+        usd_wasted=sum(charge.usd.wasted for charge in mine),
+        usd_p50=plan.get("usd_p50"),
+        usd_p95=plan.get("usd_p95"),
+        instances=target.instances,
+        paused=target.pause,
+        reason=plan.get("reason", ""),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +217,7 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         rows_per_second=round(rate, 1),
         eta_seconds=_eta(counts, rate),
         runs=tuple(_line(record, beats.get(record.dagster_run.run_id), now) for record in records),
+        request=request_status(observer.book, observer.store.dataset),
     )
 
 

@@ -1,4 +1,4 @@
-"""What is wanted of one request: deadline, budget, objective, from the dataset's YAML and the tags of its run or backfill.
+"""What is wanted of one request: deadline, budget, objective, from the dataset's YAML and tags of its run or backfill.
 
 A *request* is what makes batches now: a refresh or re-drive (its run), a backfill, or batches that somebody
 materialized by hand (their run).
@@ -76,6 +76,14 @@ def _amount(text: str) -> float:
     if not 0 < amount < math.inf:
         raise WishError(f"tag {BUDGET_TAG}: expected US dollars above 0, found {text!r}")
     return amount
+
+
+def tags_of(
+    deadline: str | None, budget_usd: float | None, objective: str | None, max_instances: int | None
+) -> dict[str, str]:
+    """The tags that say this; what is None is left out."""
+    said = zip(WISH_TAGS, (deadline, budget_usd, objective, max_instances), strict=True)
+    return {tag: str(value) for tag, value in said if value is not None}
 
 
 def request_of(run_id: str, tags: Mapping[str, str]) -> str:

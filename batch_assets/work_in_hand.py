@@ -36,8 +36,8 @@ SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
 MEASURED_BATCHES = 16
 COUNTED_BLOCKS = 64
 
-# How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from one
-# batch; never less than this, as batches of a sorted source differ from those to come. Values of ours.
+# How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from
+# one batch; never less than this, as batches of a sorted source differ from those to come. Values of ours.
 ESTIMATE_SPREAD, FIRST_SPREAD, LEAST_SPREAD = 0.3, 0.1, 0.01
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
+from resources.alerts import AlertConfig
 from resources.pricing import PricingConfig
 
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
@@ -67,6 +68,7 @@ class FleetConfig(BaseModel):
     simulated: SimulatedCloudConfig | None = Field(default=None, description="providers that only play their machines")
     local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
     prices: PricingConfig = Field(default=PricingConfig(), description="price sources, see `docs/pricing.md`")
+    alerts: AlertConfig | None = Field(default=None, description="a webhook that hears of deadlines and budgets")
     max_instances: int = Field(default=20, ge=1, description="most instances at once, of all datasets together")
     idle_minutes: float = Field(default=10, ge=0, description="real; how long an instance waits for the next run")
     start_seconds: float = Field(

@@ -1,0 +1,228 @@
+"""The capacity sensor: how many instances each dataset may lease now, and why (DESIGN section 8).
+
+It only looks and writes down. What to do is decided in `gpu_runner.capacity`; runs obey the books by themselves, and
+Dagster's pools follow. Nothing is remembered here: a second sensor, or one that was killed, finds all in the books.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import dagster as dg
+
+from batch_assets.assets import set_pool
+from batch_assets.capacity_report import Report, alerts_of, check_event, done_event, figures, observation
+from batch_assets.open_work import OpenWork, WorkWatcher
+from batch_assets.planning import Surroundings, ask
+from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.spec_errors import SpecError
+from batch_assets.status import request_status
+from batch_assets.wishes import WishError, begin
+from gpu_runner.capacity import Command, Memory, decide
+from gpu_runner.fleet import FleetBook
+from gpu_runner.offers import Objective
+from gpu_runner.planner import Target
+from gpu_runner.targets import DatasetTarget
+from resources.alerts import Alerts
+from resources.fleet import FleetConfigError, GpuFleet
+from resources.store import BatchStore
+
+Datasets = Mapping[str, tuple[GeneratedDatasetSpec, Path]]
+SPARE_SLOTS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """One dataset with open work, and what is wanted of it."""
+
+    spec: GeneratedDatasetSpec
+    open: OpenWork
+    target: DatasetTarget
+
+
+def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.SensorDefinition:
+    """One sensor for all datasets: those with the earliest deadline are served first. `datasets` is asked each time."""
+    watchers: dict[str, tuple[GeneratedDatasetSpec, WorkWatcher]] = {}
+    known: dict[str, Datasets] = {}
+
+    def watcher(spec: GeneratedDatasetSpec, folder: Path, store: BatchStore) -> WorkWatcher:
+        if spec.name not in watchers or watchers[spec.name][0] != spec:
+            watchers[spec.name] = spec, WorkWatcher(spec, store.dataset(spec.name), folder)
+        return watchers[spec.name][1]
+
+    @dg.sensor(
+        name="capacity",
+        minimum_interval_seconds=max(1, round(seconds)),
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Decides how many instances each dataset may lease: deadline, budget, prices, measured speed.",
+    )
+    def capacity(context: dg.SensorEvaluationContext, store: BatchStore, fleet: GpuFleet) -> dg.SensorResult:
+        try:
+            known["now"] = datasets()
+        except SpecError as error:
+            context.log.warning(f"the datasets as they were before: {error}")
+        events: list[Any] = []
+        said: list[str] = []
+        with fleet.open_book() as book:
+            beats = book.runs()
+            questions: list[Open] = []
+            for name, (spec, folder) in known.get("now", {}).items():
+                target = book.target(name)
+                found = watcher(spec, folder, store).look(context.instance, beats, target)
+                if found is not None:
+                    questions.append(Open(spec, found, _begin(context, book, spec, found)))
+                elif target is not None and target.request:
+                    events += _finish(context, book, target)
+            if questions:
+                around = Surroundings.look(fleet, book)
+                for report in answer(context.instance, book, around, questions):
+                    events += report.events
+                    said.append(f"{report.dataset}: {report.reason}")
+        if events:
+            context.log.info("; ".join(said))
+        return dg.SensorResult(skip_reason="; ".join(said) or "no dataset is being made", asset_events=events)
+
+    return capacity
+
+
+def _begin(
+    context: dg.SensorEvaluationContext, book: FleetBook, spec: GeneratedDatasetSpec, found: OpenWork
+) -> DatasetTarget:
+    try:
+        return begin(book, spec, found.request, found.tags)
+    except WishError as error:
+        context.log.warning(f"{spec.name}: {error}; it is left out")
+        return begin(book, spec, found.request, {})
+
+
+def answer(
+    instance: dg.DagsterInstance, book: FleetBook, around: Surroundings, questions: Sequence[Open]
+) -> list[Report]:
+    """Decide for every dataset, the earliest deadline first; write the commands into the books and into the pools.
+
+    Each gets what it needs of what is left of the fleet, but one instance is kept for each that comes after it. Those
+    without a deadline come last and share equally.
+    """
+    order = sorted(questions, key=_urgency)
+    left = around.config.max_instances
+    taken: Counter[str] = Counter()
+    reports: list[Report] = []
+    for number, question in enumerate(order):
+        later = len(order) - number - 1
+        share = left - later if question.target.deadline_in is not None else left // (later + 1)
+        if question.open.work is None:
+            continue  # its runs are under way, and no batch is missing
+        report = _answer(book, around, question, max(1, share), taken)
+        left -= report.command.instances
+        _count(taken, report)
+        set_pool(instance, question.spec.name, slots_for(report.command, question.open))
+        reports.append(report)
+    return reports
+
+
+def _urgency(one: Open) -> tuple[float, float, str]:
+    deadline = one.target.deadline_in
+    return math.inf if deadline is None else deadline, one.target.since, one.spec.name
+
+
+def slots_for(command: Command, found: OpenWork) -> int:
+    """Runs that may be under way at once: one for each instance, one that stands ready, none without a batch."""
+    return max(1, min(command.instances + SPARE_SLOTS, found.batches))
+
+
+def _count(taken: Counter[str], report: Report) -> None:
+    """What this dataset is about to rent is not there for those after it."""
+    held = Counter(one.option.name for one in report.held)
+    for name, count in report.command.offers:
+        taken[name] += max(0, count - held[name])
+
+
+def _answer(book: FleetBook, around: Surroundings, question: Open, share: int, taken: Counter[str]) -> Report:
+    spec, found, target = question.spec, question.open, question.target
+    assert found.work is not None
+    spend = book.spend(spec.name)
+    rows_total = max(found.work.rows, int(target.plan.get("rows_total", 0)))
+    wanted = Target(
+        deadline=target.deadline_in,
+        budget_usd=None if target.budget_usd is None else target.budget_usd - spend.usd,
+        max_instances=min(share, target.max_instances or share),
+        objective=cast(Objective, target.objective or spec.objective),
+    )
+    asked = ask(
+        around,
+        spec,
+        found.work,
+        wanted,
+        batches=found.batches,
+        spread=found.spread,
+        rows_total=rows_total,
+        started_ago=target.age,
+        taken=taken,
+    )
+    memory = Memory.from_json(target.memory.get("controller", {}))
+    command, memory, plan = decide(
+        asked.work, asked.options, asked.held, wanted, memory, target.age, measured=asked.measured
+    )
+    command = _with_standing(command, around, question, wanted, rents=bool(asked.options or asked.held))
+    report = Report(spec.name, found, target, command, plan, asked.held, wanted, spend, book.now(), rows_total)
+    return _write(book, around, report, memory)
+
+
+def _with_standing(command: Command, around: Surroundings, question: Open, wanted: Target, *, rents: bool) -> Command:
+    """The engines of fleet.yaml, which cost nothing more, on top of what is rented: all of them where time presses."""
+    endpoint = question.open.tags.get(ENDPOINT_TAG)
+    try:
+        engines = around.config.engines_for(question.spec.model, endpoint)
+    except FleetConfigError:
+        engines = ()
+    if not engines or command.pause:
+        return command
+    presses = wanted.deadline is not None or wanted.objective == "fastest"
+    standing = min(len(engines), wanted.max_instances, question.open.batches) if presses else 1
+    if rents and not endpoint:
+        return dataclasses.replace(command, instances=min(wanted.max_instances, command.instances + standing))
+    reason = f"{standing} of {len(engines)} engines that stand in fleet.yaml; nothing is rented for it"
+    return Command(standing, (), kind="steady", reason=reason)
+
+
+def _write(book: FleetBook, around: Surroundings, report: Report, memory: Memory) -> Report:
+    target, command = report.target, report.command
+    state = dict(target.memory.get("alerts", {}))
+    Alerts(around.config.alerts, state).tell(alerts_of(report))
+    obeyed = book.command(
+        target.dataset,
+        target.request,
+        command.instances,
+        command.offers,
+        command.pause,
+        {"controller": memory.as_json(), "alerts": state},
+        figures(report),
+    )
+    if not obeyed:
+        return report  # another sensor has begun another request meanwhile
+    for name in command.retire:
+        book.retire(name, command.reason)
+    events: list[Any] = []
+    if report.changed:
+        events.append(observation(report))
+    if (check := check_event(report)) is not None:
+        events.append(check)
+    report.events.extend(events)
+    return report
+
+
+def _finish(context: dg.SensorEvaluationContext, book: FleetBook, target: DatasetTarget) -> list[Any]:
+    """Nothing is left to do: one instance may be leased again; warm ones end when they are idle for long enough."""
+    story = request_status(book, target.dataset)
+    now = book.now()
+    met = None if target.deadline_at is None else now <= target.deadline_at
+    ended = dataclasses.replace(story, finished_at=now, on_time=met, finish_p50=None, finish_p95=None, paused="")
+    if not book.end_request(target.dataset, target.request, dataclasses.asdict(ended)):
+        return []
+    set_pool(context.instance, target.dataset, 1 + SPARE_SLOTS)
+    return [] if target.updated_age is None else [done_event(target, ended, now)]

@@ -1,0 +1,210 @@
+"""What `batch-assets plan NAME` prints: what to rent for the work that is left, what it will cost, and when it is done.
+
+Rents nothing and changes nothing. The same planner decides while the work goes on (batch_assets/capacity.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from batch_assets import settings
+from batch_assets.fleet_command import the_fleet
+from batch_assets.offers_command import PLAIN_WIDTH
+from batch_assets.planning import Surroundings, ask
+from batch_assets.progress import duration
+from batch_assets.report import print_json
+from batch_assets.source_errors import SourceError
+from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import Wishes
+from batch_assets.work_in_hand import ESTIMATE_SPREAD, FIRST_SPREAD, WorkInHand
+from gpu_runner.budget import Spend
+from gpu_runner.fleet import FleetBook
+from gpu_runner.planner import Candidate, Held, Interval, Option, Plan, Target, make_plan
+from gpu_runner.targets import DatasetTarget
+from gpu_runner.workload import Workload
+from resources.objects import StoreError, open_objects
+from resources.store import DatasetStore
+
+CURVE_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """Everything that the command shows. `spend`: of the request that is under way, if one is."""
+
+    dataset: str
+    work: Workload
+    target: Target
+    plan: Plan
+    options: tuple[Option, ...]
+    held: tuple[Held, ...]
+    request: str
+    spend: Spend | None
+    problems: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, stable keys. Seconds count from now."""
+        plan = self.plan
+        return {
+            "dataset": self.dataset,
+            "rows": self.work.rows,
+            "tokens": round(self.work.tokens),
+            "request": self.request or None,
+            "deadline_seconds": self.target.deadline,
+            "budget_usd": self.target.budget_usd,
+            "objective": self.target.objective,
+            "max_instances": self.target.max_instances,
+            "spent_usd": None if self.spend is None else round(self.spend.usd, 6),
+            "feasible": plan.feasible,
+            "instances": plan.instances,
+            "reason": plan.reason,
+            "chosen": _candidate_json(plan.chosen),
+            "earliest": _candidate_json(plan.earliest),
+            "next_best": [_candidate_json(one) for one in plan.next_best],
+            "curve": [_candidate_json(one) for one in plan.curve],
+            "problems": list(self.problems),
+        }
+
+
+def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, as_json: bool) -> int:
+    """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done.
+
+    Raises StoreError, and what fleet.yaml, the price sources or the source have against it.
+    """
+    view = plan_view(spec, folder, wished)
+    if as_json:
+        print_json(view.as_json())
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=max(console.width, PLAIN_WIDTH))
+        console.print(report(view), highlight=False)
+    return 0 if view.plan.feasible else 1
+
+
+def plan_view(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> PlanView:
+    """Look at the work, the books and the market, and plan."""
+    try:
+        work = WorkInHand(spec, DatasetStore(open_objects(settings.store_root()), spec.name), folder).look()
+    except SourceError as error:
+        raise StoreError(f"{spec.name}: {error}") from None
+    if not work.rows:
+        said = (*work.assumptions, f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done")
+        work = dataclasses.replace(work, rows=work.all_rows, assumptions=said)
+    fleet = the_fleet()
+    with fleet.open_book() as book:
+        return _ask(spec, work, wished, Surroundings.look(fleet, book), book)
+
+
+def _ask(spec: GeneratedDatasetSpec, work: Workload, wished: Wishes, around: Surroundings, book: FleetBook) -> PlanView:
+    target = book.target(spec.name)
+    request = target if target is not None and target.request else None
+    spend = book.spend(spec.name) if request is not None else None
+    wanted = wanted_of(wished, request, spend, around.config.max_instances, book.now())
+    batches = -(-work.rows // spec.batch_rows)
+    spread = FIRST_SPREAD if work.output_basis == "measured" else ESTIMATE_SPREAD
+    asked = ask(
+        around,
+        spec,
+        work,
+        wanted,
+        batches=batches,
+        spread=spread,
+        rows_total=work.all_rows,
+        started_ago=request.age if request is not None else 0.0,
+    )
+    plan = make_plan(asked.work, asked.options, asked.held, wanted)
+    problems = around.market.stock().problems
+    name = request.request if request is not None else ""
+    return PlanView(spec.name, work, wanted, plan, asked.options, asked.held, name, spend, problems)
+
+
+def wanted_of(wished: Wishes, request: DatasetTarget | None, spend: Spend | None, most: int, now: float) -> Target:
+    """What is wished, counted from now: for the request that is under way its own deadline and what is left of its
+    budget, where nothing else was said."""
+    deadline = wished.deadline.at(now) - now if wished.deadline else None
+    budget = wished.budget_usd
+    if request is not None and request.deadline_in is not None:
+        deadline = request.deadline_in
+    if request is not None and request.budget_usd is not None and spend is not None:
+        budget = request.budget_usd - spend.usd
+    return Target(deadline, budget, min(most, wished.max_instances or most), wished.objective)
+
+
+def report(view: PlanView) -> Group:
+    """The view for people: work, target, the plan, other ways, and cost against finish time."""
+    plan, work = view.plan, view.work
+    head = [
+        f"{view.dataset}: {work.rows:,} rows, {work.tokens:,.0f} tokens "
+        f"({work.mix.prompt_tokens:,.0f} + {work.mix.output_tokens:,.0f} per row, {work.output_basis})",
+        *(f"  assumed: {text}" for text in work.assumptions),
+        f"wanted: {wanted_words(view.target)}",
+        *([f"held: {len(view.held)} instances; spent so far: {view.spend.usd:.2f} $"] if view.spend else []),
+        *(f"problem: {text}" for text in view.problems),
+    ]
+    parts: list[Text | Table] = [Text(line) for line in head]
+    parts += [Text(), Text(plan.reason, style="bold" if plan.feasible else "bold red")]
+    shown = [("plan", plan.chosen), ("earliest", plan.earliest), *(("or", one) for one in plan.next_best)]
+    if rows := [(name, one) for name, one in shown if one is not None]:
+        parts += [Text(), _table("", rows)]
+    if plan.curve:
+        picked = _spread(plan.curve, CURVE_LINES)
+        parts += [Text(), Text("Cost against finish time", style="bold")]
+        parts.append(_table("", [(_mark(one, plan), one) for one in picked]))
+    return Group(*parts)
+
+
+def wanted_words(target: Target) -> str:
+    """Deadline, budget, objective and most instances in words."""
+    words = ["no deadline" if target.deadline is None else f"done in {duration(max(0.0, target.deadline))}"]
+    words.append("no budget" if target.budget_usd is None else f"for at most {target.budget_usd:.2f} $")
+    return ", ".join([*words, target.objective, f"at most {target.max_instances} instances"])
+
+
+def _mark(one: Candidate, plan: Plan) -> str:
+    return "plan" if plan.chosen is not None and one.fleet == plan.chosen.fleet else ""
+
+
+def _table(title: str, rows: Sequence[tuple[str, Candidate]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title or None)
+    table.add_column("", no_wrap=True)
+    for name in ("done in", "P95", "$", "P95 $"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("instances", overflow="fold")
+    for name, one in rows:
+        fleet = " + ".join(f"{count} × {option.name}" for option, count in one.fleet if count)
+        figures = (duration(one.finish.p50), duration(one.finish.p95), _money(one.usd.p50), _money(one.usd.p95))
+        table.add_row(name, *figures, Text(fleet))
+    return table
+
+
+def _money(usd: float) -> str:
+    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
+
+
+def _spread(items: Sequence[Candidate], most: int) -> list[Candidate]:
+    if len(items) <= most:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def _candidate_json(one: Candidate | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "fleet": [{"offer": option.name, "instances": count} for option, count in one.fleet if count],
+        "finish_seconds": _interval(one.finish),
+        "usd": _interval(one.usd),
+    }
+
+
+def _interval(one: Interval) -> dict[str, float]:
+    return {"p50": round(one.p50, 6), "p95": round(one.p95, 6)}

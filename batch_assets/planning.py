@@ -1,0 +1,123 @@
+"""What the planner is asked about a dataset: its work, what can be rented, what it holds, what is wanted.
+
+Shared by the capacity sensor and by `batch-assets plan`, so that both give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from batch_assets.spec import GeneratedDatasetSpec
+from gpu_runner.choice import MEMORY, OfferFailure
+from gpu_runner.fleet import FleetBook, Instance
+from gpu_runner.offers import Objective, Ranking
+from gpu_runner.planner import Held, Option, Target, Work
+from gpu_runner.speed import Measurement
+from gpu_runner.workload import Workload
+from resources.fleet import FleetConfig, GpuFleet
+from resources.leased import instance_offer
+from resources.market import Market, Stock
+from resources.options import held, options
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all datasets share at one moment."""
+
+    config: FleetConfig
+    market: Market
+    clocks: Mapping[str, float]
+    instances: Sequence[Instance]
+    failures: Sequence[OfferFailure]
+    measurements: Sequence[Measurement]
+
+    @classmethod
+    def look(cls, fleet: GpuFleet, book: FleetBook) -> Surroundings:
+        """As they are now. Raises FleetConfigError and PricingError."""
+        config = fleet.config()
+        providers = fleet.providers(config)
+        return cls(
+            config,
+            fleet.market(config, providers),
+            {name: one.clock for name, one in providers.items()},
+            book.fleet(),
+            book.offer_failures(MEMORY.horizon),
+            book.measurements(),
+        )
+
+    def of(self, dataset: str) -> list[Instance]:
+        """Instances that work or boot for the dataset and are to stay."""
+        mine = [one for one in self.instances if one.lease is not None and one.lease.dataset == dataset]
+        return [one for one in mine if one.state in ("intent", "booting", "ready") and not one.retiring]
+
+    def ranking(
+        self, spec: GeneratedDatasetSpec, work: Workload, objective: Objective, stock: Stock | None = None
+    ) -> Ranking:
+        """What can be rented for the work. `stock`: these offers instead, whatever is wanted of hardware now."""
+        return self.market.ranking(
+            spec.model,
+            spec.task,
+            work.mix,
+            work.tokens,
+            objective=objective,
+            measurements=self.measurements,
+            longest=work.longest,
+            max_model_len=spec.hardware.max_model_len,
+            declared=spec.hardware.declared(spec.model),
+            stock=stock,
+            **({} if stock else {"accept": spec.hardware.accept()}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the planner is asked. `measured`: how fast one of the instances held is has been seen, not estimated."""
+
+    work: Work
+    options: tuple[Option, ...]
+    held: tuple[Held, ...]
+    target: Target
+    measured: bool
+    ranking: Ranking
+
+
+def ask(
+    around: Surroundings,
+    spec: GeneratedDatasetSpec,
+    workload: Workload,
+    target: Target,
+    *,
+    batches: int,
+    spread: float,
+    rows_total: int,
+    started_ago: float = 0.0,
+    taken: Mapping[str, int] | None = None,
+) -> Question:
+    """Put the question. `taken`: instances by offer that other datasets are about to rent."""
+    ranking = around.ranking(spec, workload, target.objective)
+    instances = around.of(spec.name)
+    own = Stock(tuple(replace(instance_offer(one)) for one in instances), (), ())
+    mine = held(instances, around.ranking(spec, workload, "cheapest", own), around.failures)
+    basis = {one.offer.hardware: one.speed.basis for one in ranking.ranked}
+    there = options(ranking, around.clocks, around.failures)
+    return Question(
+        Work(
+            tokens=workload.tokens,
+            total_tokens=max(workload.rows, rows_total) * workload.mix.tokens,
+            started_ago=started_ago,
+            units=batches,
+            spread=spread,
+        ),
+        tuple(_less(one, (taken or {}).get(one.name, 0)) for one in there),
+        tuple(mine),
+        target,
+        any(basis.get(instance_offer(one).hardware) == "measured" for one in instances),
+        ranking,
+    )
+
+
+def _less(option: Option, taken: int) -> Option:
+    if not taken or option.capacity is None:
+        return option
+    return replace(option, capacity=max(0, option.capacity - taken))

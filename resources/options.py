@@ -1,0 +1,71 @@
+"""Offers and instances as the planner sees them: in real seconds, with their risks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from gpu_runner.choice import LOST, MEMORY, OfferFailure
+from gpu_runner.fleet import Instance
+from gpu_runner.offers import HOUR, Offer, Ranking
+from gpu_runner.planner import Held, Option
+from gpu_runner.speed import Basis, Speed
+from resources.leased import instance_offer
+
+# Relative standard deviation of a speed by how we know it (see `gpu_runner.speed.Speed`). Values of ours.
+SPREAD: Mapping[Basis, float] = {"measured": 0.05, "scaled": 0.2, "estimate": 0.5}
+UNSTATED_INTERRUPTIONS = 0.05  # per hour, of a spot offer that claims to be as reliable as any
+
+
+def options(ranking: Ranking, clocks: Mapping[str, float], failures: Iterable[OfferFailure]) -> list[Option]:
+    """What can be rented now. `clocks`: simulated seconds per real second of each provider.
+
+    An offer that failed a moment ago and is left alone for now has no capacity.
+    """
+    failures = list(failures)
+    found: list[Option] = []
+    for one in ranking.ranked:
+        clock = clocks.get(one.offer.provider, 1.0)
+        paused = MEMORY.pause(one.offer, failures) is not None
+        found.append(_option(one.offer, one.speed, clock, failures, 0 if paused else one.offer.capacity))
+    return found
+
+
+def held(instances: Iterable[Instance], own: Ranking, failures: Iterable[OfferFailure]) -> list[Held]:
+    """Instances as the planner counts them. `own` ranks the very offers they were rented as, with their speeds.
+
+    One that cannot be ranked (nothing is known of its speed any more) is left out.
+    """
+    failures = list(failures)
+    speeds = {one.offer.hardware: one.speed for one in own.ranked}
+    found: list[Held] = []
+    for instance in instances:
+        offer = replace(instance_offer(instance), boot_seconds=instance.boot_seconds)
+        if (speed := speeds.get(offer.hardware)) is not None:
+            option = _option(offer, speed, instance.clock, failures, None)
+            left = max(1.0, option.boot_seconds - instance.age)
+            found.append(Held(instance.name, option, 0.0 if instance.state == "ready" else left))
+    return found
+
+
+def _option(offer: Offer, speed: Speed, clock: float, failures: list[OfferFailure], capacity: int | None) -> Option:
+    return Option(
+        name=offer.name,
+        usd_per_hour=offer.price_per_hour * clock,
+        tokens_per_second=speed.tokens_per_second * clock,
+        boot_seconds=offer.boot_seconds / clock,
+        capacity=capacity,
+        spot=offer.spot,
+        interruptions_per_hour=_interruptions(offer, clock, failures) if offer.spot else 0.0,
+        spread=SPREAD[speed.basis],
+    )
+
+
+def _interruptions(offer: Offer, clock: float, failures: list[OfferFailure]) -> float:
+    """Per real hour: what its reliability says (the chance to last an hour), and what was lost in the last hour."""
+    stated = -math.log(min(0.999, max(0.01, offer.reliability)))
+    stated = stated if offer.reliability < 1 else UNSTATED_INTERRUPTIONS
+    lost = Counter(one.offer for one in failures if one.reason == LOST and one.age * clock <= HOUR)
+    return (stated + lost[offer.name] * 0.5) * clock
