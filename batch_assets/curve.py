@@ -67,11 +67,12 @@ class Axes:
 def curve_svg(plan: Plan, deadline: float | None, budget: float | None) -> str:
     """The plan's curve. `deadline`: seconds from now, `budget`: US dollars from now on; None: there is none."""
     shown = _finite([*plan.curve, *([plan.chosen] if plan.chosen else [])])
+    curve = _falling(shown)
     if not shown:
         words = "nothing is left to do" if plan.chosen else "no fleet can do the work"
         return _picture(plan, [_text(WIDTH / 2, HEIGHT / 2, words, SOFT, anchor="middle", size=15)])
     axes = Axes.around(shown, deadline, budget)
-    parts = [*_grid(axes), *_curve(axes, _finite(plan.curve))]
+    parts = [*_grid(axes), *_curve(axes, curve)]
     if deadline is not None:
         missed = plan.earliest is not None and plan.earliest.finish.p95 > deadline
         parts += _deadline(axes, deadline, ": cannot be met" if missed else "")
@@ -113,6 +114,15 @@ def _finite(candidates: Sequence[Candidate]) -> list[Candidate]:
         for one in candidates
         if one.fleet and all(map(math.isfinite, (one.finish.p50, one.finish.p95, one.usd.p50, one.usd.p95)))
     ]
+
+
+def _falling(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that nothing is as soon and as cheap as, soonest first."""
+    found: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: (one.finish.p95, one.usd.p50)):
+        if not found or one.usd.p50 < found[-1].usd.p50:
+            found.append(one)
+    return found
 
 
 def _picture(plan: Plan, parts: Sequence[str]) -> str:
@@ -180,11 +190,8 @@ def _step(top: float) -> float:
     return max(factor * power for factor in (1, 2, 5) if factor * power <= top / 4 * (1 + 1e-9))
 
 
-def _curve(axes: Axes, curve: Sequence[Candidate]) -> Iterator[str]:
+def _curve(axes: Axes, points: Sequence[Candidate]) -> Iterator[str]:
     """The steps, the shade above them, and the number of instances at each."""
-    points = sorted(curve, key=lambda one: (one.finish.p95, one.usd.p50))
-    if not points:
-        return
     end = axes.x(axes.last)
     line = _steps([(axes.x(one.finish.p95), axes.y(one.usd.p50)) for one in points], end)
     above = _steps([(axes.x(one.finish.p95), axes.y(one.usd.p95)) for one in points], end)

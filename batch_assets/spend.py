@@ -131,14 +131,14 @@ def datasets_markdown(lines: Sequence[SpendLine], today: datetime.date) -> str:
         return "Nothing was rented yet."
     ranked = sorted(of, key=lambda name: -Summary.of(of[name]).usd)
     found = [
-        "| dataset | $ today | $ | useful | booting | idle | wasted | rows | $/1k rows | $/M tokens |",
-        "|:--|" + "--:|" * 9,
+        "| dataset | $ today | $ | useful | $/1k rows | $/M tokens | rows |",
+        "|:--|" + "--:|" * 6,
     ]
     for name in ranked[:SHOWN_DATASETS]:
         whole, now = Summary.of(of[name]), Summary.of([line for line in of[name] if line.day == today])
-        parts = " | ".join(_usd(getattr(whole, part)) for part in Summary.PARTS)
-        each = f"{_usd(whole.per_1k_rows)} | {_usd(whole.per_mtok)}"
-        found.append(f"| {name} | {_usd(now.usd)} | {_usd(whole.usd)} | {parts} | {whole.rows:,} | {each} |")
+        useful = f"{whole.useful_usd / whole.usd:.0%}" if whole.usd else "–"
+        cells = (_usd(now.usd), _usd(whole.usd), useful, _usd(whole.per_1k_rows), _usd(whole.per_mtok))
+        found.append(f"| {name} | {' | '.join(cells)} | {whole.rows:,} |")
     more = len(ranked) - SHOWN_DATASETS
     return "\n".join(found) + (f"\n\nand {more} datasets of less." if more > 0 else "")
 
@@ -191,6 +191,7 @@ def why_not(last: Written | None, billed: Billed) -> str | None:
 
 @dg.sensor(
     name="bookkeeper",
+    target=spend,
     minimum_interval_seconds=LOOK_SECONDS,
     default_status=dg.DefaultSensorStatus.RUNNING,
     description="Writes the table of spend when something was spent; needs no run for it.",

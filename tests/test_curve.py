@@ -79,6 +79,14 @@ def test_the_line_falls_in_steps_from_the_fastest_to_the_cheapest():
     assert [round(height / heights[2], 2) for height in heights] == [2.67, 1.33, 1.0]
 
 
+def test_the_line_leads_through_what_was_chosen_and_leaves_out_what_is_dearer_and_later():
+    chosen, dearer = candidate(4 * HOUR, 35), candidate(5 * HOUR, 60)
+    svg = curve_svg(made_of(candidate(HOUR, 80), dearer, candidate(8 * HOUR, 30), chosen=chosen), None, None)
+    assert len(line_to(svg, LINE)) == 2 * 6
+    (dot,) = [one for one in ET.fromstring(svg).iter(f"{SVG}circle") if one.get("fill") == CHOSEN]
+    assert [float(dot.get("cx") or 0), float(dot.get("cy") or 0)] == line_to(svg, LINE)[4:6]
+
+
 def test_the_deadline_stands_where_a_fleet_would_be_done_just_in_time():
     just = candidate(2 * HOUR, 40)
     svg = curve_svg(made_of(candidate(HOUR, 80), just, chosen=just), just.finish.p95, 40)

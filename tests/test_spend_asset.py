@@ -101,8 +101,8 @@ def test_the_dearest_dataset_comes_first_in_the_overview():
     ]
     _, _, *rows = datasets_markdown(lines, day).splitlines()
     assert rows == [
-        "| large | 100.00 | 200.00 | 190.00 | 5.0000 | 3.0000 | 2.0000 | 100,000 | 2.0000 | 100.00 |",
-        "| small | 1.2500 | 1.2500 | 1.0000 | 0.2500 | 0.0000 | 0.0000 | 0 | – | – |",
+        "| large | 100.00 | 200.00 | 95% | 2.0000 | 100.00 | 100,000 |",
+        "| small | 1.2500 | 1.2500 | 80% | – | – | 0 |",
     ]
 
 
