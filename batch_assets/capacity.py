@@ -72,12 +72,12 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
             beats = book.runs()
             questions: list[Open] = []
             for name, (spec, folder) in known.get("now", {}).items():
-                target = book.target(name)
-                found = watcher(spec, folder, store).look(context.instance, beats, target)
+                target, watching = book.target(name), watcher(spec, folder, store)
+                found = watching.look(context.instance, beats, target)
                 if found is not None:
                     questions.append(Open(spec, found, _begin(context, book, spec, found)))
                 elif target is not None and target.request:
-                    events += _finish(context, book, target)
+                    events += _finish(context, book, target, watching.missing)
             if questions:
                 around = Surroundings.look(fleet, book)
                 for report in answer(context.instance, book, around, questions):
@@ -216,12 +216,15 @@ def _write(book: FleetBook, around: Surroundings, report: Report, memory: Memory
     return report
 
 
-def _finish(context: dg.SensorEvaluationContext, book: FleetBook, target: DatasetTarget) -> list[Any]:
-    """Nothing is left to do: one instance may be leased again; warm ones end when they are idle for long enough."""
-    story = request_status(book, target.dataset)
-    now = book.now()
-    met = None if target.deadline_at is None else now <= target.deadline_at
-    ended = dataclasses.replace(story, finished_at=now, on_time=met, finish_p50=None, finish_p95=None, paused="")
+def _finish(
+    context: dg.SensorEvaluationContext, book: FleetBook, target: DatasetTarget, missing: int
+) -> list[dg.AssetObservation]:
+    """Nothing more is made: one instance may be leased again; warm ones end when they are idle for long enough."""
+    story, now = request_status(book, target.dataset), book.now()
+    met = None if target.deadline_at is None or missing else now <= target.deadline_at
+    ended = dataclasses.replace(
+        story, finished_at=now, on_time=met, finish_p50=None, finish_p95=None, paused="", missing=missing
+    )
     if not book.end_request(target.dataset, target.request, dataclasses.asdict(ended)):
         return []
     set_pool(context.instance, target.dataset, 1 + SPARE_SLOTS)

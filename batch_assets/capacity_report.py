@@ -45,9 +45,10 @@ class Report:
     def changed(self) -> bool:
         """The command is another one than before."""
         target, command = self.target, self.command
-        before = (target.instances, target.pause, tuple(sorted(target.offers)), target.plan.get("kind"))
-        now = (command.instances, command.pause, tuple(sorted(command.offers)), command.kind)
-        return before != now or bool(command.retire)
+        before = (target.instances, bool(target.pause), sorted(target.offers), target.plan.get("kind"))
+        now = (command.instances, bool(command.pause), sorted(command.offers), command.kind)
+        retiring = set(target.plan.get("retire", ()))
+        return before != now or not retiring.issuperset(command.retire)
 
     @property
     def finish(self) -> Candidate | None:
@@ -78,6 +79,7 @@ def figures(report: Report) -> dict[str, Any]:
         "usd_p50": None if chosen is None else spent + chosen.usd.p50,
         "usd_p95": None if chosen is None else spent + chosen.usd.p95,
         "usd_spent": spent,
+        "retire": list(report.command.retire),
         "rows_left": report.found.work.rows if report.found.work else 0,
         "rows_total": report.rows_total,
         "next_best": [words(one) for one in report.plan.next_best],
@@ -143,7 +145,9 @@ def check_event(report: Report) -> dg.AssetCheckEvaluation | None:
 def done_event(target: DatasetTarget, story: RequestStatus, now: float) -> dg.AssetObservation:
     """The end of a request: when, for how much, and whether that was what was wanted."""
     said = f"done in {duration(target.age)} for {story.usd_spent:.4f} $"
-    if target.deadline_at is not None:
+    if story.missing:
+        said = f"given up after {duration(target.age)} and {story.usd_spent:.4f} $ with {story.missing} batches missing"
+    elif target.deadline_at is not None:
         margin = target.deadline_at - now
         said += f", {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline"
     if target.budget_usd is not None:
@@ -157,7 +161,8 @@ def done_event(target: DatasetTarget, story: RequestStatus, now: float) -> dg.As
             "kind": dg.MetadataValue.text("done"),
             "request": dg.MetadataValue.text(target.request),
             "instances": dg.MetadataValue.int(1),
-            **{name: dg.MetadataValue.float(round(value, 6)) for name, value in numbers.items()},
+            **{name: dg.MetadataValue.float(round(float(value), 6)) for name, value in numbers.items()},
+            "missing_batches": dg.MetadataValue.int(story.missing),
             **({} if story.on_time is None else {"on_time": dg.MetadataValue.bool(story.on_time)}),
             "reason": dg.MetadataValue.text(said),
         },

@@ -152,6 +152,8 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
     money = f"{wanted.usd_spent:.2f} $ spent" + (f" of {wanted.budget_usd:.2f} $" if wanted.budget_usd else "")
     money += f", {wanted.usd_wasted:.2f} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
     if wanted.finished_at is not None:
+        if wanted.missing:
+            return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}"]
         if wanted.deadline is None:
             return [f"{status.dataset}: done, {money}"]
         margin = wanted.deadline - wanted.finished_at

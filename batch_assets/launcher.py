@@ -19,8 +19,8 @@ REDRIVE_TAG = "batch/redrive"
 REQUEST_TAG = "batch/request"
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ATTEMPTS = 3
-RUNS_PER_INSTANCE = 3
-LEAST_BATCHES = 2
+RUNS_PER_INSTANCE = 2
+LEAST_BATCHES = 4  # of 250 rows: about as long as a run takes to start, on a fast GPU
 
 RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
 

@@ -48,6 +48,7 @@ class WorkWatcher:
         self._spec, self._store = spec, store
         self._in_hand = WorkInHand(spec, store, folder)
         self._cache = SnapshotCache()
+        self.missing = 0  # batches that the catalog did not have at the last look
 
     def look(
         self, instance: dg.DagsterInstance, beats: Sequence[RunBeat], target: DatasetTarget | None
@@ -64,6 +65,7 @@ class WorkWatcher:
         snapshot, entries = self._cache.entries(self._store)
         versions = ledger.ledger_versions(instance, name)
         missing = [entry for entry in entries if _object(entry, versions) is None]
+        self.missing = len(missing)
         request = _request(instance, current, asked, backfills, runs, missing, snapshot)
         if request is None:
             return None

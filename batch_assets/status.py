@@ -76,7 +76,8 @@ class RequestStatus:
 
     Moments are Unix seconds by the fleet's database, money is in US dollars since the request began. `on_time`: is the
     deadline expected to be met, or was it; None without one. `finished_at`: None while it is under way. `p50`: the
-    median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented.
+    median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented. `missing`:
+    batches that were not there when it ended.
     """
 
     request: str | None = None
@@ -93,6 +94,7 @@ class RequestStatus:
     instances: int = 1
     paused: str = ""
     reason: str = ""
+    missing: int = 0
 
 
 def request_status(book: FleetBook, dataset: str) -> RequestStatus:

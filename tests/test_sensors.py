@@ -11,9 +11,8 @@ import functools
 import os
 import subprocess
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,148 +21,24 @@ import pytest
 import sqlalchemy as sa
 from dagster._core.code_pointer import ModuleCodePointer
 from dagster._core.definitions.run_request import RunRequest
-from dagster._core.definitions.sensor_definition import SensorExecutionData
 from dagster._core.events import EngineEventData
-from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, BulkActionStatus, PartitionBackfill
+from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, BulkActionStatus
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import GrpcServerCodeLocationOrigin, RemoteJobOrigin, RemoteRepositoryOrigin
-from dagster._core.storage.event_log import SqlEventLogStorage
-from dagster._core.storage.event_log.schema import AssetEventTagsTable as TAGS
-from dagster._core.storage.event_log.schema import SqlEventLogStorageTable as EVENTS
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
-from dagster._core.test_utils import create_run_for_test
-from snapshots import commit, questions, write_snapshot
+from sensor_site import KEYS, ROWS, S, Site, report_in_bulk
+from snapshots import questions, write_snapshot
 
 from batch_assets import ledger
 from batch_assets.backfills import UNFINISHED, open_backfill, range_runs
 from batch_assets.dead_letters import dead_letters
-from batch_assets.definitions import platform
-from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.lost_workers import lost_workers
 from batch_assets.packing import KeyRange
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, SPARE_RUNS
-from batch_assets.spec import load_spec
-from gpu_runner.fleet import FleetBook
-from resources.fleet import GpuFleet
-from resources.objects import open_objects
-from resources.store import BatchEntry, BatchStore, DatasetStore, SnapshotManifest
 
-S = dg.DagsterRunStatus
-ROWS = ledger.rows_key("d")
-KEYS = [f"{i:05d}" for i in range(12)]
-PER_RUN = 4
 LARGE = 10_000
-SPEC = {
-    "name": "d",
-    "source": {"path": "questions.jsonl"},
-    "prompt": {"user": "{{ question }}"},
-    "model": "m",
-    "batches_per_run": PER_RUN,
-}
-
-
-@dataclass
-class Site:
-    """One dataset `d`: instance, fleet's books, store, and its definitions. No daemon and no worker runs."""
-
-    folder: Path
-    instance: dg.DagsterInstance
-    book: FleetBook
-    store: DatasetStore
-    fleet: GpuFleet
-    definitions: dg.Definitions
-
-    @classmethod
-    def open(cls, folder: Path, instance: dg.DagsterInstance, stack: contextlib.ExitStack) -> Site:
-        database = f"sqlite:///{folder}/fleet.db"
-        fleet = GpuFleet(database=database, home=str(folder), config_path=str(folder / "fleet.yaml"))
-        resources = {"store": BatchStore(root=str(folder / "store")), "fleet": fleet}
-        own = dataset_definitions(load_spec(SPEC, "d"), folder)
-        shared = dg.Definitions(sensors=platform().sensors, resources=resources)
-        return cls(
-            folder,
-            stack.enter_context(instance),
-            stack.enter_context(contextlib.closing(FleetBook(database))),
-            DatasetStore(open_objects(str(folder / "store")), "d"),
-            fleet,
-            dg.Definitions.merge(own, shared),
-        )
-
-    def tick(self, sensor: str) -> SensorExecutionData:
-        """One evaluation of a sensor."""
-        repository = self.definitions.get_repository_def()
-        resources = self.definitions.resources
-        with dg.build_sensor_context(self.instance, repository_def=repository, resources=resources) as context:
-            return repository.get_sensor_def(sensor).evaluate_tick(context)
-
-    def launches(self) -> list[RunRequest]:
-        """What the launcher would start now."""
-        return list(self.tick("d_launcher").run_requests or ())
-
-    def ranges(self) -> list[tuple[str, str]]:
-        return [(found.tags[ledger.RANGE_START_TAG], found.tags[ledger.RANGE_END_TAG]) for found in self.launches()]
-
-    def reason(self, sensor: str = "d_launcher") -> str:
-        """Why a sensor starts nothing."""
-        found = self.tick(sensor)
-        assert not found.run_requests
-        return found.skip_message or ""
-
-    def snapshot(self, rows: int = 120, *, keys: Sequence[str] = KEYS) -> SnapshotManifest:
-        """A snapshot of batches of 10 rows whose keys are registered."""
-        manifest = write_snapshot(self.store, questions(rows))
-        self.instance.add_dynamic_partitions("d", list(keys))
-        return manifest
-
-    def commit(self, *keys: str, dead: Sequence[str] = (), generation: int = 0) -> None:
-        """Commit batches and report them, as a run does."""
-        snapshot = self.store.current_snapshot()
-        assert snapshot is not None
-        manifest = self.store.manifest(snapshot)
-        for footer in commit(self.store, manifest, keys=keys, dead=dead, generation=generation).values():
-            self.instance.report_runless_asset_event(ledger.batch_event(self.store, footer, snapshot))
-
-    def run(self, status: S, tags: Mapping[str, str], **more: Any) -> str:
-        return create_run_for_test(self.instance, **{"job_name": "j", **more}, status=status, tags=tags).run_id
-
-    def request(self, **tags: str) -> str:
-        """A refresh that has read the source."""
-        return self.run(S.SUCCESS, {REFRESH_TAG: "d", **tags}, job_name="d_refresh")
-
-    def batches(self, status: S, first: str, last: str, request: str | None = None, **tags: str) -> str:
-        """A run over a range of batches."""
-        asked = {REQUEST_TAG: request} if request else {}
-        tags = {ledger.RANGE_START_TAG: first, ledger.RANGE_END_TAG: last, **asked, **tags}
-        return self.run(status, tags, job_name="__ASSET_JOB", asset_selection=frozenset([ROWS]))
-
-    def backfill(self, status: BulkActionStatus, keys: Sequence[str], asset: dg.AssetKey = ROWS) -> None:
-        """A real backfill row, as the UI's launch makes it."""
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Dagster's own, about Dagster
-            made = PartitionBackfill.from_asset_partitions(
-                backfill_id=f"b{len(self.instance.get_backfills())}",
-                asset_graph=self.definitions.resolve_asset_graph(),
-                partition_names=list(keys),
-                asset_selection=[asset],
-                backfill_timestamp=time.time(),
-                tags={},
-                dynamic_partitions_store=self.instance,
-                all_partitions=False,
-                title=None,
-                description=None,
-                run_config=None,
-            )
-        self.instance.add_backfill(made.with_status(status))
-
-    def status(self, run_id: str) -> S:
-        run = self.instance.get_run_by_id(run_id)
-        assert run is not None
-        return run.status
-
-    def end(self, run_id: str, kind: dg.DagsterEventType = dg.DagsterEventType.RUN_SUCCESS) -> None:
-        """A run ends by itself, as its worker would say."""
-        self.instance.report_dagster_event(dg.DagsterEvent(kind.value, "j"), run_id)
 
 
 @pytest.fixture
@@ -637,33 +512,6 @@ def test_a_run_is_unfinished_until_dagster_has_said_whether_it_is_retried(
 
 
 # speed
-
-
-def report_in_bulk(site: Site, keys: Sequence[str]) -> None:
-    """Ledger entries as `report_runless_asset_event` writes them, without its transaction for each: one is copied."""
-    versions = {entry.key: entry for entry in site.store.entries(site.store.current_snapshot() or "")}
-    site.commit(keys[0])
-    storage = site.instance.event_log_storage
-    assert isinstance(storage, SqlEventLogStorage)
-    with storage.index_connection() as connection:
-        (event,) = connection.execute(sa.select(EVENTS).where(EVENTS.c.partition == keys[0])).mappings().all()
-        tags = connection.execute(sa.select(TAGS).where(TAGS.c.event_id == event["id"])).mappings().all()
-        top = connection.execute(sa.select(sa.func.max(EVENTS.c.id))).scalar_one()
-        events, tag_lines = [], []
-        for number, key in enumerate(keys[1:], start=top + 1):
-            old, new = versions[keys[0]], versions[key]
-
-            def own(text: str, old: BatchEntry = old, new: BatchEntry = new) -> str:
-                return text.replace(old.data_version, new.data_version).replace(f'"{old.key}"', f'"{new.key}"')
-
-            events.append({**event, "id": number, "partition": key, "event": own(event["event"])})
-            tag_lines += [
-                {name: value for name, value in tag.items() if name != "id"}
-                | {"event_id": number, "value": own(tag["value"])}
-                for tag in tags
-            ]
-        connection.execute(EVENTS.insert(), events)
-        connection.execute(TAGS.insert(), tag_lines)
 
 
 @pytest.fixture

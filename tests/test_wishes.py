@@ -85,11 +85,11 @@ def test_a_requests_time_and_command_stay_while_its_wishes_may_change(book: Flee
     ("batches_per_run", "wanted", "instances", "size"),
     [
         (100, 400, None, 100),  # nothing presses: as the dataset says
-        (100, 400, 8, 17),  # three runs for each instance
-        (100, 17, 8, 2),  # never less than two batches
+        (100, 400, 8, 25),  # two runs for each instance
+        (100, 17, 8, 4),  # never less than four batches
         (1, 400, 8, 1),  # unless the dataset says so
         (100, 80_000, 20, 100),  # never more than the dataset says
-        (100, 0, 8, 2),
+        (100, 0, 8, 4),
     ],
 )
 def test_with_a_deadline_runs_are_small_enough_for_all_instances(

@@ -1,0 +1,409 @@
+"""The capacity sensor, evaluated in process: what it commands, writes down, says, and leaves alone.
+
+Offers are those of simulated providers in fleet.yaml; instances are rows of the books. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+from dagster._core.execution.backfill import BulkActionStatus
+from fleet_books import OFFER
+from sensor_site import KEYS, S, Site, report_in_bulk
+from snapshots import questions, write_snapshot
+
+from batch_assets import ledger
+from batch_assets.capacity import slots_for
+from batch_assets.display import request_lines
+from batch_assets.launcher import CANCELED_TAG
+from batch_assets.spec import load_spec
+from batch_assets.status import Observer, dataset_status, request_status
+from gpu_runner.fleet import Lease
+from gpu_runner.offers import Offer
+from gpu_runner.spend import Spent
+
+HOUR = 3600.0
+ROWS = 120_000  # as the snapshot says; a thousand of its batches are not needed to plan for them
+SPEC = {
+    "name": "d",
+    "source": {"path": "questions.jsonl"},
+    "prompt": {"user": "{{ question }}"},
+    "model": "Qwen/Qwen3-8B",
+    "sampling": {"max_tokens": 512},
+    "deadline": "6h",
+}
+
+
+def fleet_yaml(folder: Path, *, clock: float = 1.0, most: int = 20, price: float = 0.8, **more: Any) -> None:
+    """Two providers of one instance type each; the second is dearer."""
+    offers = [
+        {"instance_type": f"{name}.l40s", "gpu": "L40S", "price_per_hour": dollars, "capacity": capacity}
+        for name, dollars, capacity in (("one", price, 3), ("two", 1.5 * price, 8))
+    ]
+    providers = [
+        {"name": f"sim-{name}", "boot_seconds": 120, "offers": [offer]}
+        for name, offer in zip(("one", "two"), offers, strict=True)
+    ]
+    config = {"simulated": {"clock": clock, "providers": providers}, "max_instances": most, **more}
+    (folder / "fleet.yaml").write_text(yaml.safe_dump(config))
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *specs: Mapping[str, Any]) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        fleet_yaml(folder)
+        yield Site.open(folder, dg.DagsterInstance.ephemeral(), stack, *(specs or (SPEC,)))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with opened(tmp_path) as found:
+        yield found
+
+
+def large(site: Site, rows: int = 1200) -> None:
+    """A snapshot whose batches stand for many rows each: 12 of them, registered."""
+    site.snapshot(rows, keys=[f"{i:05d}" for i in range(rows // 10)])
+
+
+def events(site: Site) -> list[Any]:
+    """What one tick says to the catalog; a second one right after it says nothing."""
+    found = list(site.tick("capacity").asset_events or ())
+    assert not site.tick("capacity").asset_events
+    return found
+
+
+def observed(found: list[Any]) -> dict[str, Any]:
+    """Metadata of the only observation."""
+    (one,) = [event for event in found if isinstance(event, dg.AssetObservation)]
+    assert one.asset_key == ledger.rows_key("d")
+    assert one.description == one.metadata["reason"].value
+    return {name: value.value for name, value in one.metadata.items()}
+
+
+def pool(site: Site, name: str = "d") -> int | None:
+    limits = site.instance.event_log_storage.get_pool_limits()
+    return next((limit.limit for limit in limits if limit.name == name), None)
+
+
+def offer(site: Site, name: str = "sim-one", **more: Any) -> Offer:
+    """As the provider of this name offers it."""
+    (found,) = site.fleet.providers(site.fleet.config())[name].offers()
+    return replace(found, **more)
+
+
+def instance(
+    site: Site, name: str, *, of: str = "sim-one", dataset: str = "d", seconds: float = 0.0, tokens: int = 0
+) -> Lease:
+    """A ready instance that a run of the dataset holds; it did so many tokens in so many useful seconds."""
+    offered = offer(site, of)
+    lease = site.book.intend(
+        name, offered, clock=1.0, engine_key="key", model="Qwen/Qwen3-8B", run_id=f"run of {name}", dataset=dataset,
+        ttl=600, limit=None,
+    )  # fmt: skip
+    assert lease is not None
+    assert site.book.created(lease, name) and site.book.ready(lease, "http://127.0.0.1:1", 256)
+    if tokens:
+        site.book.renew(lease, 600, Spent(seconds, 0.0, tokens // 30, tokens // 3, tokens - tokens // 3))
+    return lease
+
+
+def backdated(site: Site, seconds: float) -> None:
+    """The request began, and everything was rented, so long ago."""
+    import sqlalchemy as sa
+
+    from gpu_runner.fleet_tables import DATASETS, INSTANCES, LEASES
+
+    with site.book.engine.begin() as connection:
+        connection.execute(sa.update(DATASETS).values(since=DATASETS.c.since - seconds))
+        connection.execute(sa.update(DATASETS).values(deadline_at=DATASETS.c.deadline_at - seconds))
+        connection.execute(sa.update(INSTANCES).values(created_at=INSTANCES.c.created_at - seconds))
+        connection.execute(sa.update(INSTANCES).values(ready_at=INSTANCES.c.ready_at - seconds))
+        connection.execute(sa.update(LEASES).values(acquired_at=LEASES.c.acquired_at - seconds))
+
+
+def test_without_work_it_says_so_and_writes_nothing(site: Site) -> None:
+    assert site.reason("capacity") == "no dataset is being made"
+    large(site)
+    assert site.reason("capacity") == "no dataset is being made"
+    assert site.book.target("d") is None
+
+
+def test_a_request_starts_with_one_instance_and_the_reason_is_in_the_catalog(site: Site) -> None:
+    large(site)
+    request = site.request()
+    told = observed(events(site))
+    assert (told["decision"], told["kind"], told["request"]) == ("capacity", "pilot", request)
+    assert (told["instances_before"], told["instances"], told["instances_held"]) == (1, 1, 0)
+    assert told["rows_left"] == 1200 and told["tokens_left"] > 1200
+    assert told["deadline_hours_left"] == pytest.approx(6, abs=0.01)
+    assert "sim-one" in told["offers"] and "one instance first" in told["reason"]
+    target = site.book.target("d")
+    assert target is not None
+    assert (target.request, target.instances, target.offers) == (request, 1, ((offer(site).name, 1),))
+    assert target.plan["rows_total"] == 1200 and target.plan["on_time"] is True
+    assert pool(site) == 2
+
+
+def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_needs(site: Site) -> None:
+    large(site, 120_000 // 100)
+    site.request()
+    site.tick("capacity")
+    # 100 tokens a second for an hour: what is left would take it about as long again as there is time.
+    instance(site, "ba-1", seconds=HOUR, tokens=360_000)
+    backdated(site, 5.9 * HOUR)
+    told = observed(events(site))
+    assert told["kind"] in ("grow", "infeasible")
+    assert told["instances"] > 2 and told["instances_held"] == 1
+    assert pool(site) == told["instances"] + 1
+    target = site.book.target("d")
+    assert target is not None and target.instances == told["instances"]
+    assert sum(count for _, count in target.offers) == told["instances"]
+
+
+def test_no_more_runs_may_be_under_way_than_there_are_batches(site: Site) -> None:
+    from gpu_runner.capacity import Command
+
+    found = type("Found", (), {"batches": 3})()
+    assert slots_for(Command(10, ()), found) == 3  # type: ignore[arg-type]
+    assert slots_for(Command(1, ()), found) == 2  # type: ignore[arg-type]
+    assert slots_for(Command(0, ()), found) == 1  # type: ignore[arg-type]  # one run waits, visibly
+
+
+def test_when_all_is_done_the_story_stays_and_the_command_goes(site: Site) -> None:
+    site.snapshot()
+    request = site.request()
+    site.tick("capacity")
+    lease = instance(site, "ba-1")
+    backdated(site, HOUR)
+    site.book.release(lease)
+    site.commit(*KEYS)
+    told = observed(events(site))
+    assert (told["kind"], told["request"], told["on_time"]) == ("done", request, True)
+    assert told["usd"] == pytest.approx(0.8, rel=0.01)
+    target = site.book.target("d")
+    assert target is not None
+    assert (target.request, target.instances, target.budget_usd, target.deadline_at) == ("", 1, None, None)
+    story = request_status(site.book, "d")
+    assert story.on_time and story.usd_spent == pytest.approx(0.8, rel=0.01) and story.finished_at is not None
+    status = dataset_status(Observer(site.instance, site.book, site.store), time.time())
+    (line,) = request_lines(status, time.time())
+    assert line.startswith("d: done ") and "before its deadline, 0.80 $ spent" in line
+    assert pool(site) == 2
+
+
+def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site: Site) -> None:
+    site.specs["d"] = (load_spec({**SPEC, "budget_usd": 1.0}, "defs.yaml"), site.specs["d"][1])
+    large(site)
+    site.request()
+    site.tick("capacity")
+    lease = instance(site, "ba-1")
+    backdated(site, 1.24 * HOUR)
+    told = observed(events(site))
+    assert (told["kind"], told["instances"]) == ("paused", 0)
+    assert "budget" in told["pause"] and told["spent_usd"] == pytest.approx(0.992, rel=0.01)
+    assert told["retire"] == "ba-1"
+    (rented,) = site.book.fleet()
+    assert rented.retiring and pool(site) == 1
+    lines = request_lines(dataset_status(Observer(site.instance, site.book, site.store), time.time()), time.time())
+    assert any(line.startswith("paused: ") for line in lines)
+    site.book.release(lease)
+    site.specs["d"] = (load_spec({**SPEC, "budget_usd": 5.0}, "defs.yaml"), site.specs["d"][1])
+    told = observed(events(site))
+    assert told["instances"] == 1 and "pause" not in told
+    target = site.book.target("d")
+    assert target is not None and (target.pause, target.budget_usd) == ("", 5.0)
+
+
+def test_an_operators_word_counts_before_the_yaml(site: Site) -> None:
+    large(site)
+    site.request()
+    site.tick("capacity")
+    before = site.book.target("d")
+    assert before is not None
+    assert site.book.override("d", deadline_at=before.since + 60, budget_usd=3.0)
+    site.tick("capacity")
+    after = site.book.target("d")
+    assert after is not None
+    assert (after.deadline_at, after.budget_usd) == (before.since + 60, 3.0)
+    assert after.plan["on_time"] is False
+
+
+def test_a_deadline_that_cannot_be_met_is_said_with_the_earliest_finish_before_money_is_spent(site: Site) -> None:
+    site.specs["d"] = (load_spec({**SPEC, "deadline": "60s"}, "defs.yaml"), site.specs["d"][1])
+    large(site)
+    site.request()
+    found = events(site)
+    told = observed(found)
+    assert told["earliest_hours_p50"] > 0.01
+    (check,) = [event for event in found if isinstance(event, dg.AssetCheckEvaluation)]
+    assert (check.check_name, check.asset_key, check.passed) == ("on_time", dg.AssetKey(["d", "dataset"]), False)
+    assert site.book.fleet() == []
+
+
+def test_the_tags_of_a_refresh_override_the_yaml_and_a_wrong_one_is_left_out(site: Site) -> None:
+    large(site)
+    site.request(**{"batch/deadline": "2h", "batch/budget_usd": "9"})
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None
+    assert (target.deadline_in, target.budget_usd) == (pytest.approx(2 * HOUR, abs=60), 9.0)
+    site.request(**{"batch/deadline": "whenever"})
+    site.book.end_request("d", target.request)
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None and target.deadline_in == pytest.approx(6 * HOUR, abs=60)
+
+
+def test_a_canceled_request_is_over(site: Site) -> None:
+    site.snapshot()
+    request = site.request()
+    site.tick("capacity")
+    site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
+    told = observed(events(site))
+    assert (told["kind"], told["missing_batches"]) == ("done", 12) and "given up" in told["reason"]
+    target = site.book.target("d")
+    assert target is not None and target.request == ""
+    lines = request_lines(dataset_status(Observer(site.instance, site.book, site.store), time.time()), time.time())
+    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent"]
+
+
+def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Site) -> None:
+    site.snapshot()
+    site.backfill(BulkActionStatus.REQUESTED, KEYS[:3])
+    told = observed(events(site))
+    assert (told["request"], told["rows_left"]) == ("b0", 30)
+    site.commit(*KEYS[:3])
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None and target.request == "b0"  # open until Dagster has closed it
+    assert target.instances == 1
+
+
+def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(site: Site) -> None:
+    site.snapshot()
+    request = site.request()
+    run_id = site.batches(S.STARTED, KEYS[0], KEYS[3], request)
+    site.book.begin_run(run_id, "d", KEYS[0], KEYS[3])
+    site.book.beat(run_id, "leased", "", 25)
+    assert observed(events(site))["rows_left"] == 95
+    site.commit(KEYS[0], KEYS[1])
+    site.book.beat(run_id, "leased", "", 25)
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None and target.plan["rows_left"] == 95
+
+
+def test_batches_made_by_hand_are_a_request_too(site: Site) -> None:
+    site.snapshot()
+    run_id = site.batches(S.STARTED, KEYS[0], KEYS[0])
+    assert observed(events(site))["request"] == f"run:{run_id}"
+
+
+def test_while_runs_finish_what_is_not_missing_nothing_is_commanded(site: Site) -> None:
+    """A regenerate: every batch is there, and new ones are being made."""
+    site.snapshot()
+    site.commit(*KEYS)
+    site.batches(S.STARTED, KEYS[0], KEYS[3])
+    assert not site.tick("capacity").asset_events
+    target = site.book.target("d")
+    assert target is not None and (target.request[:4], target.updated_age) == ("run:", None)
+
+
+def test_the_earliest_deadline_is_served_first_and_everybody_keeps_one_instance(tmp_path: Path) -> None:
+    late = {**SPEC, "deadline": "4h", "hardware": {"max_price_per_hour": 1.0}}
+    soon = {**SPEC, "name": "e", "deadline": "1h"}
+    with opened(tmp_path, late, soon) as site:
+        fleet_yaml(tmp_path, most=4)
+        large(site)
+        other = type(site.store)(site.store.objects, "e")
+        write_snapshot(other, questions(1200))
+        site.instance.add_dynamic_partitions("e", [f"{i:05d}" for i in range(120)])
+        site.request()
+        site.run(S.SUCCESS, {"batch/refresh": "e"}, job_name="e_refresh")
+        site.tick("capacity")
+        instance(site, "ba-1", seconds=HOUR, tokens=150_000)
+        instance(site, "ba-2", seconds=HOUR, tokens=150_000, dataset="e")
+        backdated(site, 0.6 * HOUR)
+        site.tick("capacity")
+        first, second = site.book.target("e"), site.book.target("d")
+        assert first is not None and second is not None
+        assert (first.instances, second.instances) == (3, 1)
+
+
+def test_without_offers_what_is_held_goes_on(site: Site) -> None:
+    large(site)
+    site.request()
+    site.tick("capacity")
+    instance(site, "ba-1", seconds=600, tokens=600_000)
+    site.specs["d"] = (load_spec({**SPEC, "hardware": {"gpus": ["B200"]}}, "defs.yaml"), site.specs["d"][1])
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None
+    assert target.instances == 1 and not any(one.retiring for one in site.book.fleet())
+
+
+def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: Site) -> None:
+    engines = [{"name": f"engine-{i}", "kind": "endpoint", "url": f"http://127.0.0.1:{9000 + i}"} for i in range(3)]
+    (site.folder / "fleet.yaml").write_text(yaml.safe_dump({"engines": engines}))
+    site.snapshot()
+    site.request()
+    told = observed(events(site))
+    assert told["instances"] == 3 and "3 of 3 engines" in told["reason"]
+    assert pool(site) == 4
+
+
+def test_two_sensors_at_once_do_no_harm(site: Site) -> None:
+    """The second finds what the first wrote; one whose request has been replaced writes nothing."""
+    large(site)
+    request = site.request()
+    site.tick("capacity")
+    before = site.book.target("d")
+    site.tick("capacity")
+    after = site.book.target("d")
+    assert before is not None and after is not None
+    assert (after.request, after.since, after.instances) == (request, before.since, before.instances)
+    assert not site.book.command("d", "another", 9)
+
+
+def test_a_dataset_whose_yaml_broke_is_planned_as_before(site: Site) -> None:
+    large(site)
+    site.request()
+    site.tick("capacity")
+    assert OFFER.name not in str(site.book.target("d"))  # nothing of another test's fleet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_tick_takes_less_than_a_second_at_80_000_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processor time is what counts: others may use the machine too. Half of the batches are in the ledger."""
+    count = 80_000
+    (tmp_path / "home").mkdir()
+    fleet_yaml(tmp_path)
+    keys = [f"{i:05d}" for i in range(count)]
+    with contextlib.ExitStack() as stack:
+        local = dg.DagsterInstance.local_temp(str(tmp_path / "home"))
+        site = Site.open(tmp_path, local, stack, {**SPEC, "batch_rows": 1})
+        write_snapshot(site.store, questions(count), batch_rows=1, batches_per_shard=400)
+        for start in range(0, count, 10_000):
+            site.instance.add_dynamic_partitions("d", keys[start : start + 10_000])
+        report_in_bulk(site, keys[::2])
+        site.request()
+        ticks: list[tuple[float, float]] = []
+        for _ in range(5):
+            wall, cpu = time.perf_counter(), time.process_time()
+            site.tick("capacity")
+            ticks.append((time.perf_counter() - wall, time.process_time() - cpu))
+        with capsys.disabled():
+            print("\ncapacity: " + ", ".join(f"{wall:.3f} s (CPU {cpu:.3f})" for wall, cpu in ticks), end="")
+        target = site.book.target("d")
+        assert target is not None and target.plan["rows_left"] == count // 2
+        assert min(cpu for _, cpu in ticks[1:]) < 1 and min(wall for wall, _ in ticks[1:]) < 1
