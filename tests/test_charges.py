@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import random
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpu_runner.accounts import LeaseSpan, Split, Timeline, split_bill
 from gpu_runner.charges import Bill, Charge, Work, by_day, charges
-from gpu_runner.fleet import FleetBook, Spent
+from gpu_runner.fleet import FleetBook, Lease, Spent
 from gpu_runner.fleet_tables import INSTANCES, LEASES
 
 NOON = datetime.datetime(2026, 3, 28, 12, tzinfo=datetime.UTC).timestamp()
@@ -234,3 +235,34 @@ def test_four_thousand_leases_are_charged_in_a_second(book: FleetBook, clock: Cl
     assert time.perf_counter() - began < 1
     assert sum(line.rows for line in found) == 4_000_000
     assert sum(line.usd for line in found) == pytest.approx(400 * 20_000 * 0.001)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_budget_counts_the_same_seconds_as_the_table_of_spend(book: FleetBook, clock: Clock, seed: int):
+    rng = random.Random(seed)
+    held: list[Lease] = []
+    since: dict[str, float] = {}
+    for step in range(60):
+        clock.forward(rng.uniform(0.1, 9))
+        dataset = rng.choice("abc")
+        if rng.random() < 0.3 and (lease := intended(book, f"ba-{step}", dataset=dataset, ttl=20)):
+            book.created(lease, "machine", just_now=rng.random() < 0.5)
+            clock.forward(rng.uniform(0, 5))
+            book.ready(lease, "http://127.0.0.1:1", 8)
+            held.append(lease)
+        elif held and rng.random() < 0.5:
+            lease = held.pop(rng.randrange(len(held)))
+            rng.choice([book.drain, book.release, book.release])(lease)
+            if taken := book.try_lease(lease.instance, f"run-{step}", dataset, 20):
+                held.append(taken)
+        elif rng.random() < 0.2 and held:
+            book.ended(rng.choice(held).instance, rng.choice([None, 0.5]))
+        if step == 20 + 5 * len(since) and len(since) < 3:
+            dataset = "abc"[len(since)]
+            book.begin_request(dataset, "request", budget_usd=1e9)
+            since[dataset] = clock.now
+    assert len({charge.instance for charge in book.charges()}) > 5
+    for dataset, moment in since.items():
+        charged = sum(one.usd.total for one in book.charges(since=moment) if one.dataset == dataset)
+        assert charged == pytest.approx(book.spend(dataset).usd)
+        assert charged > 0
