@@ -15,18 +15,24 @@ import dagster as dg
 from batch_assets import ledger
 from batch_assets.card import MEANING, Card
 from batch_assets.checks import check_results, check_specs
+from batch_assets.curve import curve_markdown
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
 from batch_assets.launcher import REFRESH_TAG
 from batch_assets.moments import next_moments, parse_deadline
+from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import WishError, begin
-from resources.fleet import GpuFleet
+from batch_assets.wishes import WishError, begin, wishes
+from batch_assets.work_in_hand import WorkInHand
+from gpu_runner.fleet import FleetBook
+from gpu_runner.providers.base import ProviderError, ProviderUnclear
+from resources.fleet import FleetConfigError, GpuFleet
 from resources.objects import self_test, temporary_folder
+from resources.price_files import PricingError
 from resources.store import BatchStore, DatasetStore, SnapshotManifest
 
 SCHEDULE_TICKS = 12
@@ -96,14 +102,51 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
+                planned = plan_metadata(context, wanted, base, data, fleet, book)
         except (SourceError, WishError) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),
-            metadata=snapshot_metadata(data, manifest) | {"seconds": round(time.monotonic() - started, 3)},
+            metadata=snapshot_metadata(data, manifest) | planned | {"seconds": round(time.monotonic() - started, 3)},
         )
 
     return prompts
+
+
+def plan_metadata(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    book: FleetBook,
+) -> dict[str, Any]:
+    """What the rows that are missing now would cost, and by when they would be there: before anything is rented.
+
+    A plan that cannot be made is no reason to fail: then it says why.
+    """
+    try:
+        work = WorkInHand(spec, store, folder).look()
+        if not work.rows:
+            return {"plan": "nothing is missing"}
+        wished = wishes(spec, context.run.tags)
+        found = propose(Surroundings.look(fleet, book), book, spec, work, wished)
+    except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
+        return {"plan": f"no plan: {error}"}
+    target, chosen = found.target, found.plan.chosen
+    said: dict[str, Any] = {
+        "plan": found.plan.reason,
+        "plan_curve": dg.MetadataValue.md(curve_markdown(found.plan, target.deadline, target.budget_usd)),
+        "plan_feasible": found.plan.feasible,
+    }
+    if chosen is not None:
+        said["plan_instances"] = found.plan.instances
+        said |= {"plan_usd_p50": round(chosen.usd.p50, 6), "plan_usd_p95": round(chosen.usd.p95, 6)}
+        said |= {
+            "plan_hours_p50": round(chosen.finish.p50 / 3600, 6),
+            "plan_hours_p95": round(chosen.finish.p95 / 3600, 6),
+        }
+    return said
 
 
 def register_batches(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:

@@ -28,7 +28,7 @@ from gpu_runner.fleet import FleetBook
 from gpu_runner.offers import Objective
 from gpu_runner.planner import Target
 from gpu_runner.targets import DatasetTarget
-from resources.alerts import Alerts
+from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet import FleetConfigError, GpuFleet
 from resources.store import BatchStore
 
@@ -71,6 +71,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
         with fleet.open_book() as book:
             beats = book.runs()
             questions: list[Open] = []
+            ended: list[DatasetTarget] = []
             for name, (spec, folder) in known.get("now", {}).items():
                 target, watching = book.target(name), watcher(spec, folder, store)
                 found = watching.look(context.instance, beats, target)
@@ -78,11 +79,13 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                     questions.append(Open(spec, found, _begin(context, book, spec, found)))
                 elif target is not None and target.request:
                     events += _finish(context, book, target, watching.missing)
-            if questions:
+                    ended.append(target)
+            if questions or ended:
                 around = Surroundings.look(fleet, book)
-                for report in answer(context.instance, book, around, questions):
-                    events += report.events
-                    said.append(f"{report.dataset}: {report.reason}")
+                reports = answer(context.instance, book, around, questions)
+                events += [event for report in reports for event in report.events]
+                said += [f"{report.dataset}: {report.reason}" for report in reports]
+                _tell(book, around.config.alerts, reports, ended)
         if events:
             context.log.info("; ".join(said))
         return dg.SensorResult(skip_reason="; ".join(said) or "no dataset is being made", asset_events=events)
@@ -170,7 +173,7 @@ def _answer(book: FleetBook, around: Surroundings, question: Open, share: int, t
     )
     command = _with_standing(command, around, question, wanted, rents=bool(asked.options or asked.held))
     report = Report(spec.name, found, target, command, plan, asked.held, wanted, spend, book.now(), rows_total)
-    return _write(book, around, report, memory)
+    return _write(book, report, memory)
 
 
 def _with_standing(command: Command, around: Surroundings, question: Open, wanted: Target, *, rents: bool) -> Command:
@@ -190,30 +193,49 @@ def _with_standing(command: Command, around: Surroundings, question: Open, wante
     return Command(standing, (), kind="steady", reason=reason)
 
 
-def _write(book: FleetBook, around: Surroundings, report: Report, memory: Memory) -> Report:
+def _write(book: FleetBook, report: Report, memory: Memory) -> Report:
     target, command = report.target, report.command
-    state = dict(target.memory.get("alerts", {}))
-    Alerts(around.config.alerts, state).tell(alerts_of(report))
-    obeyed = book.command(
+    report.memory = {"controller": memory.as_json(), "alerts": target.memory.get("alerts", {})}
+    if not _command(book, report):
+        return report  # another sensor has begun another request meanwhile
+    for name in command.retire:
+        book.retire(name, command.reason)
+    if report.changed:
+        report.events.append(observation(report))
+    if (check := check_event(report)) is not None:
+        report.events.append(check)
+    return report
+
+
+def _command(book: FleetBook, report: Report) -> bool:
+    target, command = report.target, report.command
+    return book.command(
         target.dataset,
         target.request,
         command.instances,
         command.offers,
         command.pause,
-        {"controller": memory.as_json(), "alerts": state},
+        report.memory,
         figures(report),
     )
-    if not obeyed:
-        return report  # another sensor has begun another request meanwhile
-    for name in command.retire:
-        book.retire(name, command.reason)
-    events: list[Any] = []
-    if report.changed:
-        events.append(observation(report))
-    if (check := check_event(report)) is not None:
-        events.append(check)
-    report.events.extend(events)
-    return report
+
+
+def _tell(
+    book: FleetBook, config: AlertConfig | None, reports: Sequence[Report], ended: Sequence[DatasetTarget]
+) -> None:
+    """Alerts, after all commands: a webhook that hangs holds up no instance. What was told is kept in the books."""
+    if config is None:
+        return
+    now = book.now()
+    before = {one.dataset: one.memory.get("alerts", {}) for one in (*[each.target for each in reports], *ended)}
+    state = {dataset: dict(told) for dataset, told in before.items() if told}
+    alerts = [alert for report in reports for alert in alerts_of(report)]
+    alerts += [Alert("on_time", one.dataset, f"{one.dataset}: the request has ended") for one in ended]
+    Alerts(config, state, clock=lambda: now).tell(alerts)
+    for report in reports:
+        if state.get(report.dataset, {}) != report.memory["alerts"]:
+            report.memory["alerts"] = state.get(report.dataset, {})
+            _command(book, report)
 
 
 def _finish(

@@ -35,6 +35,7 @@ class Report:
     now: float
     rows_total: int
     events: list[Any] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)  # what the books keep for the next tick
 
     @property
     def reason(self) -> str:
@@ -180,7 +181,7 @@ def _expected(report: Report) -> dict[str, dg.MetadataValue]:
 
 
 def alerts_of(report: Report) -> list[Alert]:
-    """What operators should hear of: late, infeasible, budget reached, no capacity. Empty: all is well."""
+    """What operators should hear of: late, infeasible, budget reached, no capacity; else that all is well."""
     command, plan, deadline = report.command, report.plan, report.wanted.deadline
     numbers = {"instances": command.instances, "spent_usd": round(report.spend.usd, 4)}
     found: list[Alert] = []
@@ -196,7 +197,7 @@ def alerts_of(report: Report) -> list[Alert]:
         elif not report.on_time:
             text = f"{report.dataset} is late: {command.reason}"
             found.append(Alert("late", report.dataset, text, numbers))
-    return found
+    return found or [Alert("on_time", report.dataset, f"{report.dataset}: {command.reason}", numbers)]
 
 
 def words(one: Candidate) -> str:

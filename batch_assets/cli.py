@@ -217,7 +217,7 @@ def plan(
         from batch_assets.declared import declared
         from batch_assets.plan_command import show_plan
 
-        raise typer.Exit(show_plan(spec, declared()[name][1], wished, as_json=as_json))
+        raise typer.Exit(show_plan(spec, declared()[name][1], wished, json=as_json))
 
 
 @app.command()

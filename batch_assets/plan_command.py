@@ -5,9 +5,7 @@ Rents nothing and changes nothing. The same planner decides while the work goes 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +16,52 @@ from rich.text import Text
 from batch_assets import settings
 from batch_assets.fleet_command import the_fleet
 from batch_assets.offers_command import PLAIN_WIDTH
-from batch_assets.planning import Surroundings, ask
+from batch_assets.planning import Proposal, Surroundings, propose
 from batch_assets.progress import duration
 from batch_assets.report import print_json
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import Wishes
-from batch_assets.work_in_hand import ESTIMATE_SPREAD, FIRST_SPREAD, WorkInHand
-from gpu_runner.budget import Spend
-from gpu_runner.fleet import FleetBook
-from gpu_runner.planner import Candidate, Held, Interval, Option, Plan, Target, make_plan
-from gpu_runner.targets import DatasetTarget
-from gpu_runner.workload import Workload
+from batch_assets.work_in_hand import WorkInHand
+from gpu_runner.planner import Candidate, Interval, Plan, Target
 from resources.objects import StoreError, open_objects
 from resources.store import DatasetStore
 
 CURVE_LINES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    """Everything that the command shows. `spend`: of the request that is under way, if one is."""
-
-    dataset: str
-    work: Workload
-    target: Target
-    plan: Plan
-    options: tuple[Option, ...]
-    held: tuple[Held, ...]
-    request: str
-    spend: Spend | None
-    problems: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, stable keys. Seconds count from now."""
-        plan = self.plan
-        return {
-            "dataset": self.dataset,
-            "rows": self.work.rows,
-            "tokens": round(self.work.tokens),
-            "request": self.request or None,
-            "deadline_seconds": self.target.deadline,
-            "budget_usd": self.target.budget_usd,
-            "objective": self.target.objective,
-            "max_instances": self.target.max_instances,
-            "spent_usd": None if self.spend is None else round(self.spend.usd, 6),
-            "feasible": plan.feasible,
-            "instances": plan.instances,
-            "reason": plan.reason,
-            "chosen": _candidate_json(plan.chosen),
-            "earliest": _candidate_json(plan.earliest),
-            "next_best": [_candidate_json(one) for one in plan.next_best],
-            "curve": [_candidate_json(one) for one in plan.curve],
-            "problems": list(self.problems),
-        }
+def as_json(found: Proposal) -> dict[str, Any]:
+    """Plain values, stable keys. Seconds count from now."""
+    plan, target = found.plan, found.target
+    return {
+        "dataset": found.dataset,
+        "rows": found.work.rows,
+        "tokens": round(found.work.tokens),
+        "request": found.request or None,
+        "deadline_seconds": target.deadline,
+        "budget_usd": target.budget_usd,
+        "objective": target.objective,
+        "max_instances": target.max_instances,
+        "spent_usd": None if found.spend is None else round(found.spend.usd, 6),
+        "feasible": plan.feasible,
+        "instances": plan.instances,
+        "reason": plan.reason,
+        "chosen": _candidate_json(plan.chosen),
+        "earliest": _candidate_json(plan.earliest),
+        "next_best": [_candidate_json(one) for one in plan.next_best],
+        "curve": [_candidate_json(one) for one in plan.curve],
+        "problems": list(found.problems),
+    }
 
 
-def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, as_json: bool) -> int:
+def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, json: bool) -> int:
     """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done.
 
     Raises StoreError, and what fleet.yaml, the price sources or the source have against it.
     """
-    view = plan_view(spec, folder, wished)
-    if as_json:
-        print_json(view.as_json())
+    view = proposal(spec, folder, wished)
+    if json:
+        print_json(as_json(view))
     else:
         console = Console()
         if not console.is_terminal:
@@ -90,56 +70,18 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, as_js
     return 0 if view.plan.feasible else 1
 
 
-def plan_view(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> PlanView:
+def proposal(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> Proposal:
     """Look at the work, the books and the market, and plan."""
     try:
         work = WorkInHand(spec, DatasetStore(open_objects(settings.store_root()), spec.name), folder).look()
     except SourceError as error:
         raise StoreError(f"{spec.name}: {error}") from None
-    if not work.rows:
-        said = (*work.assumptions, f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done")
-        work = dataclasses.replace(work, rows=work.all_rows, assumptions=said)
     fleet = the_fleet()
     with fleet.open_book() as book:
-        return _ask(spec, work, wished, Surroundings.look(fleet, book), book)
+        return propose(Surroundings.look(fleet, book), book, spec, work, wished)
 
 
-def _ask(spec: GeneratedDatasetSpec, work: Workload, wished: Wishes, around: Surroundings, book: FleetBook) -> PlanView:
-    target = book.target(spec.name)
-    request = target if target is not None and target.request else None
-    spend = book.spend(spec.name) if request is not None else None
-    wanted = wanted_of(wished, request, spend, around.config.max_instances, book.now())
-    batches = -(-work.rows // spec.batch_rows)
-    spread = FIRST_SPREAD if work.output_basis == "measured" else ESTIMATE_SPREAD
-    asked = ask(
-        around,
-        spec,
-        work,
-        wanted,
-        batches=batches,
-        spread=spread,
-        rows_total=work.all_rows,
-        started_ago=request.age if request is not None else 0.0,
-    )
-    plan = make_plan(asked.work, asked.options, asked.held, wanted)
-    problems = around.market.stock().problems
-    name = request.request if request is not None else ""
-    return PlanView(spec.name, work, wanted, plan, asked.options, asked.held, name, spend, problems)
-
-
-def wanted_of(wished: Wishes, request: DatasetTarget | None, spend: Spend | None, most: int, now: float) -> Target:
-    """What is wished, counted from now: for the request that is under way its own deadline and what is left of its
-    budget, where nothing else was said."""
-    deadline = wished.deadline.at(now) - now if wished.deadline else None
-    budget = wished.budget_usd
-    if request is not None and request.deadline_in is not None:
-        deadline = request.deadline_in
-    if request is not None and request.budget_usd is not None and spend is not None:
-        budget = request.budget_usd - spend.usd
-    return Target(deadline, budget, min(most, wished.max_instances or most), wished.objective)
-
-
-def report(view: PlanView) -> Group:
+def report(view: Proposal) -> Group:
     """The view for people: work, target, the plan, other ways, and cost against finish time."""
     plan, work = view.plan, view.work
     head = [

@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import Wishes
+from batch_assets.work_in_hand import ESTIMATE_SPREAD, FIRST_SPREAD
+from gpu_runner.budget import Spend
 from gpu_runner.choice import MEMORY, OfferFailure
 from gpu_runner.fleet import FleetBook, Instance
 from gpu_runner.offers import Objective, Ranking
-from gpu_runner.planner import Held, Option, Target, Work
+from gpu_runner.planner import Held, Option, Plan, Target, Work, make_plan
 from gpu_runner.speed import Measurement
+from gpu_runner.targets import DatasetTarget
 from gpu_runner.workload import Workload
 from resources.fleet import FleetConfig, GpuFleet
 from resources.leased import instance_offer
@@ -121,3 +125,54 @@ def _less(option: Option, taken: int) -> Option:
     if not taken or option.capacity is None:
         return option
     return replace(option, capacity=max(0, option.capacity - taken))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any."""
+
+    dataset: str
+    work: Workload
+    target: Target
+    plan: Plan
+    held: tuple[Held, ...]
+    request: str
+    spend: Spend | None
+    problems: tuple[str, ...]
+
+
+def propose(
+    around: Surroundings, book: FleetBook, spec: GeneratedDatasetSpec, work: Workload, wished: Wishes
+) -> Proposal:
+    """Plan for the work that is left; where nothing is, for all of it."""
+    if not work.rows:
+        said = (*work.assumptions, f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done")
+        work = replace(work, rows=work.all_rows, assumptions=said)
+    target = book.target(spec.name)
+    request = target if target is not None and target.request else None
+    spend = book.spend(spec.name) if request is not None else None
+    wanted = wanted_of(wished, request, spend, around.config.max_instances, book.now())
+    asked = ask(
+        around,
+        spec,
+        work,
+        wanted,
+        batches=-(-work.rows // spec.batch_rows),
+        spread=FIRST_SPREAD if work.output_basis == "measured" else ESTIMATE_SPREAD,
+        rows_total=work.all_rows,
+        started_ago=request.age if request is not None else 0.0,
+    )
+    plan = make_plan(asked.work, asked.options, asked.held, wanted)
+    name = request.request if request is not None else ""
+    return Proposal(spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems)
+
+
+def wanted_of(wished: Wishes, request: DatasetTarget | None, spend: Spend | None, most: int, now: float) -> Target:
+    """What is wished, counted from now; of a request under way, its deadline and what is left of its budget."""
+    deadline = wished.deadline.at(now) - now if wished.deadline else None
+    budget = wished.budget_usd
+    if request is not None:
+        deadline = request.deadline_in if request.deadline_in is not None else deadline
+        if request.budget_usd is not None and spend is not None:
+            budget = request.budget_usd - spend.usd
+    return Target(deadline, budget, min(most, wished.max_instances or most), wished.objective)

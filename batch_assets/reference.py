@@ -27,6 +27,7 @@ from gpu_runner.providers.simulated.config import (
     SimulatedOffer,
     SimulatedProviderConfig,
 )
+from resources.alerts import AlertConfig
 from resources.fleet_config import EngineConfig, FleetConfig
 from resources.pricing import Conduct, PricingConfig
 
@@ -76,6 +77,7 @@ _FLEET: list[tuple[str, type[BaseModel], Mapping[str, str] | None]] = [
     ("simulated.providers[].changes[]", OfferChange, None),
     ("simulated.providers[].interruptions[]", Interruption, None),
     ("simulated.providers[].faults[]", FaultRule, None),
+    ("alerts", AlertConfig, None),
     ("prices", PricingConfig, _PRICES),
     ("prices.conduct.PROVIDER", Conduct, _CONDUCT),
 ]

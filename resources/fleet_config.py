@@ -144,7 +144,7 @@ class FleetConfig(BaseModel):
 
 def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:
     """Key, expected and found. Of a part or a setting of an engine's environment only the type: it may be a secret."""
-    plain = isinstance(found, str | int | float | bool) and "environment" not in keys
+    plain = isinstance(found, str | int | float | bool) and not {"environment", "alerts"} & set(keys)
     shown = f"{found!r:.80}" if plain else type(found).__name__
     where = ".".join(map(str, keys))
     text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")

@@ -19,6 +19,7 @@ from dagster._core.execution.backfill import BulkActionStatus
 from fleet_books import OFFER
 from sensor_site import KEYS, S, Site, report_in_bulk
 from snapshots import questions, write_snapshot
+from webhooks import SECRET, serving
 
 from batch_assets import ledger
 from batch_assets.capacity import slots_for
@@ -359,6 +360,31 @@ def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: Site) -> No
     told = observed(events(site))
     assert told["instances"] == 3 and "3 of 3 engines" in told["reason"]
     assert pool(site) == 4
+
+
+def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    site.specs["d"] = (load_spec({**SPEC, "deadline": "60s"}, "defs.yaml"), site.specs["d"][1])
+    large(site)
+    request = site.request()
+    with serving() as webhook:
+        fleet_yaml(site.folder, alerts={"webhook": webhook.url, "timeout_seconds": 1})
+        site.tick("capacity")
+        site.tick("capacity")
+        (told,) = webhook.posted
+        assert (told["kind"], told["dataset"]) == ("infeasible", "d") and "d: " in told["text"]
+        site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
+        site.tick("capacity")
+        assert [one["kind"] for one in webhook.posted] == ["infeasible", "on_time"]
+        webhook.mode = "hang"
+        site.request()
+        began = time.monotonic()
+        assert observed(list(site.tick("capacity").asset_events or ()))["instances"] >= 1
+        assert time.monotonic() - began < 5
+    assert SECRET not in caplog.text
 
 
 def test_two_sensors_at_once_do_no_harm(site: Site) -> None:

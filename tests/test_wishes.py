@@ -13,7 +13,7 @@ from fleet_books import Clock
 from batch_assets.launcher import run_size
 from batch_assets.moments import Deadline
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
-from batch_assets.wishes import WishError, Wishes, begin, request_of, wishes
+from batch_assets.wishes import WishError, Wishes, begin, request_of, tags_of, wishes
 from gpu_runner.fleet import FleetBook
 
 
@@ -40,7 +40,8 @@ def test_without_a_word_nothing_presses() -> None:
 def test_tags_go_before_the_yaml() -> None:
     own = spec(deadline="6h", budget_usd=20.0, objective="efficient", max_instances=5)
     assert wishes(own, {}) == Wishes(Deadline(seconds=21600), 20.0, "efficient", 5)
-    tags = {"batch/deadline": "90m", "batch/budget_usd": "7.5", "batch/objective": "fastest", "batch/max_instances": "2"}
+    tags = tags_of("90m", 7.5, "fastest", 2)
+    assert tags.keys() == {"batch/deadline", "batch/budget_usd", "batch/objective", "batch/max_instances"}
     assert wishes(own, tags) == Wishes(Deadline(seconds=5400), 7.5, "fastest", 2)
 
 

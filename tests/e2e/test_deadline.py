@@ -1,0 +1,148 @@
+"""A deadline that one instance cannot meet is met, whatever dies in between; the catalog tells the story afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+import yaml
+
+from batch_assets import ledger
+from e2e.harness import Platform, eventually, platform
+from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import SimulatedCloudConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CLOCK = 5.0
+BATCHES = 160
+ROWS = 40_000  # an L40S of an 8B model gives about 150 of these rows a second at this clock: 270 s of one instance
+DEADLINE = 210  # seconds
+
+
+def dataset(**more: Any) -> dict[str, Any]:
+    words = [f"word {number}" for number in range(ROWS // 20)]
+    return {
+        "name": "rhymes",
+        "source": {"grid": {"word": words, "tone": [f"tone {number}" for number in range(20)]}},
+        "prompt": {"user": "A rhyme on {{ word }}, {{ tone }}."},
+        "sampling": {"temperature": 0.7, "max_tokens": 512},
+        "keep_columns": ["word", "tone"],
+        "batch_rows": ROWS // BATCHES,
+        "hardware": {"spot": True},
+        "deadline": f"{DEADLINE}s",
+        "budget_usd": 3.0,
+        **more,
+    }
+
+
+def provider(name: str, price: float, capacity: int, *, spot: bool = False) -> dict[str, Any]:
+    offer = {
+        "instance_type": f"{name}.l40s",
+        "gpu": "L40S",
+        "price_per_hour": price,
+        "capacity": capacity,
+        "spot": spot,
+    }
+    return {"name": name, "boot_seconds": 20.0, "offers": [offer]}
+
+
+def fleet(price: float = 0.6) -> dict[str, Any]:
+    """Spot for two, and two providers on demand; every engine writes a log of its own."""
+    words = ["--output-tokens", "fixed:256", "--request-log", "{home}/requests-{name}.jsonl"]
+    providers = [
+        provider("sim-spot", price / 2, 2, spot=True), provider("sim-a", price, 2), provider("sim-b", 1.5 * price, 6)
+    ]  # fmt: skip
+    simulated = {"clock": CLOCK, "arguments": words, "providers": providers}
+    return {"simulated": simulated, "idle_minutes": 1, "move_seconds": 5, "max_instances": 8}
+
+
+def cloud(site: Platform) -> SimulatedCloud:
+    config = yaml.safe_load((site.home / "fleet.yaml").read_text())["simulated"]
+    return SimulatedCloud(site.home, SimulatedCloudConfig.model_validate(config))
+
+
+def story(site: Platform) -> list[dict[str, Any]]:
+    """Every decision in the catalog, oldest first: what it was, why, and its numbers."""
+    records = site.instance.fetch_observations(ledger.rows_key(site.name), limit=1000).records
+    found = []
+    for record in reversed(records):
+        event = record.asset_observation
+        assert event is not None
+        values = {name: value.value for name, value in event.metadata.items()}
+        found.append({"at": record.timestamp, **values})
+    return found
+
+
+def capacity_of(site: Platform) -> list[dict[str, Any]]:
+    return [one for one in story(site) if one.get("decision") == "capacity"]
+
+
+def done_rows(site: Platform) -> int:
+    with contextlib.closing(site.book()) as book:
+        target = book.target(site.name)
+    return 0 if target is None else target.plan.get("rows_total", 0) - target.plan.get("rows_left", ROWS)
+
+
+def leases(site: Platform) -> list[str]:
+    with contextlib.closing(site.book()) as book:
+        return [one.name for one in book.fleet() if one.state == "ready" and one.lease is not None]
+
+
+def kill(pid: int, *, tree: bool) -> None:
+    process = psutil.Process(pid)
+    for victim in [*(process.children(recursive=True) if tree else ()), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            os.kill(victim.pid, signal.SIGKILL)
+
+
+def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
+    with platform(tmp_path, monkeypatch, dataset(), simulator=None, fleet=fleet()) as site:
+        began = time.time()
+        site.launch_job("rhymes_refresh")
+        eventually(lambda: len(leases(site)) >= 2, 120, "a second instance at work")
+
+        kill(site.stack.pids()["daemon"], tree=True)  # no sensor ticks until the stack has started another
+        killed_at = time.time()
+        eventually(lambda: capacity_of(site), 60, "a decision in the catalog")
+        spot = [name for name in leases(site) if name]
+        with contextlib.closing(site.book()) as book:
+            providers = {one.name: one.provider for one in book.fleet()}
+        lost = next((name for name in spot if providers[name] == "sim-spot"), spot[0])
+        assert cloud(site).interrupt(providers[lost], lost)
+        (site.home / "fleet.yaml").write_text(yaml.safe_dump(fleet(price=1.2)))  # prices double
+        eventually(lambda: done_rows(site) > ROWS // 4, 180, "a quarter of the rows")
+
+        kill(site.stack.pids()["code-server"], tree=True)  # the sensor and every run with it
+
+        eventually(site.store.current_published, 400, "the published table")
+        table = site.published_rows()
+        assert len(table) == ROWS and {line["error"] for line in table} == {None}
+        assert len({(line["word"], line["tone"]) for line in table}) == ROWS
+
+        done = eventually(
+            lambda: next((one for one in capacity_of(site) if one["kind"] == "done"), None), 60, "the end of the story"
+        )
+        for one in capacity_of(site):
+            held = f"{one.get('instances_held', '')} -> {one['instances']}"
+            print(f"{one['at'] - began:6.1f} s {one['kind']:10} {held:8} {one['reason']}")
+        print(f"daemon killed at {killed_at - began:.0f} s; lost {lost}; {done['reason']}")
+        assert done["on_time"] is True and done["usd"] < 3.0
+        told = capacity_of(site)
+        assert max(one["instances"] for one in told) >= 3
+        assert all(one["reason"] for one in told)
+        (check,) = site.instance.event_log_storage.get_asset_check_execution_history(
+            dg.AssetCheckKey(dg.AssetKey(["rhymes", "dataset"]), "on_time"), limit=1
+        )
+        assert check.status.value == "SUCCEEDED"
+        with contextlib.closing(site.book()) as book:
+            assert book.target("rhymes").instances == 1  # type: ignore[union-attr]
+            eventually(lambda: not book.fleet(), 150, "no instance is left", every=1.0)
