@@ -17,6 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from gpu_runner.fleet_tables import DATASETS, INSTANCES, LEASES
+from gpu_runner.offers import HOUR
 
 # From a lease's end to the machine's: a sweep comes at least every ten seconds, and its call takes time.
 END_SECONDS = 15.0
@@ -47,54 +48,105 @@ class Spend:
 class Budget:
     """The budget of a dataset's request in US dollars, and since when its spending counts."""
 
+    dataset: str
     usd: float
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that was reached, in words. `hard`: nothing more may be given; otherwise there is time to drain."""
+
+    hard: bool
+    reason: str
+
+
 def budget_of(connection: sa.Connection, dataset: str) -> Budget | None:
     """The budget that holds now; None without a request or without a budget."""
-    usd = sa.func.coalesce(DATASETS.c.budget_override, DATASETS.c.budget_usd)
-    query = sa.select(usd, DATASETS.c.since).where((DATASETS.c.dataset == dataset) & (DATASETS.c.request != ""))
-    found = connection.execute(query).first()
-    return None if found is None or found[0] is None else Budget(found[0], found[1])
+    found = connection.execute(_BUDGETS.where(DATASETS.c.dataset == dataset)).first()
+    return None if found is None else Budget(*found)
+
+
+def refuse_beyond(
+    connection: sa.Connection, now: float, dataset: str, drain_seconds: float, boot_usd: float = 0.0
+) -> None:
+    """Raises BudgetReached when a lease that was just written would not fit into the dataset's budget.
+
+    It must leave room for a drain, and for a new instance for twice its boot: else it could not earn what it costs.
+    """
+    if (budget := budget_of(connection, dataset)) is None:
+        return
+    spend = _count(connection, now, budget)
+    if spend.bound(drain_seconds) + 2 * boot_usd > budget.usd:
+        raise BudgetReached(f"budget of {budget.usd:.2f} $ leaves no room for another instance")
+
+
+def line_reached(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> Line | None:
+    """What the dataset that pays for the instance has reached, now that a lease on it was renewed for `ttl` seconds.
+
+    Far from the budget this is one row to read: since it was last added up, spending grew by no more than its rate.
+    """
+    if (budget := _payers_budget(connection, instance)) is None:
+        return None
+    counted = DATASETS.c.counted_usd + DATASETS.c.counted_rate * (now - DATASETS.c.counted_at + ttl + END_SECONDS)
+    most = counted + DATASETS.c.counted_rate * drain_seconds
+    bound = connection.execute(sa.select(most).where(DATASETS.c.dataset == budget.dataset)).scalar()
+    if bound is not None and bound <= budget.usd:
+        return None
+    spend = _count(connection, now, budget)
+    if spend.bound() > budget.usd:
+        return Line(True, f"budget of {budget.usd:.2f} $ reached ({spend.usd:.2f} $ spent)")
+    if spend.bound(drain_seconds) > budget.usd:
+        return Line(False, f"budget of {budget.usd:.2f} $ is nearly reached ({spend.usd:.2f} $ spent)")
+    return None
+
+
+def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
+    """Datasets whose instances may not stand idle until the next sweep, with the reason."""
+    found = [Budget(*line) for line in connection.execute(_BUDGETS).all()]
+    spends = [(budget, _count(connection, now, budget)) for budget in found]
+    return {
+        budget.dataset: f"budget of {budget.usd:.2f} $ reached ({spend.usd:.2f} $ spent)"
+        for budget, spend in spends
+        if spend.bound() > budget.usd
+    }
+
+
+def payer() -> sa.ScalarSelect[str]:
+    """Of an instance: the dataset of its latest lease."""
+    latest = sa.select(LEASES.c.dataset).where(LEASES.c.instance == INSTANCES.c.name)
+    return latest.order_by(LEASES.c.epoch.desc()).limit(1).correlate(INSTANCES).scalar_subquery()
+
+
+def count_anew(connection: sa.Connection) -> None:
+    """A bill turned out longer than it was: what was added up before is not the most any more."""
+    connection.execute(DATASETS.update().values(counted_at=None))
+
+
+_BUDGETS = sa.select(
+    DATASETS.c.dataset, sa.func.coalesce(DATASETS.c.budget_override, DATASETS.c.budget_usd), DATASETS.c.since
+).where((DATASETS.c.request != "") & sa.func.coalesce(DATASETS.c.budget_override, DATASETS.c.budget_usd).is_not(None))
+
+
+def _payers_budget(connection: sa.Connection, instance: str) -> Budget | None:
+    pays = sa.select(payer()).where(INSTANCES.c.name == instance)
+    found = connection.execute(_BUDGETS.where(DATASETS.c.dataset == pays.scalar_subquery())).first()
+    return None if found is None else Budget(*found)
+
+
+def _count(connection: sa.Connection, now: float, budget: Budget) -> Spend:
+    """Add up what was spent, and keep it."""
+    spend = spend_of(connection, now, budget.dataset, budget.since)
+    kept = {"counted_at": now, "counted_usd": spend.usd, "counted_rate": spend.usd_per_second}
+    connection.execute(DATASETS.update().where(DATASETS.c.dataset == budget.dataset).values(**kept))
+    return spend
 
 
 def spend_of(connection: sa.Connection, now: float, dataset: str, since: float) -> Spend:
     """What the dataset spent from `since` on."""
-    part = _segments(now, since).subquery()
-    seconds = part.c.stopped - part.c.began
-    spent = sa.case((seconds > 0, part.c.rate * seconds), else_=0.0)
-    pays = sa.case((part.c.running, part.c.rate), else_=0.0)
-    rest = sa.case((part.c.running & (part.c.held_until > now), part.c.rate * (part.c.held_until - now)), else_=0.0)
-    query = sa.select(sa.func.sum(spent), sa.func.sum(pays), sa.func.sum(rest)).where(part.c.dataset == dataset)
-    usd, rate, reserve = (float(value or 0.0) for value in connection.execute(query).one())
+    found = connection.execute(_SPEND, {"now": now, "since": since, "dataset": dataset}).one()
+    usd, rate, reserve = (float(value or 0.0) for value in found)
     return Spend(usd, rate, reserve + rate * END_SECONDS)
-
-
-def _segments(now: float, since: float) -> sa.Select[Any]:
-    """Of every instance that was billed after `since`: whose dataset paid from when to when, and US dollars per second.
-
-    `running`: it pays now. `held_until`: when the last live lease on the instance runs out.
-    """
-    open_bill = INSTANCES.c.ended_at.is_(None)
-    never_existed = INSTANCES.c.machine_id.is_(None) & INSTANCES.c.seen_at.is_(None)
-    bill_ends = sa.case(
-        (open_bill, sa.literal(now)), (never_existed, INSTANCES.c.created_at), else_=INSTANCES.c.ended_at
-    )
-    following = sa.func.lead(LEASES.c.acquired_at).over(partition_by=LEASES.c.instance, order_by=LEASES.c.epoch)
-    runs_out = sa.case((LEASES.c.released_at.is_(None), LEASES.c.expires_at))
-    return (
-        sa.select(
-            LEASES.c.dataset,
-            _later(_later(LEASES.c.acquired_at, INSTANCES.c.created_at), sa.literal(since)).label("began"),
-            _earlier(sa.func.coalesce(following, bill_ends), bill_ends).label("stopped"),
-            (INSTANCES.c.price_per_hour / 3600.0 * INSTANCES.c.clock).label("rate"),
-            (open_bill & following.is_(None)).label("running"),
-            sa.func.max(runs_out).over(partition_by=LEASES.c.instance).label("held_until"),
-        )
-        .join(INSTANCES, INSTANCES.c.name == LEASES.c.instance)
-        .where(open_bill | (INSTANCES.c.ended_at > since))
-    )
 
 
 def _later(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
@@ -103,3 +155,45 @@ def _later(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.Colum
 
 def _earlier(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     return sa.case((one < other, one), else_=other)
+
+
+_NOW, _SINCE = sa.bindparam("now", type_=sa.Float), sa.bindparam("since", type_=sa.Float)
+
+
+def _segments() -> sa.Select[Any]:
+    """Of every instance that was billed after `since`: whose dataset paid from when to when, and US dollars per second.
+
+    `running`: it pays now. `held_until`: when the last live lease on the instance runs out.
+    """
+    open_bill = INSTANCES.c.ended_at.is_(None)
+    never_existed = INSTANCES.c.machine_id.is_(None) & INSTANCES.c.seen_at.is_(None)
+    bill_ends = sa.case((open_bill, _NOW), (never_existed, INSTANCES.c.created_at), else_=INSTANCES.c.ended_at)
+    following = sa.func.lead(LEASES.c.acquired_at).over(partition_by=LEASES.c.instance, order_by=LEASES.c.epoch)
+    runs_out = sa.case((LEASES.c.released_at.is_(None), LEASES.c.expires_at))
+    return (
+        sa.select(
+            LEASES.c.dataset,
+            _later(_later(LEASES.c.acquired_at, INSTANCES.c.created_at), _SINCE).label("began"),
+            _earlier(sa.func.coalesce(following, bill_ends), bill_ends).label("stopped"),
+            (INSTANCES.c.price_per_hour / HOUR * INSTANCES.c.clock).label("rate"),
+            (open_bill & following.is_(None)).label("running"),
+            sa.func.max(runs_out).over(partition_by=LEASES.c.instance).label("held_until"),
+        )
+        .join(INSTANCES, INSTANCES.c.name == LEASES.c.instance)
+        .where(open_bill | (INSTANCES.c.ended_at > _SINCE))
+    )
+
+
+def _spend() -> sa.Select[Any]:
+    """Three sums over a dataset's segments: spent, dollars per second now, dollars until its leases run out."""
+    part = _segments().subquery()
+    seconds = part.c.stopped - part.c.began
+    spent = sa.case((seconds > 0, part.c.rate * seconds), else_=0.0)
+    pays = sa.case((part.c.running, part.c.rate), else_=0.0)
+    held = part.c.running & (part.c.held_until > _NOW)
+    rest = sa.case((held, part.c.rate * (part.c.held_until - _NOW)), else_=0.0)
+    sums = (sa.func.sum(spent), sa.func.sum(pays), sa.func.sum(rest))
+    return sa.select(*sums).where(part.c.dataset == sa.bindparam("dataset", type_=sa.String))
+
+
+_SPEND = _spend()

@@ -31,6 +31,7 @@ class Heart:
     A lease counts as lost when the book refuses to renew it, or when no renewal succeeded for `ttl - margin` seconds on
     our own monotonic clock: after that somebody else may hold the instance (a stopped process that wakes up is one).
     `ended` is set when the run was declared dead while it was silent: it has lost its leases, and gets no other.
+    `drain_seconds` says how long the rows in flight take: an instance is left that long before a budget is reached.
     `signs_of_life` is called at every beat that reached the book: machines that hear of none for long end themselves.
     """
 
@@ -47,6 +48,7 @@ class Heart:
         self.book, self.run_id, self.ttl, self.interval = book, run_id, ttl, interval
         self.note = ""
         self.rows_done: Callable[[], int] = lambda: 0
+        self.drain_seconds: Callable[[], float] = lambda: 0.0
         self.ended = threading.Event()
         self._clock = clock
         self._signs_of_life = signs_of_life
@@ -121,7 +123,7 @@ class Heart:
             leases = [held for held in self._held.values() if not held.lost]
         for held in leases:
             asked_at = self._clock()
-            renewed = self.book.renew(held.lease, self.ttl, held.spent())
+            renewed = self.book.renew(held.lease, self.ttl, held.spent(), self.drain_seconds())
             with self._guard:
                 if renewed:
                     held.renewed_at = asked_at

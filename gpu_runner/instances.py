@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import sqlalchemy as sa
 
+from gpu_runner.budget import budgets_reached, count_anew, payer, refuse_beyond
 from gpu_runner.choice import LOST, OfferFailure
 from gpu_runner.fleet_tables import FACTS, INSTANCES, LEASES, OFFER_FAILURES
 from gpu_runner.leases import (
+    STANDING,
     Lease,
     Leases,
     add_lease,
@@ -26,11 +28,10 @@ from gpu_runner.leases import (
     refuse_dead,
     release_leases,
 )
-from gpu_runner.offers import Offer, offer_name
+from gpu_runner.offers import HOUR, Offer, offer_name
 
 InstanceState = Literal["intent", "booting", "ready", "ending", "ended"]
 
-STANDING = ("intent", "booting", "ready")
 KEPT_FAILURES = 24 * 3600.0
 
 
@@ -66,11 +67,13 @@ class Instances(Leases):
         limit: int | None,
         cap: int | None = None,
         replaces: Lease | None = None,
+        drain_seconds: float = 0.0,
     ) -> Lease | None:
         """Write down that `name` is about to be ordered, with its first lease.
 
         None when the dataset holds `limit` leases already (without draining ones and `replaces`), or the fleet has
-        `cap` instances that have not ended. Raises RunEnded for a run that was declared dead.
+        `cap` instances that have not ended. Raises RunEnded for a run that was declared dead, and BudgetReached when
+        the dataset's budget does not pay for the boot, as long again, and a drain.
         """
         described = {column: getattr(offer, column) for column in _OF_OFFER}
         with self._transaction() as (connection, now):
@@ -93,7 +96,9 @@ class Instances(Leases):
                     created_at=now,
                 )
             )
-            return add_lease(connection, now, name, run_id, dataset, ttl)
+            lease = add_lease(connection, now, name, run_id, dataset, ttl)
+            refuse_beyond(connection, now, dataset, drain_seconds, offer.price_per_hour / HOUR * offer.boot_seconds)
+            return lease
 
     def created(self, lease: Lease, machine_id: str, *, just_now: bool = False) -> bool:
         """The provider accepted the order. False: the lease is not ours any more, or the instance is to end.
@@ -133,16 +138,17 @@ class Instances(Leases):
     def end_overdue(self, idle_seconds: float) -> list[str]:
         """Close expired leases and decide which instances without a live lease end; says what was done.
 
-        These are: boots whose run is gone, instances that were to end with their last lease, those with a notice, and
-        those that are idle for `idle_seconds`.
+        These are: boots whose run is gone, instances that were to end with their last lease, those with a notice, those
+        that are idle for `idle_seconds`, and idle ones whose dataset has reached its budget.
         """
         with self._transaction() as (connection, now):
             said = _close_expired(connection, now)
+            reached = budgets_reached(connection, now)
             ends = sa.select(sa.func.max(LEASES.c.released_at)).where(LEASES.c.instance == INSTANCES.c.name)
             free = INSTANCES.c.state.in_(STANDING) & ~leased(now)
-            query = sa.select(INSTANCES, ends.scalar_subquery().label("last_lease")).where(free)
+            query = sa.select(INSTANCES, ends.scalar_subquery().label("last_lease"), payer().label("payer")).where(free)
             for row in connection.execute(query.order_by(INSTANCES.c.name)).mappings().all():
-                if reason := _overdue(row, now, idle_seconds):
+                if reason := _overdue(row, now, idle_seconds) or reached.get(row["payer"]):
                     values = {"state": "ending", "ending_at": now, "reason": reason[:300]}
                     connection.execute(INSTANCES.update().where(INSTANCES.c.name == row["name"]).values(**values))
                     said.append(f"{row['name']} ends: {reason}")
@@ -166,6 +172,7 @@ class Instances(Leases):
             else:
                 values["ended_at"] = _probable_end(connection, row, now)
             connection.execute(INSTANCES.update().where(INSTANCES.c.name == name).values(**values))
+            count_anew(connection)
             taken = release_leases(connection, now, LEASES.c.instance == name, reason[:300] or "instance ended")
             if taken and row["state"] == "ready":
                 name = offer_name(*(row[column] for column in _OF_NAME))
@@ -190,6 +197,7 @@ class Instances(Leases):
                 values |= {"state": "ending", "ended_at": None, "ending_at": began}
                 if not existed(row):
                     values["created_at"] = row["ended_at"]  # it was ordered after it had been written off
+                count_anew(connection)
             connection.execute(INSTANCES.update().where(INSTANCES.c.name == name).values(**values))
 
     def missing(self, name: str) -> float:

@@ -13,10 +13,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from gpu_runner.budget import line_reached, refuse_beyond
 from gpu_runner.fleet_tables import INSTANCES, LEASES, RUNS, Tables
 from gpu_runner.spend import Spent
 
 NOTHING = Spent()
+STANDING = ("intent", "booting", "ready")
 
 
 class RunEnded(Exception):
@@ -48,12 +50,14 @@ class Leases(Tables):
         *,
         limit: int | None = None,
         replaces: Lease | None = None,
+        drain_seconds: float = 0.0,
     ) -> Lease | None:
         """Take the instance for `ttl` seconds with an epoch above all before.
 
         None when a live lease stands on it that does not drain; when it is a rented instance that is not ready, is to
         end or has a notice; or when the dataset holds `limit` leases already, without draining ones and without
-        `replaces`, the lease that this one is to take over from. Raises RunEnded for a run that was declared dead.
+        `replaces`, the lease that this one is to take over from. Raises RunEnded for a run that was declared dead,
+        and BudgetReached for a rented instance that the dataset's budget does not pay for until it could be ended.
         """
         with self._transaction() as (connection, now):
             refuse_dead(connection, run_id)
@@ -69,7 +73,10 @@ class Leases(Tables):
             held = sa.select(LEASES.c.epoch).where((LEASES.c.instance == instance) & blocking(now))
             if connection.execute(held).first() is not None:
                 return None
-            return add_lease(connection, now, instance, run_id, dataset, ttl)
+            lease = add_lease(connection, now, instance, run_id, dataset, ttl)
+            if rented is not None:
+                refuse_beyond(connection, now, dataset, drain_seconds)
+            return lease
 
     def holder(self, instance: str) -> str | None:
         """Run that holds a live lease on the instance, or None; where one follows another, the later."""
@@ -88,10 +95,24 @@ class Leases(Tables):
         with self._reading() as (connection, _):
             return [(line[0], line[1], line[2] is not None) for line in connection.execute(query)]
 
-    def renew(self, lease: Lease, ttl: float, spent: Spent = NOTHING) -> bool:
-        """Extend the lease and record what it did so far. False: it lapsed or was ended; the holder must stand down."""
+    def renew(self, lease: Lease, ttl: float, spent: Spent = NOTHING, drain_seconds: float = 0.0) -> bool:
+        """Extend the lease and record what it did so far. False: it lapsed or was ended; the holder must stand down.
+
+        It is refused, too, when what is rented would pass the budget of the dataset that pays before all of it can be
+        ended; its instance then ends with its last lease. When `drain_seconds` more would do that, the lease is
+        extended and the instance retired: the holder is to leave it while there is time.
+        """
         with self._transaction() as (connection, now):
-            return _change(connection, now, lease, spent, renewed_at=now, expires_at=now + ttl)
+            before = connection.execute(sa.select(LEASES.c.expires_at).where(fenced(lease, now))).scalar()
+            if before is None or not _change(connection, now, lease, spent, renewed_at=now, expires_at=now + ttl):
+                return False
+            line = line_reached(connection, now, lease.instance, ttl, drain_seconds)
+            if line is not None:
+                mark_retired(connection, now, lease.instance, line.reason)
+            if line is not None and line.hard:
+                _change(connection, now, lease, expires_at=before)
+                return False
+            return True
 
     def drain(self, lease: Lease) -> bool:
         """The holder submits no new rows: the next run may lease the instance. False when the lease is not ours."""
@@ -108,9 +129,7 @@ class Leases(Tables):
             if not _change(connection, now, lease, spent, **end):
                 return False
             if retire:
-                rented = (INSTANCES.c.name == lease.instance) & INSTANCES.c.state.in_(["intent", "booting", "ready"])
-                marked = {"retire_at": sa.func.coalesce(INSTANCES.c.retire_at, now), "reason": reason[:300]}
-                connection.execute(INSTANCES.update().where(rented).values(**marked))
+                mark_retired(connection, now, lease.instance, reason)
             end_retired(connection, now, [lease.instance])
             return True
 
@@ -188,8 +207,15 @@ def release_leases(connection: sa.Connection, now: float, which: sa.ColumnElemen
     return connection.execute(change.values(released_at=end, reason=reason)).rowcount
 
 
+def mark_retired(connection: sa.Connection, now: float, instance: str, reason: str) -> bool:
+    """It takes no new lease and is to end with its last one. False: it was to end already; the first reason stands."""
+    staying = (INSTANCES.c.name == instance) & INSTANCES.c.state.in_(STANDING) & INSTANCES.c.retire_at.is_(None)
+    change = INSTANCES.update().where(staying).values(retire_at=now, reason=reason[:300])
+    return connection.execute(change).rowcount == 1
+
+
 def end_retired(connection: sa.Connection, now: float, names: Iterable[str]) -> None:
     """Instances that were to end with their last lease, and have none any more, are `ending`."""
     due = INSTANCES.c.name.in_(list(names)) & INSTANCES.c.retire_at.is_not(None) & ~leased(now)
-    due &= INSTANCES.c.state.in_(["intent", "booting", "ready"])
+    due &= INSTANCES.c.state.in_(STANDING)
     connection.execute(INSTANCES.update().where(due).values(state="ending", ending_at=now))

@@ -105,7 +105,7 @@ class Targets(Tables):
         with self._transaction() as (connection, now):
             before = _read(connection, dataset, now)
             if before is not None and before.request == request:
-                _write(connection, dataset, **wishes)
+                _write(connection, dataset, **wishes, counted_at=None)
             else:
                 _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now)
             found = _read(connection, dataset, now)
@@ -126,8 +126,7 @@ class Targets(Tables):
             before = _read(connection, dataset, now)
             if before is None or not before.request:
                 return False
-            if values:
-                _write(connection, dataset, **values)
+            _write(connection, dataset, **values, counted_at=None)
             return True
 
     def command(
@@ -148,11 +147,15 @@ class Targets(Tables):
             change = DATASETS.update().where(mine).values(instances=max(0, instances), **words, updated_at=now)
             return connection.execute(change).rowcount == 1
 
-    def end_request(self, dataset: str, request: str) -> bool:
-        """The request is over: no deadline, no budget, no command. False when it was another one."""
+    def end_request(self, dataset: str, request: str, story: Mapping[str, Any] | None = None) -> bool:
+        """The request is over: no deadline, no budget, no command. False when it was another one.
+
+        `story` stays as the row's `plan` until the next request: how this one ended.
+        """
         mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
         with self._transaction() as (connection, now):
             over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now}
+            over["plan"] = json.dumps(dict(story or {}))
             return connection.execute(DATASETS.update().where(mine).values(**over)).rowcount == 1
 
     def spend(self, dataset: str) -> Spend:

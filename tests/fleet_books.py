@@ -72,6 +72,7 @@ def intended(
     cap: int | None = None,
     replaces: Lease | None = None,
     offer: Offer = OFFER,
+    drain_seconds: float = 0.0,
 ) -> Lease | None:
     return book.intend(
         name,
@@ -85,6 +86,7 @@ def intended(
         limit=limit,
         cap=cap,
         replaces=replaces,
+        drain_seconds=drain_seconds,
     )
 
 

@@ -132,10 +132,10 @@ def test_a_database_that_is_away_for_a_moment_costs_no_lease(book: FleetBook, mo
     heart = Heart(book, "run", ttl=TTL, interval=INTERVAL)
     renew, failures = book.renew, iter(range(4))
 
-    def away(lease: Lease, ttl: float, spent: Spent) -> bool:
+    def away(lease: Lease, ttl: float, spent: Spent, drain_seconds: float) -> bool:
         if next(failures, None) is not None:
             raise sa.exc.OperationalError("renew", {}, Exception("database is away"))
-        return renew(lease, ttl, spent)
+        return renew(lease, ttl, spent, drain_seconds)
 
     monkeypatch.setattr(book, "renew", away)
     with heart.beating("d", "00000", "00009"):

@@ -1,0 +1,381 @@
+"""The budget is a hard stop: whoever dies or dawdles, what was rented ends before it costs more than was allowed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from fleet_books import OFFER, Clock, intended, postgres_url, ready, sqlite_url
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpu_runner.budget import END_SECONDS
+from gpu_runner.fleet import BudgetReached, FleetBook, Lease, Spent
+
+TTL = 10.0
+IDLE = 60
+PRICE = 60 * 3.6 / 3600  # of a real second of OFFER on a provider whose clock runs 60 times faster
+BOOT = 90 * 3.6 / 3600
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    from benchmarks.postgres import postgres, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with postgres(durable=False) as server:
+        yield server.url()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    sqlite = request.param == "sqlite"
+    with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
+        yield url
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(url: str, clock: Clock) -> Iterator[FleetBook]:
+    with contextlib.closing(FleetBook(url, now=clock)) as book:
+        yield book
+
+
+def seconds(real: float, instances: int = 1) -> float:
+    """What so many seconds of so many instances cost."""
+    return real * instances * PRICE
+
+
+def retiring(book: FleetBook, name: str = "ba-1") -> str:
+    instance = book.instance(name)
+    assert instance is not None
+    return instance.reason if instance.retiring else ""
+
+
+def test_an_instance_is_ordered_only_if_the_budget_pays_for_its_end_twice_its_boot_and_a_drain(book: FleetBook):
+    least = seconds(TTL + END_SECONDS + 5) + 2 * BOOT
+    book.begin_request("d", "r", budget_usd=least - 0.001)
+    with pytest.raises(BudgetReached, match=r"budget of 1\.\d\d \$ leaves no room for another instance"):
+        intended(book, drain_seconds=5)
+    assert book.fleet(ended=True) == []
+    assert book.spend("d").bound() == 0
+    book.override("d", budget_usd=least + 0.001)
+    assert intended(book, drain_seconds=5)
+    with pytest.raises(BudgetReached):
+        intended(book, "ba-2", drain_seconds=5)
+    assert intended(book, "ba-3", dataset="another", drain_seconds=5)
+
+
+def test_a_warm_instance_is_leased_only_if_the_budget_pays_for_its_end(book: FleetBook, clock: Clock):
+    book.release(ready(book, dataset="e"))
+    book.begin_request("d", "r", budget_usd=seconds(TTL + END_SECONDS) - 0.001)
+    with pytest.raises(BudgetReached):
+        book.try_lease("ba-1", "run", "d", TTL)
+    assert book.instance("ba-1").lease is None  # type: ignore[union-attr]
+    assert book.try_lease("an engine of our own", "run", "d", TTL)  # it costs nothing
+    book.override("d", budget_usd=seconds(TTL + END_SECONDS) + 0.001)
+    assert book.try_lease("ba-1", "run", "d", TTL)
+
+
+def test_a_holder_is_told_to_leave_while_there_is_time_to_drain(book: FleetBook, clock: Clock):
+    lease = ready(book)
+    book.begin_request("d", "r", budget_usd=seconds(100))
+    drained_from = 100 - TTL - END_SECONDS - 20
+    clock.forward(5)
+    assert book.renew(lease, TTL, drain_seconds=20)
+    for _ in range(6):
+        clock.forward((drained_from - 5.1) / 6)
+        assert book.renew(lease, TTL, drain_seconds=20)
+    assert not retiring(book)
+    clock.forward(0.2)
+    assert book.renew(lease, TTL, drain_seconds=20)
+    assert retiring(book).startswith("budget of 6.00 $ is nearly reached (3.3")
+    clock.forward(9)
+    assert book.renew(lease, TTL, drain_seconds=20)
+    assert book.release(lease, retire=True)
+    assert book.instance("ba-1").state == "ending"  # type: ignore[union-attr]
+
+
+def test_who_does_not_leave_is_refused_keeps_what_it_said_and_its_instance_ends_within_the_budget(
+    book: FleetBook, clock: Clock
+):
+    lease = ready(book)
+    book.begin_request("d", "r", budget_usd=seconds(60))
+    for _ in range(7):
+        clock.forward(4.99)
+        assert book.renew(lease, TTL, drain_seconds=20)
+    clock.forward(0.2)
+    assert not book.renew(lease, TTL, Spent(30.0, rows=7))
+    assert retiring(book).startswith("budget of 3.60 $ is nearly reached")
+    assert book.costs()[0].rows == 7
+    clock.forward(TTL - 0.1)
+    assert book.end_overdue(600) != []  # it lived on for as long as its last renewal had said
+    book.ended("ba-1", 0.0)
+    assert book.spend("d").usd <= seconds(60)
+
+
+def test_a_refused_renewal_leaves_the_lease_as_long_as_it_was(book: FleetBook, clock: Clock):
+    lease = ready(book)
+    book.begin_request("d", "r", budget_usd=seconds(TTL + END_SECONDS) - 0.001)
+    clock.forward(4)
+    assert not book.renew(lease, TTL)
+    assert retiring(book) == "budget of 1.50 $ reached (0.24 $ spent)"
+    clock.forward(5.9)
+    assert book.release(lease)
+
+
+def test_who_drains_an_instance_that_another_dataset_pays_for_is_stopped_by_that_ones_budget(
+    book: FleetBook, clock: Clock
+):
+    first = ready(book, dataset="e")
+    book.drain(first)
+    book.begin_request("d", "r", budget_usd=seconds(TTL + END_SECONDS) + 0.001)
+    assert book.try_lease("ba-1", "next", "d", TTL)
+    clock.forward(1)
+    assert not book.renew(first, TTL)
+
+
+def test_idle_instances_end_when_the_budget_does_not_pay_for_them_until_the_next_sweep(book: FleetBook, clock: Clock):
+    book.release(ready(book))
+    book.release(ready(book, "ba-2", dataset="e"))
+    book.begin_request("d", "r", budget_usd=seconds(END_SECONDS + 30))
+    clock.forward(29.9)
+    assert book.end_overdue(600) == []
+    clock.forward(0.2)
+    (said,) = book.end_overdue(600)
+    assert said.startswith("ba-1 ends: budget of 2.70 $ reached (1.81 $ spent)")
+
+
+def test_a_request_goes_on_when_its_budget_is_raised_and_without_one_nothing_is_stopped(book: FleetBook, clock: Clock):
+    lease = ready(book)
+    book.begin_request("d", "r", budget_usd=seconds(30))
+    clock.forward(8)
+    assert not book.renew(lease, TTL)
+    book.release(lease)
+    book.end_overdue(600)
+    book.ended("ba-1", 0.0)
+    with pytest.raises(BudgetReached):
+        intended(book, "ba-2")
+    book.override("d", budget_usd=seconds(1000))
+    again = intended(book, "ba-2")
+    assert again
+    assert book.renew(again, TTL)
+    book.end_request("d", "r")
+    for _ in range(200):
+        clock.forward(9)
+        assert book.renew(again, TTL)
+
+
+def test_a_budget_that_is_lowered_holds_from_the_next_heartbeat_on(book: FleetBook, clock: Clock):
+    lease = ready(book)
+    book.begin_request("d", "r", budget_usd=1000)
+    clock.forward(5)
+    assert book.renew(lease, TTL)
+    book.begin_request("d", "r", budget_usd=seconds(10))
+    assert not book.renew(lease, TTL)
+
+
+def test_a_machine_that_comes_back_after_it_was_written_off_counts_again(book: FleetBook, clock: Clock):
+    lost, lease = ready(book, "ba-1", ttl=100), ready(book, "ba-2", ttl=100)
+    book.seen("ba-1")
+    book.begin_request("d", "r", budget_usd=seconds(300))
+    book.release(lost, retire=True)
+    book.missing("ba-1")
+    book.ended("ba-1", None)
+    clock.forward(90)
+    assert book.renew(lease, 100)
+    clock.forward(90)
+    assert book.renew(lease, 100, drain_seconds=1)  # 180 s spent, 115 s to its end
+    assert not retiring(book, "ba-2")
+    book.seen("ba-1")  # it was there all the time: 360 s spent
+    assert not book.renew(lease, 100)
+
+
+def test_however_many_race_no_more_is_ordered_than_the_budget_pays_for(url: str):
+    racers, each = 12, seconds(TTL + END_SECONDS) + 2 * BOOT
+    start = Barrier(racers)
+    with contextlib.closing(FleetBook(url)) as book:
+        book.begin_request("d", "r", budget_usd=3 * seconds(TTL + END_SECONDS) + 2 * BOOT + each / 4)
+
+    def race(number: int) -> Lease | None:
+        with contextlib.closing(FleetBook(url)) as own:
+            start.wait()
+            with contextlib.suppress(BudgetReached):
+                return intended(own, f"ba-{number}", run_id=f"run-{number}")
+        return None
+
+    with ThreadPoolExecutor(racers) as pool:
+        won = [lease for lease in pool.map(race, range(racers)) if lease is not None]
+    assert len(won) == 3
+
+
+@dataclass
+class Worker:
+    """A run as it behaves: it leases, renews every two seconds, leaves when told to; it may be killed or stopped."""
+
+    run_id: str
+    dataset: str
+    lease: Lease | None = None
+    asleep_until: float = 0.0
+    leaves_at: float | None = None
+    renewed_at: float = 0.0
+    asks_at: float = 0.0
+
+
+@dataclass
+class World:
+    """Workers of two datasets, of which one has a budget, a reaper that is never late, and seconds that pass.
+
+    `fate`: what happens to all workers when two seconds of the budget are left: they are "killed", go "idle", or "".
+    "deaf" ones never leave an instance that is to be left.
+    """
+
+    budget: float
+    sweeps: int
+    drain: float
+    fate: str = ""
+    clock: Clock = field(default_factory=Clock)
+    names: int = 0
+    swept_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.book = FleetBook("sqlite://", now=self.clock)
+        self.workers = [Worker(f"run-{number}", "d" if number < 4 else "e") for number in range(6)]
+        for worker in self.workers:
+            self.book.begin_run(worker.run_id, worker.dataset, "00000", "00001")
+        self.book.begin_request("d", "r", budget_usd=self.budget)
+
+    def second(self, event: int) -> None:
+        self.clock.forward(1)
+        self._happens(event)
+        for worker in self.workers:
+            if self.clock.now >= worker.asleep_until:
+                self._works(worker, event)
+        spend = self.book.spend("d")
+        assert spend.usd <= self.budget + 1e-9
+        if self.fate in ("killed", "idle") and spend.usd_per_second and spend.bound(2) > self.budget:
+            self.meets(self.fate)
+        if self.clock.now - self.swept_at >= self.sweeps:
+            self.swept_at = self.clock.now
+            self.book.end_overdue(IDLE)
+            for one in self.book.fleet():
+                if one.state == "ending":
+                    self.book.ended(one.name, 0.0)
+
+    def meets(self, fate: str) -> None:
+        for worker in self.workers:
+            worker.asleep_until = 1e12
+            if fate == "idle" and worker.lease is not None:
+                self.book.release(worker.lease)
+
+    def _happens(self, event: int) -> None:
+        worker = self.workers[event % 6]
+        kind = event // 6 % 16
+        if kind == 0:
+            worker.asleep_until = self.clock.now + (3, 7, 12, 30, 1e9, 5)[event // 96 % 6]
+        elif kind == 1 and worker.lease is not None:  # with its last rows, and then with none
+            self.book.drain(worker.lease)
+            worker.leaves_at = self.clock.now + event // 96 % 9
+        elif kind == 2 and worker.lease is not None:
+            self.book.release(worker.lease)
+            worker.lease = None
+        elif kind == 3 and worker.asleep_until == 1e9:  # a new worker for a killed one
+            worker.asleep_until, worker.lease, worker.leaves_at = 0.0, None, None
+
+    def _works(self, worker: Worker, event: int) -> None:
+        if worker.lease is None:
+            self._asks(worker, event)
+        elif self.clock.now - worker.renewed_at >= 2:
+            worker.renewed_at = self.clock.now
+            drain = self.drain if worker.dataset == "d" else 0.0
+            if not self.book.renew(worker.lease, TTL, drain_seconds=drain):
+                self.book.release(worker.lease)
+                worker.lease = worker.leaves_at = None
+            elif (
+                self.fate != "deaf" and worker.leaves_at is None and self.book.instance(worker.lease.instance).retiring
+            ):  # type: ignore[union-attr]
+                worker.leaves_at = self.clock.now + self.drain
+        if worker.lease is not None and worker.leaves_at is not None and self.clock.now >= worker.leaves_at:
+            self.book.release(worker.lease, retire=event % 2 == 0)
+            worker.lease = worker.leaves_at = None
+
+    def _asks(self, worker: Worker, event: int) -> None:
+        words: dict[str, Any] = {"run_id": worker.run_id, "dataset": worker.dataset, "drain_seconds": self.drain}
+        if self.clock.now < worker.asks_at:
+            return
+        worker.asks_at = self.clock.now + 3
+        with contextlib.suppress(BudgetReached):
+            for one in self.book.warm("key"):
+                worker.lease = worker.lease or self.book.try_lease(one.name, worker.run_id, worker.dataset, TTL)
+            if worker.lease is None and event % 3 == 0 and len(self.book.fleet()) < 5:
+                self.names += 1
+                offer = replace(OFFER, price_per_hour=1.8 + event % 4, boot_seconds=event % 400)
+                worker.lease = intended(self.book, f"ba-{self.names}", offer=offer, **words)
+                if worker.lease is not None:
+                    self.book.created(worker.lease, "i")
+                    self.book.ready(worker.lease, "http://127.0.0.1:1", 8)
+        worker.renewed_at, worker.leaves_at = self.clock.now, None
+
+
+events = st.lists(st.integers(0, 10_006).map(lambda n: n * 7919 % 10_007), min_size=50, max_size=120)
+
+
+def live(events: list[int], *of_world: Any) -> None:
+    """A world in which things happen, and then everybody is killed: at no moment was more spent than the budget."""
+    world = World(*of_world)
+    with contextlib.closing(world.book):
+        for event in events:
+            world.second(event)
+        world.fate = "killed"
+        world.meets(world.fate)
+        for _ in range(IDLE + 20):
+            world.second(47)
+        assert world.book.fleet() == []
+        bills = sum(cost.usd.total for cost in world.book.costs())
+        assert sum(world.book.spend(dataset).usd for dataset in "de") == pytest.approx(bills)
+
+
+worlds = given(
+    events=events,
+    budget=st.floats(2, 12),
+    sweeps=st.integers(2, 10),
+    drain=st.floats(0, 12),
+    fate=st.sampled_from(["killed", "idle", "deaf", ""]),
+)
+calm = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@settings(calm, max_examples=12)
+@worlds
+def test_whatever_dies_or_dawdles_no_more_is_spent_than_the_budget(
+    events: list[int], budget: float, sweeps: int, drain: float, fate: str
+):
+    live(events, budget, sweeps, drain, fate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(calm, max_examples=300)
+@worlds
+def test_the_same_holds_in_three_hundred_worlds(events: list[int], budget: float, sweeps: int, drain: float, fate: str):
+    live(events, budget, sweeps, drain, fate)
+
+
+def test_a_budget_is_used_up_to_what_it_takes_to_end_what_it_paid_for():
+    world = World(budget=10.0, sweeps=5, drain=4.0)
+    with contextlib.closing(world.book):
+        for _ in range(200):
+            world.second(27)  # an event that asks for instances of 4.80 $/h
+        assert all(one.dataset == "e" for one in world.book.fleet())
+        assert 8.0 < world.book.spend("d").usd <= 10.0
