@@ -1,4 +1,4 @@
-"""The command line: `batch-assets run | status | offers | plan | fleet | verify | rebuild-ledger | demo | ui`.
+"""The command line: `batch-assets run | status | offers | plan | adjust | fleet | verify | rebuild-ledger | demo | ui`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -218,6 +218,26 @@ def plan(
         from batch_assets.plan_command import show_plan
 
         raise typer.Exit(show_plan(spec, declared()[name][1], wished, json=as_json))
+
+
+@app.command()
+def adjust(
+    name: Name,
+    deadline: Annotated[str | None, typer.Option(help="The new one; a time like 6h counts from now.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="The new one, for the whole request.")] = None,
+) -> None:
+    """Change deadline or budget of what is being made now. A paused dataset goes on within half a minute."""
+    with user_errors():
+        spec = _known(name)
+        if deadline is None and budget_usd is None:
+            raise UserError("name what is to change: --deadline or --budget-usd")
+        wished = _wished(spec, deadline, budget_usd, None, None)
+        from batch_assets.plan_command import adjust_request
+
+        said = adjust_request(name, wished.deadline if deadline is not None else None, budget_usd)
+        if said is None:
+            raise UserError(f"{name}: nothing is being made. Give them to `batch-assets run {name}` instead.")
+        _say(said)
 
 
 @app.command()

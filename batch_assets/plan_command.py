@@ -15,6 +15,7 @@ from rich.text import Text
 
 from batch_assets import settings
 from batch_assets.fleet_command import the_fleet
+from batch_assets.moments import Deadline
 from batch_assets.offers_command import PLAIN_WIDTH
 from batch_assets.planning import Proposal, Surroundings, propose
 from batch_assets.progress import duration
@@ -81,6 +82,20 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> Propos
         return propose(Surroundings.look(fleet, book), book, spec, work, wished)
 
 
+def adjust_request(name: str, deadline: Deadline | None, budget_usd: float | None) -> str | None:
+    """Change what is wanted of the request under way; returns what is wanted now, None when there is no request."""
+    with the_fleet().open_book() as book:
+        changes: dict[str, float] = {} if budget_usd is None else {"budget_usd": budget_usd}
+        if deadline is not None:
+            changes["deadline_at"] = deadline.at(book.now())
+        if not book.override(name, **changes):
+            return None
+        target = book.target(name)
+    assert target is not None
+    wanted = Target(target.deadline_in, target.budget_usd)
+    return f"{name}: now {wanted_words(wanted, most=False)}"
+
+
 def report(view: Proposal) -> Group:
     """The view for people: work, target, the plan, other ways, and cost against finish time."""
     plan, work = view.plan, view.work
@@ -104,11 +119,12 @@ def report(view: Proposal) -> Group:
     return Group(*parts)
 
 
-def wanted_words(target: Target) -> str:
-    """Deadline, budget, objective and most instances in words."""
+def wanted_words(target: Target, *, most: bool = True) -> str:
+    """Deadline and budget in words; with `most`, also the objective and most instances."""
     words = ["no deadline" if target.deadline is None else f"done in {duration(max(0.0, target.deadline))}"]
     words.append("no budget" if target.budget_usd is None else f"for at most {target.budget_usd:.2f} $")
-    return ", ".join([*words, target.objective, f"at most {target.max_instances} instances"])
+    words += [target.objective, f"at most {target.max_instances} instances"] if most else []
+    return ", ".join(words)
 
 
 def _mark(one: Candidate, plan: Plan) -> str:

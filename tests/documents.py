@@ -16,7 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
 DATASETS, OPERATIONS = REPOSITORY / "docs" / "datasets.md", REPOSITORY / "docs" / "operations.md"
 FLEET = REPOSITORY / "docs" / "fleet.md"
-DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET]
+DEADLINES = REPOSITORY / "docs" / "deadlines.md"
+DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET, DEADLINES]
 
 # mark: (language, how the block is tested)
 MARKS = {

@@ -193,6 +193,6 @@ def test_the_postgres_block_is_what_dagster_reads(tmp_path: Path, monkeypatch: p
 
 def test_the_readme_has_its_pictures_within_their_size() -> None:
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README.read_text())
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         assert (REPOSITORY / picture).stat().st_size < 300_000

@@ -23,6 +23,7 @@ from batch_assets.spec import load_spec
 from batch_assets.wishes import Wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.budget import Spend
+from gpu_runner.fleet import FleetBook
 from gpu_runner.planner import Target
 
 QUESTIONS = 3000
@@ -156,3 +157,18 @@ def test_prompts_show_the_plan_before_anything_is_rented(home: Path) -> None:
     assert 0 < shown["plan_hours_p50"] <= shown["plan_hours_p95"] <= 2
     assert target is not None and target.request == result.run_id
     assert target.deadline_in == pytest.approx(7200, abs=60)
+
+
+def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) -> None:
+    def adjust(*words: str) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["adjust", "d", *words])
+        return found.exit_code, " ".join(found.output.split())
+
+    assert adjust("--budget-usd", "5")[0] == 2  # nothing is being made
+    assert "name what is to change" in adjust()[1]
+    with contextlib.closing(FleetBook(f"sqlite:///{home}/fleet.db")) as book:
+        book.begin_request("d", "refresh", deadline_at=book.now() + 60, budget_usd=2.0)
+        assert adjust("--budget-usd", "5") == (0, "d: now done in 1 min 00 s, for at most 5.00 $")
+        assert adjust("--deadline", "3h") == (0, "d: now done in 3 h 00 min, for at most 5.00 $")
+        target = book.target("d")
+    assert target is not None and target.deadline_in == pytest.approx(3 * 3600, abs=30) and target.budget_usd == 5.0
