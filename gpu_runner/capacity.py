@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gpu_runner.offers import HOUR
+from gpu_runner.pilots import best_try, booted, recoverable, unsure
 from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, say_fleet, say_time
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 TICK = 60.0  # seconds that may pass until the next decision counts
-MEASURING = 120.0  # seconds of work after which a pilot's speed is known
 RESERVE = 150.0  # seconds that held instances may cost on after the decision to end them
 BOOTS = 1.25  # a reliable boot may take this much longer than expected
 EARLY = 0.05  # share of the time left that a growing fleet is to be early, so that it need not grow again
@@ -116,8 +116,10 @@ class _Tick:
         self.measured = measured
         self.pilots = pilots
         self.detail = detail
-        reliable = [one.boot_seconds for one in options if not one.spot and one.capacity != 0]
-        self.ramp = BOOTS * min(reliable) + TICK if reliable and target.deadline is not None else 0.0
+        self.sure = [one for one in options if not one.spot]
+        self.most = min(target.max_instances, work.units)
+        boots = [one.boot_seconds for one in self.sure if one.capacity != 0]
+        self.ramp = BOOTS * min(boots) + TICK if boots and target.deadline is not None else 0.0
 
     def decide(self) -> tuple[Command, Plan]:
         if self.work.tokens <= 0 or self.work.units <= 0:
@@ -126,8 +128,6 @@ class _Tick:
             return paused
         if not self.options:
             return self._blind()
-        if not self.measured and (pilot := self._pilot()) is not None:
-            return pilot
         return self._steer()
 
     # The ends: nothing left, no money, no offers
@@ -165,116 +165,191 @@ class _Tick:
         reason = f"no offers are known: the {len(self.held)} instances that are held go on"
         return Command(max(1, len(self.held)), _counts(self.held), reason=reason), plan
 
-    # The pilot
-
-    def _pilot(self) -> tuple[Command, Plan] | None:
-        """One instance, while the deadline can still be met for certain after it has been measured."""
-        ready = [one for one in self.held if one.ready_in <= 0]
-        wait = MEASURING + (0.0 if ready else min((one.ready_in for one in self.held), default=self._boot()))
-        later = self.target if self.target.deadline is None else replace(self.target, deadline=self._left() - wait)
-        plan = make_plan(self.work, self.options, self.held, later, detail=self.detail, ramp=self.ramp)
-        if plan.chosen is None or not plan.feasible or self._lead(self.work) < wait + TICK:
-            return None
-        if self.held:
-            reason = f"{len(self.held)} held, speed not measured yet; {plan.reason}"
-            return Command(len(self.held), _counts(self.held), pilot=True, kind="pilot", reason=reason), plan
-        main = max(plan.chosen.fleet, key=lambda pair: pair[1])[0]
-        reason = f"one instance first, to measure it before the fleet grows; then {plan.reason}"
-        return Command(1, ((main.name, 1),), pilot=True, kind="pilot", reason=reason), plan
-
-    def _boot(self) -> float:
-        return max((one.boot_seconds for one in self.options), default=0.0)
-
     # The course
 
     def _steer(self) -> tuple[Command, Plan]:
-        plan = self._plan()
+        stay = self._stay()
+        if not self.measured:
+            return self._learn(stay)
+        plan = self._plan(self._early() if stay is not None else 0.0)
         if plan.chosen is None:
             return self._short_of_money(plan)
-        stay = self._stay()
         if stay is not None:
             saved = stay - plan.chosen.usd.p50
-            if saved <= WORTH * stay:
-                reason = f"{len(self.held)} go on: another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $"
-                return Command(len(self.held), _counts(self.held), reason=f"{reason}; {plan.reason}"), plan
-            return self._change(plan, f"saves {saved:.2f} of {stay:.2f} $"), plan
-        if plan.feasible and self.target.deadline is not None:
-            early = self._plan(EARLY * max(0.0, self.target.deadline))
+            if saved <= WORTH * stay or not plan.feasible:
+                words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
+                return self._explore(self._same(words), plan), plan
+            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $"), plan), plan
+        if plan.feasible:
+            early = self._plan(self._early())
             plan = early if early.feasible else plan
-        return self._change(plan, "is needed for the deadline"), plan
+        elif not self._sooner(plan):
+            return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
+        return self._explore(self._change(plan, "is needed for the deadline"), plan), plan
+
+    def _early(self) -> float:
+        return EARLY * max(0.0, self.target.deadline or 0.0)
+
+    def _sooner(self, plan: Plan) -> bool:
+        """Whether a plan that is too late anyway is at least much sooner than what is held."""
+        if not self.held or plan.chosen is None:
+            return True
+        now = make_plan(self.work, (), self.held, replace(self.target, budget_usd=None), detail=False).earliest
+        return now is None or plan.chosen.finish.p95 < (1 - WORTH) * now.finish.p95
 
     def _plan(self, early: float = 0.0) -> Plan:
         """The cheapest plan that is safe: with spot where reliable instances could still step in, else without."""
         target = replace(self.target, deadline=self._left() - early) if early else self.target
         plan = make_plan(self.work, self.options, self.held, target, detail=self.detail, ramp=self.ramp)
-        if self.target.deadline is None or not _spot(plan.chosen):
-            return plan
         if plan.feasible and self._safe(plan):
             return plan
-        sure = [one for one in self.options if not one.spot]
+        if self.target.deadline is None:
+            return plan
+        if (fair := self._if_fair(target)) is not None:
+            return fair
         kept = [one for one in self.held if not one.option.spot]
-        reliable = make_plan(self.work, sure, kept, target, detail=self.detail)
+        reliable = make_plan(self.work, self.sure, kept, target, detail=self.detail)
         if reliable.feasible:
             return reliable
         return make_plan(self.work, self.options, self.held, target, detail=self.detail)
 
+    def _if_fair(self, target: Target) -> Plan | None:
+        """The plan for speeds as they are believed, when there is still a way out if they turn out slow."""
+        work = replace(self.work, spread=0.0)
+        options = [replace(one, spread=0.0) for one in self.options]
+        held = [replace(one, option=replace(one.option, spread=0.0)) for one in self.held]
+        plan = make_plan(work, options, held, target, detail=False, ramp=self.ramp)
+        if not plan.feasible or plan.chosen is None or not self._safe(plan):
+            return None
+        believed = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
+        fleet = [(believed[option.name], number) for option, number in plan.chosen.fleet]
+        kept = [one for one in self.held if one.instance in plan.keep]
+        if not recoverable(self.work, self.options, booted(fleet, kept), self.target):
+            return None
+        return plan
+
     def _safe(self, plan: Plan) -> bool:
         """Whether reliable instances could still do everything if all spot instances were lost once they work."""
-        new = {one.name: one.boot_seconds for one in self.options if one.spot}
-        kept = _counts([one for one in self.held if one.instance in plan.keep])
-        more = {option.name for option, number in _fleet(plan) if number > dict(kept).get(option.name, 0)}
-        wait = max((seconds for name, seconds in new.items() if name in more), default=0.0)
-        return self._lead(self.work) >= wait + TICK
+        if self.target.deadline is None or not _spot(plan.chosen):
+            return True
+        kept = dict(_counts([one for one in self.held if one.instance in plan.keep]))
+        boots = [o.boot_seconds for o, number in _fleet(plan) if o.spot and number > kept.get(o.name, 0)]
+        return self._lead() >= max(boots, default=0.0) + TICK
 
-    def _lead(self, work: Work) -> float:
-        """Seconds from the earliest finish on reliable instances alone (P95) to the deadline; infinite without one."""
-        if self.target.deadline is None:
-            return math.inf
-        sure = [one for one in self.options if not one.spot]
+    def _lead(self) -> float:
+        """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
         kept = [one for one in self.held if not one.option.spot]
-        plan = make_plan(work, sure, kept, replace(self.target, budget_usd=None), detail=False)
-        return -math.inf if plan.earliest is None else self._left() - plan.earliest.finish.p95
+        plan = make_plan(self.work, self.sure, kept, replace(self.target, budget_usd=None), detail=False)
+        return -math.inf if plan.earliest is None else self._left() - plan.earliest.finish.p50
 
     def _left(self) -> float:
         return math.inf if self.target.deadline is None else self.target.deadline
 
     def _stay(self) -> float | None:
         """US dollars when all that are held work to the end; None when that is not good enough."""
-        if not self.held or len(self.held) > min(self.target.max_instances, self.work.units):
+        if not self.held or len(self.held) > self.most:
             return None
         plan = make_plan(self.work, (), self.held, self.target, detail=False, ramp=self.ramp)
-        if plan.earliest is None or not plan.feasible or plan.chosen is None:
+        if plan.earliest is None or plan.chosen is None or not self._safe(plan):
             return None
-        if _spot(plan.chosen) and not self._safe(plan):
+        if not plan.feasible and not recoverable(self.work, self.options, self.held, self.target):
             return None
         rate = sum(one.option.usd_per_hour for one in self.held) / HOUR
         return rate * plan.earliest.finish.p50
 
-    def _change(self, plan: Plan, why: str) -> Command:
-        fleet = plan.chosen
-        assert fleet is not None
-        retire = tuple(one.instance for one in self.held if one.instance not in plan.keep)
-        offers = tuple((option.name, number) for option, number in fleet.fleet)
+    # Speeds that are not known yet
+
+    def _learn(self, stay: float | None) -> tuple[Command, Plan]:
+        """One pilot where time allows; else the fleet for speeds as believed; else what makes it even if they are slow.
+
+        Nothing is given up for another offer before its speed is known.
+        """
+        plan = self._plan()
+        if self.held and (stay is not None or recoverable(self.work, self.options, self.held, self.target)):
+            return self._same(f"speed not measured yet; {plan.reason}", "pilot"), plan
+        if plan.chosen is None:
+            return self._short_of_money(plan)
+        if not self.held:
+            main = max(plan.chosen.fleet, key=lambda pair: pair[0].tokens_per_second * pair[1])[0]
+            first = [Held("first", main, main.boot_seconds)]
+            if self.target.deadline is None or recoverable(self.work, self.options, first, self.target):
+                return self._pilot(main, plan), plan
+        return self._change(plan, "is needed for the deadline", give_up=False), plan
+
+    def _pilot(self, main: Option, plan: Plan) -> Command:
+        fleet = [(main, 1)]
+        for _ in range(min(self.pilots, self.most) - 1):
+            if (found := best_try(self.work, self.options, fleet, self.target.deadline)) is None:
+                break
+            fleet.append((found.option, 1))
+        offers = tuple((option.name, number) for option, number in fleet)
+        reason = f"{len(fleet)} to be measured before the fleet grows; then {plan.reason}"
+        return Command(len(fleet), offers, pilot=True, kind="pilot", reason=reason)
+
+    def _explore(self, command: Command, plan: Plan) -> Command:
+        """The command, and one instance of another offer where learning its speed is worth its boot."""
+        tried = [name for name in self.memory.tried if name not in dict(self.memory.offers)]
+        options = [one for one in self.options if one.name not in tried and one.name.removesuffix(" spot") not in tried]
+        known = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
+        fleet = [(known[name], number) for name, number in command.offers if name in known]
+        if self.pilots < 2 or command.instances >= self.most or any(unsure(option) for option, _ in fleet):
+            return command
+        found = best_try(self.work, options, fleet, self.target.deadline)
+        if found is None:
+            return command
+        words = f"one {found.option.name} to learn its speed: {found.costs_usd:.2f} $, may save {found.saves_usd:.2f} $"
+        return replace(
+            command,
+            instances=command.instances + 1,
+            offers=(*command.offers, (found.option.name, 1)),
+            pilot=True,
+            kind="grow" if command.kind == "steady" else command.kind,
+            reason=f"{words}; {command.reason}",
+        )
+
+    # Commands
+
+    def _same(self, words: str, kind: Kind = "steady") -> Command:
+        return Command(
+            len(self.held),
+            _counts(self.held),
+            pilot=kind == "pilot",
+            kind=kind,
+            reason=f"{len(self.held)} go on: {words}",
+        )
+
+    def _change(self, plan: Plan, why: str, *, give_up: bool = True) -> Command:
+        """From what is held to the plan's fleet. Not `give_up`: what is held stays as far as the limit allows."""
+        assert plan.chosen is not None
+        counts = {option.name: number for option, number in plan.chosen.fleet}
+        room = self.most - plan.chosen.instances
+        retire = []
+        for one in self.held:
+            if one.instance in plan.keep:
+                continue
+            stays = not give_up or unsure(one.option) or (one.option.spot and not _spot(plan.chosen))
+            if stays and room > 0:
+                room -= 1
+                counts[one.option.name] = counts.get(one.option.name, 0) + 1
+            else:
+                retire.append(one.instance)
+        number = sum(counts.values())
         kind: Kind = "steady"
         if not plan.feasible:
             kind = "infeasible"
-        elif retire and fleet.instances > len(plan.keep):
-            kind = "switch"
         elif retire:
-            kind = "shrink"
-        elif fleet.instances > len(self.held):
+            kind = "switch" if number > len(self.held) - len(retire) else "shrink"
+        elif number > len(self.held):
             kind = "grow"
-        reason = f"{fleet.instances} instances instead of {len(self.held)}, which {why}; {plan.reason}"
-        return Command(fleet.instances, offers, retire, kind=kind, reason=reason)
+        reason = f"{number} instances instead of {len(self.held)}, which {why}; {plan.reason}"
+        return Command(number, tuple(counts.items()), tuple(retire), kind=kind, reason=reason)
 
     def _short_of_money(self, plan: Plan) -> tuple[Command, Plan]:
         """The budget does not pay for all the work: as much as it pays for, where a token is cheapest."""
-        cheapest = make_plan(
-            self.work, self.options, self.held, replace(self.target, deadline=None, budget_usd=None, max_instances=1)
-        )
+        free = replace(self.target, deadline=None, budget_usd=None, max_instances=1)
+        cheapest = make_plan(self.work, self.options, self.held, free, detail=False)
         if cheapest.chosen is None:
-            names = tuple(one.instance for one in self.held)
-            return Command(max(1, len(self.held)), _counts(self.held), kind="infeasible", reason=plan.reason), plan
+            return self._same(plan.reason, "infeasible"), plan
         names = tuple(one.instance for one in self.held if one.instance not in cheapest.keep)
         offers = tuple((option.name, number) for option, number in cheapest.chosen.fleet)
         return Command(cheapest.instances, offers, names, kind="infeasible", reason=plan.reason), plan
