@@ -55,7 +55,3 @@ class DagsterClient:
                 return bool(answer.status == 200)
         except OSError:
             return False
-
-    def run_url(self, run_id: str) -> str:
-        """The run's page in the UI."""
-        return f"{self.url}/runs/{run_id}"

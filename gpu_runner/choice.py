@@ -95,16 +95,6 @@ def _dearer(one: RankedOffer, penalty: float) -> RankedOffer:
     return replace(one, usd=one.usd * penalty, seconds=one.seconds * penalty)
 
 
-def worth_moving(p_old: float, p_new: float, hours_left: float, boot_hours: float) -> tuple[bool, float]:
-    """Whether rolling over to an offer of the same speed pays, and the US dollars that it saves (negative: costs).
-
-    Prices per hour. `hours_left`: on the old instance from the moment at which the new one is ready, because the old
-    one works on until then. Break-even: (p_old - p_new) × hours_left > boot_hours × p_new.
-    """
-    saved = (p_old - p_new) * hours_left - boot_hours * p_new
-    return saved > 0, saved
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """What an instance costs and does: US dollars per hour, tokens per second, and seconds until it is ready."""
@@ -131,7 +121,8 @@ def consider_move(tokens: float, old: Pace, new: Pace) -> Move:
     """Whether to move the `tokens` that are left from a running instance to a new one of another price and speed.
 
     The old one works on while the new one boots. What is left then costs price ÷ speed on either; moving costs the new
-    one's boot on top. With equal speeds this is `worth_moving`. Raises ValueError unless prices and speeds are above 0.
+    one's boot on top: with equal speeds it pays if (p_old - p_new) × hours left > boot × p_new, prices per hour. Raises
+    ValueError unless prices and speeds are above 0.
     """
     for pace in (old, new):
         if not (0 < pace.price_per_hour < math.inf and 0 < pace.tokens_per_second < math.inf):

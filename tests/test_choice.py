@@ -20,7 +20,6 @@ from gpu_runner.choice import (
     consider_move,
     explain,
     left_alone,
-    worth_moving,
 )
 from gpu_runner.offers import Objective, Offer, Ranking, rank
 from gpu_runner.speed import Speed
@@ -103,17 +102,18 @@ def test_the_sentence_of_reason_names_price_speed_and_failures():
     assert explain(one, [failed(CHEAP, 600)]).endswith("measured), counted × 1.50 because it failed lately")
 
 
-def test_moving_pays_exactly_when_the_price_difference_pays_the_boot():
-    assert worth_moving(3.0, 2.0, hours_left=1.0, boot_hours=0.4) == (True, pytest.approx(0.2))
-    assert worth_moving(3.0, 2.0, hours_left=1.0, boot_hours=0.5) == (False, 0)
-    assert worth_moving(2.0, 3.0, hours_left=100, boot_hours=0) == (False, -100)
+@pytest.mark.parametrize(("boot", "saved"), [(0.4, 0.2), (0.5, 0.0), (0.6, -0.2)])
+def test_moving_pays_exactly_when_the_price_difference_pays_the_boot(boot: float, saved: float):
+    tokens = 100.0 * 3600 * (1 + boot)  # one hour is left when the new instance is ready
+    move = consider_move(tokens, Pace(3.0, 100.0), Pace(2.0, 100.0, boot * 3600))
+    assert (move.worth, move.saved_usd) == (saved > 0, pytest.approx(saved, abs=1e-9))
 
 
 def test_with_equal_speeds_the_move_of_tokens_is_the_break_even_rule():
     boot = 360.0
     tokens = 100.0 * (3600 + boot)  # one hour is left when the new instance is ready
     move = consider_move(tokens, Pace(3.0, 100.0), Pace(2.0, 100.0, boot))
-    assert (move.worth, move.saved_usd) == (True, pytest.approx(worth_moving(3.0, 2.0, 1.0, 0.1)[1]))
+    assert (move.worth, move.saved_usd) == (True, pytest.approx(0.8))
     assert move.reason == (
         "move and save 0.80 $: 360,000 tokens cost 3.00 $ here (3.00 $/h) "
         "and 2.20 $ there (2.00 $/h, boot 0.20 $ included)"
