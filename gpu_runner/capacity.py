@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import best_try, booted, recoverable, unsure
+from gpu_runner.pilots import MEASURING, best_try, booted, recoverable, unsure
 from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, say_fleet, say_time
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
@@ -26,6 +26,7 @@ WORTH = 0.05  # a change of the fleet must save this share of what is left to pa
 TICK = 60.0  # seconds that may pass until the next decision counts
 RESERVE = 150.0  # seconds that held instances may cost on after the decision to end them
 BOOTS = 1.25  # a reliable boot may take this much longer than expected
+SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 EARLY = 0.05  # share of the time left that a growing fleet is to be early, so that it need not grow again
 
 
@@ -201,12 +202,14 @@ class _Tick:
         """The cheapest plan that is safe: with spot where reliable instances could still step in, else without."""
         target = replace(self.target, deadline=self._left() - early) if early else self.target
         plan = make_plan(self.work, self.options, self.held, target, detail=self.detail, ramp=self.ramp)
-        if plan.feasible and self._safe(plan):
+        good = plan.feasible and self._safe(plan)
+        if self.target.deadline is None or (good and not any(unsure(option) for option, _ in _fleet(plan))):
             return plan
-        if self.target.deadline is None:
-            return plan
-        if (fair := self._if_fair(target)) is not None:
+        fair = self._if_fair(target)
+        if fair is not None and not (good and _usd(plan) <= (1 + WORTH) * _usd(fair)):
             return fair
+        if good:
+            return plan
         kept = [one for one in self.held if not one.option.spot]
         reliable = make_plan(self.work, self.sure, kept, target, detail=self.detail)
         if reliable.feasible:
@@ -215,26 +218,33 @@ class _Tick:
 
     def _if_fair(self, target: Target) -> Plan | None:
         """The plan for speeds as they are believed, when there is still a way out if they turn out slow."""
-        work = replace(self.work, spread=0.0)
-        options = [replace(one, spread=0.0) for one in self.options]
-        held = [replace(one, option=replace(one.option, spread=0.0)) for one in self.held]
-        plan = make_plan(work, options, held, target, detail=False, ramp=self.ramp)
-        if not plan.feasible or plan.chosen is None or not self._safe(plan):
+        plan = self._fair(target, self.held)
+        if plan is None:
             return None
         believed = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
-        fleet = [(believed[option.name], number) for option, number in plan.chosen.fleet]
+        fleet = [(believed[option.name], number) for option, number in _fleet(plan)]
         kept = [one for one in self.held if one.instance in plan.keep]
-        if not recoverable(self.work, self.options, booted(fleet, kept), self.target):
-            return None
-        return plan
+        return plan if recoverable(self.work, self.options, booted(fleet, kept), self.target) else None
 
-    def _safe(self, plan: Plan) -> bool:
-        """Whether reliable instances could still do everything if all spot instances were lost once they work."""
+    def _fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
+        """The plan for speeds as they are believed, when it meets the deadline and is safe."""
+        work = replace(self.work, spread=0.0)
+        options = [replace(one, spread=0.0) for one in self.options]
+        certain = [replace(one, option=replace(one.option, spread=0.0)) for one in held]
+        plan = make_plan(work, options, certain, target, detail=False, ramp=self.ramp)
+        late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
+        return plan if plan.feasible and self._safe(plan, late) else None
+
+    def _safe(self, plan: Plan, late: float = 0.0) -> bool:
+        """Whether reliable instances could still do everything if all spot instances were lost once they work.
+
+        `late`: seconds from now at which the plan begins.
+        """
         if self.target.deadline is None or not _spot(plan.chosen):
             return True
         kept = dict(_counts([one for one in self.held if one.instance in plan.keep]))
         boots = [o.boot_seconds for o, number in _fleet(plan) if o.spot and number > kept.get(o.name, 0)]
-        return self._lead() >= max(boots, default=0.0) + TICK
+        return self._lead() - late >= max(boots, default=0.0) + TICK
 
     def _lead(self) -> float:
         """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
@@ -269,12 +279,31 @@ class _Tick:
             return self._same(f"speed not measured yet; {plan.reason}", "pilot"), plan
         if plan.chosen is None:
             return self._short_of_money(plan)
-        if not self.held:
-            main = max(plan.chosen.fleet, key=lambda pair: pair[0].tokens_per_second * pair[1])[0]
-            first = [Held("first", main, main.boot_seconds)]
-            if self.target.deadline is None or recoverable(self.work, self.options, first, self.target):
-                return self._pilot(main, plan), plan
+        if not self.held and (main := self._worth_waiting(plan)) is not None:
+            return self._pilot(main, plan), plan
         return self._change(plan, "is needed for the deadline", give_up=False), plan
+
+    def _worth_waiting(self, plan: Plan) -> Option | None:
+        """The offer for a pilot, when the fleet may wait until its speed is known.
+
+        The deadline must hold even if it turns out slow, and waiting must not cost more, if it turns out as believed,
+        than half of the boots that a fleet of unknown speed puts at risk.
+        """
+        fair = self._fair(self.target, self.held)
+        fleet = _fleet(fair or plan)
+        speed = sum(option.tokens_per_second * number for option, number in fleet)
+        large = [option for option, number in fleet if option.tokens_per_second * number >= SHARE * speed]
+        name = min(large or [option for option, _ in fleet], key=_usd_per_token).name
+        main = next(one for one in self.options if one.name == name)
+        if self.target.deadline is None:
+            return main
+        wait = main.boot_seconds + MEASURING
+        if fair is None or not recoverable(self.work, self.options, booted([(main, 1)], ()), self.target):
+            return None
+        later = self._fair(replace(self.target, deadline=self._left() - wait), [Held("pilot", main)])
+        boots = sum(option.usd_per_hour / HOUR * option.boot_seconds * number for option, number in fleet)
+        pilot = main.usd_per_hour / HOUR * wait
+        return main if later is not None and _usd(later) + pilot <= _usd(fair) + boots / 2 else None
 
     def _pilot(self, main: Option, plan: Plan) -> Command:
         fleet = [(main, 1)]
@@ -368,6 +397,10 @@ def _counts(held: Sequence[Held]) -> tuple[tuple[str, int], ...]:
 
 def _fleet(plan: Plan) -> tuple[tuple[Option, int], ...]:
     return plan.chosen.fleet if plan.chosen else ()
+
+
+def _usd(plan: Plan) -> float:
+    return plan.chosen.usd.p50 if plan.chosen else math.inf
 
 
 def _spot(candidate: Candidate | None) -> bool:

@@ -23,6 +23,7 @@ from gpu_runner.offers import HOUR, Objective
 P95 = 1.645  # standard deviations
 GRID = 1.1  # ratio of the finish times that are looked at where time is not given
 FIRST = 60.0  # seconds; the first of them
+NEARLY = 1.02  # when the deadline is lost, so much later than the earliest finish is as good, and may cost much less
 ENDLESS = 10 * 365 * 24 * HOUR  # stands for no deadline
 
 
@@ -257,12 +258,13 @@ class _Desk:
         return best[1] if best else None
 
     def _soonest(self, earliest: Candidate) -> Found | None:
-        """The earliest finish that the budget allows. All finish times of the grid are looked at from the first that
-        it pays for (bisection, because cost falls as time grows) to the one from which more time saves nothing."""
-        first = self._of(earliest)
+        """The earliest finish that the budget allows, or nearly so. All finish times of the grid are looked at from the
+        first that it pays for (bisection, because cost falls as time grows) to where more time saves nothing."""
+        soon = NEARLY * earliest.finish.p95
+        first = self.at(soon) or self._of(earliest)
         if self._affordable(first):
             return first
-        low = max(0, math.ceil(math.log(max(FIRST, earliest.finish.p95) / FIRST, GRID)))
+        low = max(0, math.ceil(math.log(max(FIRST, soon) / FIRST, GRID)))
         high = math.ceil(math.log(ENDLESS / FIRST, GRID))
         least = self.at(FIRST * GRID**high)
         if least is None or not self._affordable(least):

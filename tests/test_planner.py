@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runner.cover import Kind, cheapest_cover
-from gpu_runner.planner import Held, Option, Plan, Target, Work, make_plan
+from gpu_runner.planner import NEARLY, Held, Option, Plan, Target, Work, make_plan
 
 HOUR = 3600.0
 A100 = Option("cloud/a100", 2.0, 10_000.0, 480.0)
@@ -82,7 +82,7 @@ def test_more_budget_never_finishes_later(work, market, booting, limit, deadline
         before, after = less.chosen.finish.p95, more.chosen.finish.p95
         if not fastest:
             before, after = max(deadline, before), max(deadline, after)
-        assert after <= before * (1 + 1e-9)
+        assert after <= before * NEARLY * (1 + 1e-9)
 
 
 @given(works, markets, waits, most, deadlines, options)
@@ -209,7 +209,7 @@ def test_a_held_instance_stays_where_the_boot_of_a_cheaper_one_costs_more_than_i
 def test_what_cannot_be_done_in_time_says_when_it_can_be_done_and_for_how_much():
     plan = make_plan(WORK, [A100], [], Target(HOUR, None, 5))
     assert not plan.feasible
-    assert plan.chosen == plan.earliest
+    assert plan.chosen.finish.p95 <= NEARLY * plan.earliest.finish.p95
     assert plan.instances == 5
     assert "too late" in plan.reason and "earliest possible finish" in plan.reason and "$" in plan.reason
 
