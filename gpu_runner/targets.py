@@ -152,7 +152,7 @@ class Targets(Tables):
 
         `story` stays as the row's `plan` until the next request: how this one ended.
         """
-        mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
+        mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request) & (DATASETS.c.request != "")
         with self._transaction() as (connection, now):
             over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now}
             over["plan"] = json.dumps(dict(story or {}))

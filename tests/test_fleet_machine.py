@@ -3,7 +3,8 @@
 Runs are handles that may act at any moment, also long after their lease lapsed: a handle that is not used for a while
 is a run that was killed, one that is used again later is a run that was stopped. A sweep is cut at every call: there it
 may be killed, or any other action may happen, another sweep too. What must hold is compared with a plain model of the
-leases and with the clouds' own meters.
+leases and with the clouds' own meters. One dataset has a budget now and then: what it spent, and whether it may lease
+or keep more, is reckoned anew from the rows, in plain words.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from gpu_runner.fleet import FleetBook, Instance, Lease, RunEnded, Spent
-from gpu_runner.fleet_tables import LEASES
+from gpu_runner.budget import END_SECONDS
+from gpu_runner.fleet import BudgetReached, FleetBook, Instance, Lease, RunEnded, Spent
+from gpu_runner.fleet_tables import INSTANCES, LEASES
 from gpu_runner.providers.base import EngineOrder, Machine, ProviderError, ProviderUnclear
 from gpu_runner.providers.local import EngineStartError
 from gpu_runner.reaper import sweep
 
 TTL, IDLE, MISSING = 10.0, 20.0, 15.0
 ORDER = EngineOrder("m", "chat")
+BOOT = OFFER.price_per_hour / 3600 * OFFER.boot_seconds
 RUNS = ("run-1", "run-2", "run-3", "run-4")
 # Hypothesis prefers small integers: spread them, because each is taken apart into several choices.
 numbers = st.integers(0, 10_006).map(lambda n: n * 7919 % 10_007)
@@ -99,6 +102,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.handles: list[Handle] = []
         self.dead: set[str] = set()
         self.intended_at: dict[str, float] = {}
+        self.request, self.budget_usd, self.since = "", None, 0.0
         for run_id in RUNS:
             self.book.begin_run(run_id, "d", "00000", "00001")
 
@@ -117,6 +121,10 @@ class FleetMachine(RuleBasedStateMachine):
         words = {"run_id": run_id, "dataset": dataset, "limit": limit, "cap": cap, "replaces": replaces, "ttl": TTL}
         if run_id in self.dead:
             with pytest.raises(RunEnded):
+                intended(self.book, name, offer=offer, **words)
+            return
+        if allowed and not self._fits(dataset, Lease(name, 1, run_id, dataset), 2 * BOOT):
+            with pytest.raises(BudgetReached):
                 intended(self.book, name, offer=offer, **words)
             return
         lease = intended(self.book, name, offer=offer, **words)
@@ -224,20 +232,34 @@ class FleetMachine(RuleBasedStateMachine):
             with pytest.raises(RunEnded):
                 self.book.try_lease(row.name, run_id, dataset, TTL, limit=limit)
             return
+        allowed = usable and not taken and len(held) < limit
+        if allowed and not self._fits(dataset, Lease(row.name, row.epoch + 1, run_id, dataset)):
+            with pytest.raises(BudgetReached):
+                self.book.try_lease(row.name, run_id, dataset, TTL, limit=limit)
+            return
         lease = self.book.try_lease(row.name, run_id, dataset, TTL, limit=limit)
-        assert (lease is not None) == (usable and not taken and len(held) < limit)
+        assert (lease is not None) == allowed
         if lease is not None:
             self._granted(lease)
 
     @rule(n=numbers)
     def renew(self, n: int) -> None:
         if handle := self._pick(n):
-            expected = self._fenced(handle)
-            rows = handle.rows + n % 5
-            spent = Spent(useful_seconds=rows * 0.4, wasted_seconds=rows * 0.1, rows=rows)
-            assert self.book.renew(handle.lease, TTL, spent) == expected
-            if expected:
-                handle.rows, handle.expires_at = rows, self.clock.now + TTL
+            self._renew(handle, handle.rows + n % 5, n % 9)
+
+    def _renew(self, handle: Handle, rows: int, drain_seconds: float) -> None:
+        expected, before = self._fenced(handle), self._row(handle)
+        pays = self._payer(handle.lease.instance)
+        fits = not expected or self._fits(pays, handle.lease)
+        drains = not fits or (expected and not self._fits(pays, handle.lease, drain_seconds=drain_seconds))
+        spent = Spent(useful_seconds=rows * 0.4, wasted_seconds=rows * 0.1, rows=rows)
+        assert self.book.renew(handle.lease, TTL, spent, drain_seconds) == (expected and fits)
+        assert self._row(handle).retiring == (before.retiring or drains)
+        FleetMachine.steps["stopped" if not fits else "drained" if drains else "renewed"] += 1
+        if expected:
+            handle.rows = rows
+        if expected and fits:
+            handle.expires_at = self.clock.now + TTL
 
     @rule(n=numbers)
     def drain(self, n: int) -> None:
@@ -287,8 +309,25 @@ class FleetMachine(RuleBasedStateMachine):
             self.clock.forward(1)
             for number, handle in enumerate(self._live()):
                 if (n // 8 | n // 64) >> number % 4 & 1:
-                    assert self.book.renew(handle.lease, TTL)
-                    handle.expires_at = self.clock.now + TTL
+                    self._renew(handle, handle.rows, 0.0)
+
+    @rule(n=numbers)
+    def budget(self, n: int) -> None:
+        """A request begins, its budget is raised or lowered, or it is over."""
+        usd = 0.0137 + n % 97 / 8
+        if n // 100 % 4 == 0:
+            if self.book.end_request("d", self.request):
+                self.request, self.budget_usd, self.since = "", None, self.clock.now
+        elif n // 100 % 4 == 1 and self.request:
+            assert self.book.override("d", budget_usd=usd)
+            self.budget_usd = usd
+        else:
+            if not self.request or n % 2:
+                self.request, self.since = f"request {n} at {self.clock.now}", self.clock.now
+                self.budget_usd = usd
+            self.book.begin_request("d", self.request, budget_usd=usd)
+            if (target := self.book.target("d")) is not None:
+                self.budget_usd = target.budget_usd
 
     @rule(n=numbers)
     def a_moment_passes(self, n: int) -> None:
@@ -400,6 +439,12 @@ class FleetMachine(RuleBasedStateMachine):
         for cloud in self.clouds:
             assert {name for name in cloud.machines if name.startswith("ba-0")} <= rows.keys()
 
+    @invariant()
+    def each_dataset_spent_what_the_rows_say(self) -> None:
+        assert abs(self.book.spend("d").usd - self._spent("d", self.since)) < 1e-6
+        everything = sum(self._spent(dataset, 0.0) for dataset in "de")
+        assert abs(everything - sum(cost.usd.total for cost in self.book.costs())) < 1e-6
+
     def teardown(self) -> None:
         """Everybody dies and the clouds recover: within a few sweeps nothing is rented, and books and meters agree."""
         for cloud in self.clouds:
@@ -438,6 +483,53 @@ class FleetMachine(RuleBasedStateMachine):
             assert billed >= meter - cloud.lag - 1e-6
 
     # the model
+
+    def _bills(self, ahead: Lease | None = None) -> Iterator[tuple[Any, list[Any]]]:
+        """Every instance's row with its leases, oldest first; `ahead` is written, or renewed, for a TTL from now."""
+        with self.book.engine.connect() as connection:
+            rows = {row["name"]: dict(row) for row in connection.execute(sa.select(INSTANCES)).mappings()}
+            query = sa.select(LEASES).order_by(LEASES.c.instance, LEASES.c.epoch)
+            leases = [dict(lease) for lease in connection.execute(query).mappings()]
+        if ahead is not None:
+            new = {"created_at": self.clock.now, "ended_at": None, "machine_id": None, "seen_at": None, "clock": 60}
+            rows.setdefault(ahead.instance, {**new, "name": ahead.instance, "price_per_hour": OFFER.price_per_hour})
+            known = [one for one in leases if (one["instance"], one["epoch"]) == (ahead.instance, ahead.epoch)]
+            if not known:
+                known = [{"instance": ahead.instance, "dataset": ahead.dataset, "acquired_at": self.clock.now}]
+                leases += known
+            known[0] |= {"expires_at": self.clock.now + TTL, "released_at": None}
+        for row in rows.values():
+            yield row, [lease for lease in leases if lease["instance"] == row["name"]]
+
+    def _spent(self, dataset: str, since: float, *, ahead: Lease | None = None, reserve: float | None = None) -> float:
+        """US dollars; with `reserve`, until everything could have ended that many seconds after its leases."""
+        total = 0.0
+        for row, leases in self._bills(ahead):
+            end = self.clock.now if row["ended_at"] is None else row["ended_at"]
+            if row["ended_at"] is not None and row["machine_id"] is None and row["seen_at"] is None:
+                end = row["created_at"]
+            begins = [lease["acquired_at"] for lease in leases[1:]] + [end]
+            rate = row["price_per_hour"] / 3600 * row["clock"]
+            for lease, until in zip(leases, begins, strict=True):
+                if lease["dataset"] == dataset:
+                    began = max(lease["acquired_at"], row["created_at"], since)
+                    total += rate * max(0.0, min(until, end) - began)
+            if reserve is not None and row["ended_at"] is None and leases[-1]["dataset"] == dataset:
+                ends = [one["expires_at"] for one in leases if one["released_at"] is None]
+                total += rate * (reserve + max(0.0, max(ends, default=0.0) - self.clock.now))
+        return total
+
+    def _fits(self, dataset: str | None, ahead: Lease, more_usd: float = 0.0, drain_seconds: float = 0.0) -> bool:
+        """Whether the dataset's budget pays for this lease, too."""
+        if dataset != "d" or not self.request or self.budget_usd is None:
+            return True
+        bound = self._spent("d", self.since, ahead=ahead, reserve=END_SECONDS + drain_seconds)
+        FleetMachine.steps["over budget"] += bound + more_usd > self.budget_usd
+        return bound + more_usd <= self.budget_usd
+
+    def _payer(self, instance: str) -> str | None:
+        leases = next((leases for row, leases in self._bills() if row["name"] == instance), [])
+        return leases[-1]["dataset"] if leases else None
 
     def _granted(self, lease: Lease) -> None:
         before = [one.lease.epoch for one in self.handles if one.lease.instance == lease.instance]
@@ -508,6 +600,7 @@ def test_the_same_holds_over_more_than_ten_thousand_steps():
     FleetMachine.steps.clear()
     run_state_machine_as_test(FleetMachine, settings=_settings(220, 50))
     assert FleetMachine.steps["steps"] > 10_000
+    assert min(FleetMachine.steps[what] for what in ("stopped", "drained", "over budget")) > 20
 
 
 def _settings(examples: int, steps: int) -> settings:
