@@ -26,6 +26,7 @@ WORTH = 0.05  # a change of the fleet must save this share of what is left to pa
 TICK = 60.0  # seconds that may pass until the next decision counts
 RESERVE = 150.0  # seconds that held instances may cost on after the decision to end them
 BOOTS = 1.25  # a reliable boot may take this much longer than expected
+CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 EARLY = 0.05  # share of the time left that a growing fleet is to be early, so that it need not grow again
 
@@ -169,24 +170,25 @@ class _Tick:
     # The course
 
     def _steer(self) -> tuple[Command, Plan]:
-        stay = self._stay()
-        if not self.measured:
-            return self._learn(stay)
-        plan = self._plan(self._early() if stay is not None else 0.0)
+        caution, plan = self._plan()
         if plan.chosen is None:
             return self._short_of_money(plan)
+        stay = self._stay(caution)
+        if not self.measured:
+            return self._learn(stay, plan, caution), plan
         if stay is not None:
-            saved = stay - plan.chosen.usd.p50
-            if saved <= WORTH * stay or not plan.feasible:
+            _, plan = self._plan(self._early(), caution)
+            saved = stay - _usd(plan)
+            if saved <= WORTH * stay or not plan.met:
                 words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
-                return self._explore(self._same(words), plan), plan
-            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $"), plan), plan
-        if plan.feasible:
-            early = self._plan(self._early())
-            plan = early if early.feasible else plan
+                return self._explore(self._same(words)), plan
+            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $")), plan
+        if plan.met:
+            _, early = self._plan(self._early(), caution)
+            plan = early if early.met else plan
         elif not self._sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
-        return self._explore(self._change(plan, "is needed for the deadline"), plan), plan
+        return self._explore(self._change(plan, "is needed for the deadline")), plan
 
     def _early(self) -> float:
         return EARLY * max(0.0, self.target.deadline or 0.0)
@@ -198,42 +200,56 @@ class _Tick:
         now = make_plan(self.work, (), self.held, replace(self.target, budget_usd=None), detail=False).earliest
         return now is None or plan.chosen.finish.p95 < (1 - WORTH) * now.finish.p95
 
-    def _plan(self, early: float = 0.0) -> Plan:
-        """The cheapest plan that is safe: with spot where reliable instances could still step in, else without."""
+    def _plan(self, early: float = 0.0, caution: float | None = None) -> tuple[float, Plan]:
+        """The cheapest plan that is safe, and the caution at which it meets the deadline: the highest that can be met.
+
+        `early`: seconds before the deadline. `caution`: this or less.
+        """
         target = replace(self.target, deadline=self._left() - early) if early else self.target
-        plan = make_plan(self.work, self.options, self.held, target, detail=self.detail, ramp=self.ramp)
-        good = plan.feasible and self._safe(plan)
-        if self.target.deadline is None or (good and not any(unsure(option) for option, _ in _fleet(plan))):
+        if self.target.deadline is None:
+            return 1.0, self._make(target)
+        for level in CAUTIONS:
+            if caution is None or level <= caution:
+                plan = self._at(target, level)
+                if plan is not None:
+                    return level, plan
+        return 0.0, self._make(target, caution=CAUTIONS[-1])
+
+    def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0) -> Plan:
+        return make_plan(self.work, self.options, self.held, target, detail=self.detail, ramp=ramp, caution=caution)
+
+    def _at(self, target: Target, caution: float) -> Plan | None:
+        """The plan at this caution: with spot where reliable instances could still step in, else without."""
+        plan = self._make(target, ramp=self.ramp, caution=caution)
+        good = plan.met and self._safe(plan)
+        if good and not any(unsure(option) for option, _ in _fleet(plan)):
             return plan
-        fair = self._if_fair(target)
+        fair = self._if_fair(target, caution)
         if fair is not None and not (good and _usd(plan) <= (1 + WORTH) * _usd(fair)):
             return fair
         if good:
             return plan
         kept = [one for one in self.held if not one.option.spot]
-        reliable = make_plan(self.work, self.sure, kept, target, detail=self.detail)
-        if reliable.feasible:
-            return reliable
-        return make_plan(self.work, self.options, self.held, target, detail=self.detail)
+        plan = make_plan(self.work, self.sure, kept, target, detail=self.detail, caution=caution)
+        if plan.met:
+            return plan
+        plan = self._make(target, caution=caution)
+        return plan if plan.met else None
 
-    def _if_fair(self, target: Target) -> Plan | None:
+    def _if_fair(self, target: Target, caution: float) -> Plan | None:
         """The plan for speeds as they are believed, when there is still a way out if they turn out slow."""
         plan = self._fair(target, self.held)
         if plan is None:
             return None
-        believed = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
-        fleet = [(believed[option.name], number) for option, number in _fleet(plan)]
         kept = [one for one in self.held if one.instance in plan.keep]
-        return plan if recoverable(self.work, self.options, booted(fleet, kept), self.target) else None
+        fleet = booted(_fleet(plan), kept)
+        return plan if recoverable(self.work, self.options, fleet, self.target, caution) else None
 
     def _fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
         """The plan for speeds as they are believed, when it meets the deadline and is safe."""
-        work = replace(self.work, spread=0.0)
-        options = [replace(one, spread=0.0) for one in self.options]
-        certain = [replace(one, option=replace(one.option, spread=0.0)) for one in held]
-        plan = make_plan(work, options, certain, target, detail=False, ramp=self.ramp)
+        plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0)
         late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
-        return plan if plan.feasible and self._safe(plan, late) else None
+        return plan if plan.met and self._safe(plan, late) else None
 
     def _safe(self, plan: Plan, late: float = 0.0) -> bool:
         """Whether reliable instances could still do everything if all spot instances were lost once they work.
@@ -249,41 +265,41 @@ class _Tick:
     def _lead(self) -> float:
         """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
         kept = [one for one in self.held if not one.option.spot]
-        plan = make_plan(self.work, self.sure, kept, replace(self.target, budget_usd=None), detail=False)
+        free = replace(self.target, budget_usd=None)
+        plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0)
         return -math.inf if plan.earliest is None else self._left() - plan.earliest.finish.p50
 
     def _left(self) -> float:
         return math.inf if self.target.deadline is None else self.target.deadline
 
-    def _stay(self) -> float | None:
-        """US dollars when all that are held work to the end; None when that is not good enough."""
+    def _stay(self, caution: float) -> float | None:
+        """US dollars when all that are held work to the end; None when that is not good enough at this caution."""
         if not self.held or len(self.held) > self.most:
             return None
-        plan = make_plan(self.work, (), self.held, self.target, detail=False, ramp=self.ramp)
+        plan = make_plan(self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution)
         if plan.earliest is None or plan.chosen is None or not self._safe(plan):
             return None
-        if not plan.feasible and not recoverable(self.work, self.options, self.held, self.target):
+        if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution):
             return None
         rate = sum(one.option.usd_per_hour for one in self.held) / HOUR
         return rate * plan.earliest.finish.p50
 
     # Speeds that are not known yet
 
-    def _learn(self, stay: float | None) -> tuple[Command, Plan]:
+    def _learn(self, stay: float | None, plan: Plan, caution: float) -> Command:
         """One pilot where time allows; else the fleet for speeds as believed; else what makes it even if they are slow.
 
         Nothing is given up for another offer before its speed is known.
         """
-        plan = self._plan()
-        if self.held and (stay is not None or recoverable(self.work, self.options, self.held, self.target)):
-            return self._same(f"speed not measured yet; {plan.reason}", "pilot"), plan
-        if plan.chosen is None:
-            return self._short_of_money(plan)
-        if not self.held and (main := self._worth_waiting(plan)) is not None:
-            return self._pilot(main, plan), plan
-        return self._change(plan, "is needed for the deadline", give_up=False), plan
+        if stay is not None:
+            return self._same(f"speed not measured yet; {plan.reason}", "pilot")
+        if not self.held and (main := self._worth_waiting(plan, caution)) is not None:
+            return self._pilot(main, plan)
+        if self.held and not plan.met and not self._sooner(plan):
+            return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible")
+        return self._change(plan, "is needed for the deadline", give_up=False)
 
-    def _worth_waiting(self, plan: Plan) -> Option | None:
+    def _worth_waiting(self, plan: Plan, caution: float) -> Option | None:
         """The offer for a pilot, when the fleet may wait until its speed is known.
 
         The deadline must hold even if it turns out slow, and waiting must not cost more, if it turns out as believed,
@@ -293,12 +309,12 @@ class _Tick:
         fleet = _fleet(fair or plan)
         speed = sum(option.tokens_per_second * number for option, number in fleet)
         large = [option for option, number in fleet if option.tokens_per_second * number >= SHARE * speed]
-        name = min(large or [option for option, _ in fleet], key=_usd_per_token).name
-        main = next(one for one in self.options if one.name == name)
+        main = min(large or [option for option, _ in fleet], key=_usd_per_token)
         if self.target.deadline is None:
             return main
         wait = main.boot_seconds + MEASURING
-        if fair is None or not recoverable(self.work, self.options, booted([(main, 1)], ()), self.target):
+        first = booted([(main, 1)], ())
+        if fair is None or not recoverable(self.work, self.options, first, self.target, caution):
             return None
         later = self._fair(replace(self.target, deadline=self._left() - wait), [Held("pilot", main)])
         boots = sum(option.usd_per_hour / HOUR * option.boot_seconds * number for option, number in fleet)
@@ -315,7 +331,7 @@ class _Tick:
         reason = f"{len(fleet)} to be measured before the fleet grows; then {plan.reason}"
         return Command(len(fleet), offers, pilot=True, kind="pilot", reason=reason)
 
-    def _explore(self, command: Command, plan: Plan) -> Command:
+    def _explore(self, command: Command) -> Command:
         """The command, and one instance of another offer where learning its speed is worth its boot."""
         tried = [name for name in self.memory.tried if name not in dict(self.memory.offers)]
         options = [one for one in self.options if one.name not in tried and one.name.removesuffix(" spot") not in tried]
@@ -364,7 +380,7 @@ class _Tick:
                 retire.append(one.instance)
         number = sum(counts.values())
         kind: Kind = "steady"
-        if not plan.feasible:
+        if not plan.met:
             kind = "infeasible"
         elif retire:
             kind = "switch" if number > len(self.held) - len(retire) else "shrink"
@@ -379,9 +395,12 @@ class _Tick:
         cheapest = make_plan(self.work, self.options, self.held, free, detail=False)
         if cheapest.chosen is None:
             return self._same(plan.reason, "infeasible"), plan
-        names = tuple(one.instance for one in self.held if one.instance not in cheapest.keep)
-        offers = tuple((option.name, number) for option, number in cheapest.chosen.fleet)
-        return Command(cheapest.instances, offers, names, kind="infeasible", reason=plan.reason), plan
+        least = _usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
+        alike = [one for one in self.held if _usd_per_token(one.option) <= least][: self.most]
+        names = tuple(one.instance for one in self.held if one not in alike)
+        offers = _counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
+        number = sum(number for _, number in offers)
+        return Command(number, offers, names, kind="infeasible", reason=plan.reason), plan
 
 
 def _usd_per_token(option: Option) -> float:

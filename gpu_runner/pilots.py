@@ -24,10 +24,12 @@ def unsure(option: Option) -> bool:
     return option.spread > KNOWN
 
 
-def recoverable(work: Work, options: Sequence[Option], fleet: Sequence[Held], target: Target) -> bool:
-    """Whether the deadline can be met even if this fleet turns out to be slow (P95), which is known once it has worked.
+def recoverable(
+    work: Work, options: Sequence[Option], fleet: Sequence[Held], target: Target, caution: float = 1.0
+) -> bool:
+    """Whether the deadline can be met even if this fleet turns out to be slow, which is known once it has worked.
 
-    What could then be added are offers that are not spot.
+    What could then be added are offers that are not spot. `caution`: 1 means slow at P95.
     """
     waits = [one.ready_in + MEASURING for one in fleet if unsure(one.option)]
     if target.deadline is None or not waits:
@@ -35,8 +37,9 @@ def recoverable(work: Work, options: Sequence[Option], fleet: Sequence[Held], ta
     wait = max(waits)
     later = [replace(one, ready_in=max(0.0, one.ready_in - wait)) for one in fleet]
     sure = [one for one in options if not one.spot]
-    plan = make_plan(work, sure, later, replace(target, budget_usd=None), detail=False)
-    return plan.earliest is not None and plan.earliest.finish.p95 <= target.deadline - wait
+    free = replace(target, deadline=target.deadline - wait, budget_usd=None, objective="cheapest")
+    plan = make_plan(work, sure, later, free, detail=False, caution=caution)
+    return plan.met
 
 
 def booted(fleet: Sequence[tuple[Option, int]], held: Sequence[Held]) -> list[Held]:

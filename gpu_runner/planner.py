@@ -103,8 +103,9 @@ class Candidate:
 class Plan:
     """`chosen`: None when no offer can do it or the budget allows nothing. `keep`: the held instances in it.
 
-    `feasible`: P95 of the finish within the deadline, and the expected cost within the budget. `earliest`: the earliest
-    possible finish whatever it costs. `next_best`: up to 3 others. `curve`: cost against finish time, fastest first.
+    `feasible`: P95 of the finish within the deadline, and the expected cost within the budget. `met`: the same at the
+    caution that was asked for. `earliest`: the earliest possible finish whatever it costs. `next_best`: up to 3 others.
+    `curve`: cost against finish time, fastest first.
     """
 
     chosen: Candidate | None
@@ -115,6 +116,7 @@ class Plan:
     curve: tuple[Candidate, ...]
     reason: str
     keep: tuple[str, ...] = ()
+    met: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +130,13 @@ class _Group:
     held: tuple[str, ...]
     speed: float  # tokens per second of wall time, replaced when interrupted
     slow: float  # the same at P95
+    counted: float  # the same at the caution that the plan is made with
     usd_per_token: float
     start: float
 
     def room(self, seconds: float) -> float:
-        """Tokens that one does within so many seconds, at P95."""
-        return max(0.0, self.slow * (seconds - self.until - self.wait))
+        """Tokens that one can be counted on to do within so many seconds."""
+        return max(0.0, self.counted * (seconds - self.until - self.wait))
 
 
 def make_plan(
@@ -144,6 +147,7 @@ def make_plan(
     *,
     detail: bool = True,
     ramp: float = 0.0,
+    caution: float = 1.0,
 ) -> Plan:
     """The plan with the best value of the objective.
 
@@ -151,26 +155,30 @@ def make_plan(
     earliest finish within the budget. When the deadline cannot be met within the budget: the earliest finish within
     the budget. `detail` False leaves out `next_best` and `curve`, which cost most of the time.
     `ramp`: seconds before the deadline by which spot instances must be done, so that others can still be started.
+    `caution`: 1 counts on speeds at P95, 0 on speeds as expected; `met` says whether the deadline holds with it.
     """
-    desk = _Desk(work, options, held, target, ramp)
+    desk = _Desk(work, options, held, target, ramp, caution)
     if work.tokens <= 0 or desk.most < 1:
         return _idle(work, target)
     earliest = desk.earliest()
     if earliest is None:
         return Plan(None, 0, False, None, (), (), "no offer that can do the work is to be had and nothing is held")
     chosen = desk.choose(earliest)
-    within = target.deadline is None or (chosen is not None and chosen[1].finish.p95 <= target.deadline + 1e-6)
+    deadline = (ENDLESS if target.deadline is None else target.deadline) + 1e-6
+    met = chosen is not None and chosen.finish <= deadline
+    within = target.deadline is None or (chosen is not None and chosen.candidate.finish.p95 <= deadline)
     curve = desk.curve(earliest) if detail else ()
-    others = desk.others(chosen[1]) if detail and chosen else ()
+    others = desk.others(chosen.candidate) if detail and chosen else ()
     return Plan(
-        chosen=chosen[1] if chosen else None,
-        instances=chosen[1].instances if chosen else 0,
+        chosen=chosen.candidate if chosen else None,
+        instances=chosen.candidate.instances if chosen else 0,
         feasible=chosen is not None and within,
-        earliest=earliest,
+        earliest=earliest.candidate,
         next_best=others,
         curve=curve,
-        reason=_explain(chosen[1] if chosen else None, within, earliest, target),
-        keep=chosen[2] if chosen else (),
+        reason=_explain(chosen.candidate if chosen else None, within, earliest.candidate, target),
+        keep=chosen.keep if chosen else (),
+        met=met,
     )
 
 
@@ -182,19 +190,33 @@ def _idle(work: Work, target: Target) -> Plan:
     return Plan(None, 0, False, None, (), (), f"no instance may work: {limit}")
 
 
-Found = tuple[float, Candidate, tuple[str, ...]]  # value in US dollars, the candidate, names of the held ones in it
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A candidate, its cost in US dollars, the held instances in it, and the finish that can be counted on."""
+
+    usd: float
+    candidate: Candidate
+    keep: tuple[str, ...]
+    finish: float
 
 
 class _Desk:
     """What one call of make_plan works with."""
 
     def __init__(
-        self, work: Work, options: Sequence[Option], held: Sequence[Held], target: Target, ramp: float
+        self,
+        work: Work,
+        options: Sequence[Option],
+        held: Sequence[Held],
+        target: Target,
+        ramp: float,
+        caution: float,
     ) -> None:
         self.work = work
         self.target = target
         self.most = max(0, min(target.max_instances, work.units))
         self.ramp = ramp
+        self.caution = caution
         self.groups = self._held(held) + [
             self._group(one, self.most if one.capacity is None else one.capacity, one.boot_seconds, ())
             for one in options
@@ -212,11 +234,12 @@ class _Desk:
         speed = option.tokens_per_second / (1 + loss)
         usd_per_second = option.usd_per_hour / HOUR
         paid = usd_per_second * (1 + loss) / option.tokens_per_second if option.tokens_per_second > 0 else 0.0
-        slow = speed * math.exp(-P95 * math.hypot(option.spread, self.work.spread))
+        doubt = P95 * math.hypot(option.spread, self.work.spread)
+        slow, counted = speed * math.exp(-doubt), speed * math.exp(-self.caution * doubt)
         until = self.ramp if option.spot else 0.0
-        return _Group(option, count, wait, until, names, speed, slow, paid, usd_per_second * wait)
+        return _Group(option, count, wait, until, names, speed, slow, counted, paid, usd_per_second * wait)
 
-    def choose(self, earliest: Candidate) -> Found | None:
+    def choose(self, earliest: _Found) -> _Found | None:
         """What is to be done, or None when the budget allows nothing."""
         deadline = ENDLESS if self.target.deadline is None else self.target.deadline
         if self.target.objective == "cheapest":
@@ -229,7 +252,7 @@ class _Desk:
                 return found
         return self._soonest(earliest)
 
-    def at(self, seconds: float) -> Found | None:
+    def at(self, seconds: float) -> _Found | None:
         """The least cost of a finish within so many seconds."""
         quantum = self.work.tokens / QUANTA
         kinds = [
@@ -242,26 +265,26 @@ class _Desk:
             for group in self.groups
         ]
         found = cheapest_cover(kinds, self.most)
-        return None if found is None else self._found(found[1], seconds, found[0])
+        return None if found is None else self._found(found[1], found[0])
 
-    def _affordable(self, found: Found) -> bool:
-        return self.target.budget_usd is None or found[0] <= self.target.budget_usd
+    def _affordable(self, found: _Found) -> bool:
+        return self.target.budget_usd is None or found.usd <= self.target.budget_usd
 
-    def _efficient(self, earliest: Candidate, deadline: float) -> Found | None:
-        best: tuple[float, Found] | None = None
-        for seconds in _grid(earliest.finish.p95, min(deadline, 40 * earliest.finish.p95 + 10 * HOUR)):
+    def _efficient(self, earliest: _Found, deadline: float) -> _Found | None:
+        best: tuple[float, _Found] | None = None
+        for seconds in _grid(earliest.finish, min(deadline, 40 * earliest.finish + 10 * HOUR)):
             found = self.at(seconds)
             if found is not None and self._affordable(found):
-                value = found[0] * found[1].finish.p50
+                value = found.usd * found.candidate.finish.p50
                 if best is None or value < best[0]:
                     best = value, found
         return best[1] if best else None
 
-    def _soonest(self, earliest: Candidate) -> Found | None:
+    def _soonest(self, earliest: _Found) -> _Found | None:
         """The earliest finish that the budget allows, or nearly so. All finish times of the grid are looked at from the
         first that it pays for (bisection, because cost falls as time grows) to where more time saves nothing."""
-        soon = NEARLY * earliest.finish.p95
-        first = self.at(soon) or self._of(earliest)
+        soon = NEARLY * earliest.finish
+        first = self.at(soon) or earliest
         if self._affordable(first):
             return first
         low = max(0, math.ceil(math.log(max(FIRST, soon) / FIRST, GRID)))
@@ -275,34 +298,35 @@ class _Desk:
             low, high = (low, middle) if found is not None and self._affordable(found) else (middle + 1, high)
         best = self.at(FIRST * GRID**low) or least
         for found in self._later(low + 1, least):
-            if found[1].finish.p95 < best[1].finish.p95:
+            if found.finish < best.finish:
                 best = found
         return best
 
-    def _later(self, step: int, least: Found) -> Iterator[Found]:
+    def _later(self, step: int, least: _Found) -> Iterator[_Found]:
         """What is chosen for each finish time of the grid, up to the least cost of all."""
         while (found := self.at(FIRST * GRID**step)) is not None:
             yield found
-            if found[0] <= least[0] * (1 + 1e-9):
+            if found.usd <= least.usd * (1 + 1e-9):
                 return
             step += 1
 
-    def earliest(self) -> Candidate | None:
-        """The fleet with the earliest P95 finish: Newton's method on the most work that can be done by a time.
+    def earliest(self) -> _Found | None:
+        """The fleet with the earliest finish that can be counted on.
 
-        That function is convex and piecewise linear in time, so from above the method ends at the root.
+        Newton's method on the most work that can be done by a time: that function is convex and piecewise linear in
+        time, so from above the method ends at the root.
         """
         if not self.groups:
             return None
         counts = self._fastest(ENDLESS)
-        finish = self._finish(counts, slow=True)
+        finish = self._finish(counts, 1)
         for _ in range(100):
             counts = self._fastest(finish)
-            sooner = self._finish(counts, slow=True)
+            sooner = self._finish(counts, 1)
             if not sooner < finish * (1 - 1e-9):
                 break
             finish = sooner
-        return self._candidate(counts, self._filled(counts, finish)) if finish < math.inf else None
+        return self._found(counts, self._filled(counts, finish)) if finish < math.inf else None
 
     def _fastest(self, seconds: float) -> list[int]:
         counts, left = [0] * len(self.groups), self.most
@@ -312,15 +336,10 @@ class _Desk:
                 left -= counts[i]
         return counts
 
-    def _of(self, candidate: Candidate) -> Found:
-        counts = self._fastest(candidate.finish.p95 * (1 + 1e-9))
-        names = tuple(name for group, number in zip(self.groups, counts, strict=True) for name in group.held[:number])
-        return candidate.usd.p50, candidate, names
-
-    def _finish(self, counts: Sequence[int], *, slow: bool) -> float:
-        """Seconds until all work is done when all of them work to the end."""
+    def _finish(self, counts: Sequence[int], how: int) -> float:
+        """Seconds until all work is done when all of them work to the end; speeds 0: expected, 1: counted, 2: P95."""
         used = sorted(
-            (group.wait + group.until, number * (group.slow if slow else group.speed))
+            (group.wait + group.until, number * (group.speed, group.counted, group.slow)[how])
             for group, number in zip(self.groups, counts, strict=True)
             if number
         )
@@ -343,9 +362,9 @@ class _Desk:
             usd += tokens * group.usd_per_token
         return usd + left * max((group.usd_per_token for group, _ in used), default=0.0)
 
-    def _found(self, counts: Sequence[int], seconds: float, usd: float) -> Found:
+    def _found(self, counts: Sequence[int], usd: float) -> _Found:
         names = tuple(name for group, number in zip(self.groups, counts, strict=True) for name in group.held[:number])
-        return usd, self._candidate(counts, usd), names
+        return _Found(usd, self._candidate(counts, usd), names, self._finish(counts, 1))
 
     def _candidate(self, counts: Sequence[int], usd: float) -> Candidate:
         used = [(group, number) for group, number in zip(self.groups, counts, strict=True) if number]
@@ -353,18 +372,18 @@ class _Desk:
         for group, number in used:
             merged[group.option] = merged.get(group.option, 0) + number
         worst = max((group.speed / group.slow for group, _ in used), default=1.0)
-        finish = Interval(self._finish(counts, slow=False), self._finish(counts, slow=True))
+        finish = Interval(self._finish(counts, 0), self._finish(counts, 2))
         fleet = sorted(merged.items(), key=lambda pair: pair[0].usd_per_hour / pair[0].tokens_per_second)
         return Candidate(tuple(fleet), finish, Interval(usd, usd * worst))
 
-    def curve(self, earliest: Candidate, points: int = 12) -> tuple[Candidate, ...]:
+    def curve(self, earliest: _Found, points: int = 12) -> tuple[Candidate, ...]:
         """Pareto points from the earliest finish to where more time saves nothing."""
-        found, least = [earliest], self.at(ENDLESS)
-        last = max(earliest.finish.p95, least[1].finish.p95 if least else 0.0) * 1.0001
+        found, least = [earliest.candidate], self.at(ENDLESS)
+        last = max(earliest.finish, least.finish if least else 0.0) * 1.0001
         for step in range(1, points):
-            one = self.at(earliest.finish.p95 * (last / earliest.finish.p95) ** (step / (points - 1)))
-            if one is not None and one[1].usd.p50 < found[-1].usd.p50 * (1 - 1e-6):
-                found.append(one[1])
+            one = self.at(earliest.finish * (last / earliest.finish) ** (step / (points - 1)))
+            if one is not None and one.usd < found[-1].usd.p50 * (1 - 1e-6):
+                found.append(one.candidate)
         return tuple(found)
 
     def others(self, chosen: Candidate) -> tuple[Candidate, ...]:
@@ -378,8 +397,8 @@ class _Desk:
             if names and self.groups:
                 earliest = self.earliest()
                 other = self.choose(earliest) if earliest else None
-                if other is not None and other[1] not in (chosen, *found):
-                    found.append(other[1])
+                if other is not None and other.candidate not in (chosen, *found):
+                    found.append(other.candidate)
         self.groups = kept
         return tuple(sorted(found, key=lambda one: one.usd.p50)[:3])
 
