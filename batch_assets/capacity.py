@@ -17,7 +17,7 @@ import dagster as dg
 from batch_assets.assets import set_pool
 from batch_assets.capacity_report import Report, alerts_of, check_event, done_event, figures, observation
 from batch_assets.open_work import OpenWork, WorkWatcher
-from batch_assets.planning import Surroundings, ask
+from batch_assets.planning import Markets, Surroundings, ask
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.spec_errors import SpecError
@@ -49,6 +49,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
     """One sensor for all datasets: those with the earliest deadline are served first. `datasets` is asked each time."""
     watchers: dict[str, tuple[GeneratedDatasetSpec, WorkWatcher]] = {}
     known: dict[str, Datasets] = {}
+    markets = Markets()
 
     def watcher(spec: GeneratedDatasetSpec, folder: Path, store: BatchStore) -> WorkWatcher:
         if spec.name not in watchers or watchers[spec.name][0] != spec:
@@ -81,7 +82,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                     events += _finish(context, book, target, watching.missing)
                     ended.append(target)
             if questions or ended:
-                around = Surroundings.look(fleet, book)
+                around = Surroundings.look(fleet, book, markets)
                 reports = answer(context.instance, book, around, questions)
                 events += [event for report in reports for event in report.events]
                 said += [f"{report.dataset}: {report.reason}" for report in reports]
@@ -169,7 +170,14 @@ def _answer(book: FleetBook, around: Surroundings, question: Open, share: int, t
     )
     memory = Memory.from_json(target.memory.get("controller", {}))
     command, memory, plan = decide(
-        asked.work, asked.options, asked.held, wanted, memory, target.age, measured=asked.measured
+        asked.work,
+        asked.options,
+        asked.held,
+        wanted,
+        memory,
+        target.age,
+        measured=asked.measured,
+        pilots=spec.pilots,
     )
     command = _with_standing(command, around, question, wanted, rents=bool(asked.options or asked.held))
     report = Report(spec.name, found, target, command, plan, asked.held, wanted, spend, book.now(), rows_total)

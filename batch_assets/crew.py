@@ -19,6 +19,7 @@ from gpu_runner.engine import EngineLost, EngineRefused
 from gpu_runner.fleet import BookError, RunEnded
 from gpu_runner.heart import Heart
 from resources.fleet import EngineStartError, FleetConfigError, LeasedEngine, Requirement
+from resources.leased import Look
 from resources.moving import Decision
 from resources.renting import NoneStart, NotRented, Renter
 
@@ -30,6 +31,7 @@ FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes a
 FAILED_STARTS = 3
 LOOK_SECONDS = 1.0
 FAILED_MOVE_SECONDS = 15.0
+LONGEST_DRAIN = 300.0
 
 Result = TypeVar("Result")
 
@@ -135,7 +137,7 @@ class Shift:
     leaving: str = ""
     retire: bool = False
     handing_on: Errand[bool] | None = None
-    looking: Errand[tuple[float | None, bool]] | None = None
+    looking: Errand[Look] | None = None
     look_at: float = 0.0
     succeeded: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -163,6 +165,7 @@ class Crew:
         self.leased, self.given_back = leased, given_back
         self.shifts: list[Shift] = []
         self.hire: Hire | None = None
+        heart.drain_seconds = self._drain_seconds
         self._before = run.progress()
         self._fruitless = self._unused = self._failed_starts = self._failed_asks = 0
         self._rest_until = self._scout_at = self._replace_at = 0.0
@@ -297,7 +300,8 @@ class Crew:
 
     def _stay(self, shift: Shift, hire: Hire) -> None:
         """What was to replace an engine could not be had."""
-        self.warn(f"stays on {shift.leased.name}: {hire.error or 'the move was given up'}")
+        if not shift.retire:
+            self.warn(f"stays on {shift.leased.name}: {hire.error or 'the move was given up'}")
         self._replace_at = self._scout_at = time.monotonic() + FAILED_MOVE_SECONDS
         if hire.decision is not None and not shift.retire:
             shift.leaving = ""
@@ -327,7 +331,7 @@ class Crew:
     # moving
 
     def _look(self, shift: Shift) -> None:
-        """Once a second: was notice given, has another run taken over?"""
+        """Once a second: was notice given, is it to end, has another run taken over?"""
         now = time.monotonic()
         if shift.leased.offer is None:
             return
@@ -341,19 +345,29 @@ class Crew:
         looked, shift.looking = shift.looking, None
         if looked.result is None:
             return
-        left, succeeded = looked.result
-        if succeeded and not shift.succeeded:
+        seen = looked.result
+        if seen.succeeded and not shift.succeeded:
             shift.succeeded = True
             self.loop.call(lambda: shift.leased.spending.succeed(time.monotonic()))
-        if left is not None and not shift.stop.is_set():
-            self._heed(shift, left)
+        if shift.stop.is_set():
+            return
+        if seen.leave:
+            shift.leaving = seen.leave
+            self.warn(f"leaves {shift.leased.name}: {seen.leave}")
+            self._leave(shift)
+        elif seen.notice_seconds is not None:
+            self._heed(shift, seen.notice_seconds)
+
+    def _drain_seconds(self) -> float:
+        """How long the rows in flight take to be answered, nearly all of them."""
+        return min(LONGEST_DRAIN, 2 + 3 * self.run.progress().mean_seconds)
 
     def _heed(self, shift: Shift, left: float) -> None:
         """The instance is taken away in so many seconds: another one is asked for, and this one drained in time."""
         if not shift.leaving:
             shift.leaving = f"it will be taken away in {left:.0f} s"
             self.warn(f"{shift.leased.name}: {shift.leaving}")
-        if left <= 2 + 3 * self.run.progress().mean_seconds:
+        if left <= self._drain_seconds():
             self._leave(shift)
         if self.hire is None and time.monotonic() >= self._replace_at and not self.run.progress().last_rows:
             self.hire = Hire(

@@ -25,6 +25,21 @@ from resources.market import Market, Stock
 from resources.options import held, options
 
 
+class Markets:
+    """The market of a fleet.yaml while the file says the same: it remembers what a silent provider offered."""
+
+    def __init__(self) -> None:
+        self._known: tuple[FleetConfig, Market, Mapping[str, float]] | None = None
+
+    def of(self, fleet: GpuFleet, config: FleetConfig) -> tuple[Market, Mapping[str, float]]:
+        """The market, and simulated seconds per real second of each provider. Raises PricingError."""
+        if self._known is None or self._known[0] != config:
+            providers = fleet.providers(config)
+            clocks = {name: one.clock for name, one in providers.items()}
+            self._known = config, fleet.market(config, providers), clocks
+        return self._known[1], self._known[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What all datasets share at one moment."""
@@ -37,18 +52,11 @@ class Surroundings:
     measurements: Sequence[Measurement]
 
     @classmethod
-    def look(cls, fleet: GpuFleet, book: FleetBook) -> Surroundings:
-        """As they are now. Raises FleetConfigError and PricingError."""
+    def look(cls, fleet: GpuFleet, book: FleetBook, markets: Markets | None = None) -> Surroundings:
+        """As they are now. `markets` remembers what providers offered. Raises FleetConfigError and PricingError."""
         config = fleet.config()
-        providers = fleet.providers(config)
-        return cls(
-            config,
-            fleet.market(config, providers),
-            {name: one.clock for name, one in providers.items()},
-            book.fleet(),
-            book.offer_failures(MEMORY.horizon),
-            book.measurements(),
-        )
+        market, clocks = (markets or Markets()).of(fleet, config)
+        return cls(config, market, clocks, book.fleet(), book.offer_failures(MEMORY.horizon), book.measurements())
 
     def of(self, dataset: str) -> list[Instance]:
         """Instances that work or boot for the dataset and are to stay."""
@@ -105,6 +113,10 @@ def ask(
     mine = held(instances, around.ranking(spec, workload, "cheapest", own), around.failures)
     basis = {one.offer.hardware: one.speed.basis for one in ranking.ranked}
     there = options(ranking, around.clocks, around.failures)
+    accepted = spec.hardware.accept()
+    if silent := tuple(one for one in around.market.stock().silent if not accepted.reasons(one)):
+        missed = around.ranking(spec, workload, target.objective, Stock(silent, (), ()))
+        there += options(missed, around.clocks, around.failures)
     return Question(
         Work(
             tokens=workload.tokens,

@@ -234,6 +234,12 @@ class GeneratedDatasetSpec(Strict):
     max_instances: int | None = Field(
         default=None, ge=1, le=999, description="Most instances at once. Default: what the fleet may have."
     )
+    pilots: int = Field(
+        default=1,
+        ge=1,
+        le=3,
+        description="On how many of the cheapest kinds of instances speeds may be measured before the fleet grows.",
+    )
     schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
     tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")

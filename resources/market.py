@@ -38,12 +38,14 @@ T = TypeVar("T")
 class Stock:
     """What is there now: offers that can be rented, at believable prices; all others with their reasons.
 
-    `problems`: providers and price sources that did not answer.
+    `problems`: providers and price sources that did not answer. `silent`: what those providers offered when they last
+    did, each at the worst price that anybody lists for its GPU: what a plan may reckon with.
     """
 
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...]
     problems: tuple[str, ...]
+    silent: tuple[Offer, ...] = ()
 
 
 class Market:
@@ -114,7 +116,9 @@ class Market:
         refused = [replace(one, reasons=(*_no_provider(one.offer, configured, mine), *one.reasons)) for one in doubted]
         refused += [Refusal(offer, _no_provider(offer, configured, mine)) for offer in believed if offer not in mine]
         refused.sort(key=lambda one: one.offer not in mine)
-        return Stock(tuple(one for one in believed if one in mine), (*silent, *refused), tuple(problems))
+        worst = _worst_prices([*believed, *(one.offer for one in silent)])
+        missed = tuple(replace(one.offer, price_per_hour=worst[one.offer.hardware]) for one in silent)
+        return Stock(tuple(one for one in believed if one in mine), (*silent, *refused), tuple(problems), missed)
 
     def model(self, name: str, declared: DeclaredModel | None = None) -> KnownModel:
         """What is known of a model. The hub is asked only where a real provider is configured."""
@@ -198,6 +202,14 @@ class Market:
 def mix_of(task: Task, mix: LengthMix) -> LengthMix:
     """The mix as the task has it: an embedding has no completion."""
     return LengthMix(max(1.0, mix.prompt_tokens), 0.0) if task == "embedding" else mix
+
+
+def _worst_prices(offers: Iterable[Offer]) -> dict[tuple[str, int, int], float]:
+    """The highest price per hour of each kind of hardware."""
+    worst: dict[tuple[str, int, int], float] = {}
+    for offer in offers:
+        worst[offer.hardware] = max(worst.get(offer.hardware, 0.0), offer.price_per_hour)
+    return worst
 
 
 def _no_provider(offer: Offer, configured: Collection[str], mine: Collection[Offer]) -> tuple[str, ...]:
