@@ -22,7 +22,7 @@ from gpu_runner.workload import Workload
 from resources.fleet import FleetConfig, GpuFleet
 from resources.leased import instance_offer
 from resources.market import Market, Stock
-from resources.options import held, options
+from resources.options import beliefs, held, options
 
 
 class Markets:
@@ -64,16 +64,25 @@ class Surroundings:
         return [one for one in mine if one.state in ("intent", "booting", "ready") and not one.retiring]
 
     def ranking(
-        self, spec: GeneratedDatasetSpec, work: Workload, objective: Objective, stock: Stock | None = None
+        self,
+        spec: GeneratedDatasetSpec,
+        work: Workload,
+        objective: Objective,
+        stock: Stock | None = None,
+        *,
+        measured: bool = True,
     ) -> Ranking:
-        """What can be rented for the work. `stock`: these offers instead, whatever is wanted of hardware now."""
+        """What can be rented for the work. `stock`: these offers instead, whatever is wanted of hardware now.
+
+        `measured` False: with estimated speeds only.
+        """
         return self.market.ranking(
             spec.model,
             spec.task,
             work.mix,
             work.tokens,
             objective=objective,
-            measurements=self.measurements,
+            measurements=self.measurements if measured else (),
             longest=work.longest,
             max_model_len=spec.hardware.max_model_len,
             declared=spec.hardware.declared(spec.model),
@@ -109,14 +118,17 @@ def ask(
     """Put the question. `taken`: instances by offer that other datasets are about to rent."""
     ranking = around.ranking(spec, workload, target.objective)
     instances = around.of(spec.name)
-    own = Stock(tuple(replace(instance_offer(one)) for one in instances), (), ())
-    mine = held(instances, around.ranking(spec, workload, "cheapest", own), around.failures)
-    basis = {one.offer.hardware: one.speed.basis for one in ranking.ranked}
-    there = options(ranking, around.clocks, around.failures)
+    # Also of what is held and of what is not offered any more, whatever is wanted of hardware now.
+    stock = around.market.stock()
+    known = Stock((*stock.offers, *stock.silent, *(instance_offer(one) for one in instances)), (), ())
+    speeds = around.ranking(spec, workload, target.objective, known)
+    believed = beliefs(speeds, around.ranking(spec, workload, target.objective, known, measured=False))
+    basis = {one.offer.hardware: one.speed.basis for one in speeds.ranked}
+    there = options(ranking, around.clocks, around.failures, believed)
     accepted = spec.hardware.accept()
-    if silent := tuple(one for one in around.market.stock().silent if not accepted.reasons(one)):
+    if silent := tuple(one for one in stock.silent if not accepted.reasons(one)):
         missed = around.ranking(spec, workload, target.objective, Stock(silent, (), ()))
-        there += options(missed, around.clocks, around.failures)
+        there += options(missed, around.clocks, around.failures, believed)
     return Question(
         Work(
             tokens=workload.tokens,
@@ -126,7 +138,7 @@ def ask(
             spread=spread,
         ),
         tuple(_less(one, (taken or {}).get(one.name, 0)) for one in there),
-        tuple(mine),
+        tuple(held(instances, around.failures, believed)),
         target,
         any(basis.get(instance_offer(one).hardware) == "measured" for one in instances),
         ranking,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from gpu_runner.beliefs import Belief, Machine, sharpen
 from gpu_runner.choice import LOST, MEMORY, OfferFailure
 from gpu_runner.fleet import Instance
 from gpu_runner.offers import HOUR, Offer, Ranking
@@ -19,7 +20,31 @@ SPREAD: Mapping[Basis, float] = {"measured": 0.05, "scaled": 0.2, "estimate": 0.
 UNSTATED_INTERRUPTIONS = 0.05  # per hour, of a spot offer that claims to be as reliable as any
 
 
-def options(ranking: Ranking, clocks: Mapping[str, float], failures: Iterable[OfferFailure]) -> list[Option]:
+Beliefs = Mapping[Machine, Belief]
+
+
+def beliefs(known: Ranking, estimates: Ranking) -> Beliefs:
+    """How fast each kind of hardware is, and how sure that is. What was measured corrects what was only estimated.
+
+    `known`: offers with the best known speeds; `estimates`: the same without any measurement.
+    """
+    found = {Machine(*one.offer.hardware): _belief(one.speed) for one in reversed(estimates.ranked)}
+    measured: dict[Machine, float] = {}
+    for one in reversed(known.ranked):
+        if one.speed.basis == "measured":
+            measured[Machine(*one.offer.hardware)] = one.speed.tokens_per_second
+        if one.speed.basis == "scaled" or Machine(*one.offer.hardware) not in found:
+            found[Machine(*one.offer.hardware)] = _belief(one.speed)
+    return sharpen(found, measured)
+
+
+def _belief(speed: Speed) -> Belief:
+    return Belief(speed.tokens_per_second, SPREAD[speed.basis])
+
+
+def options(
+    ranking: Ranking, clocks: Mapping[str, float], failures: Iterable[OfferFailure], believed: Beliefs
+) -> list[Option]:
     """What can be rented now. `clocks`: simulated seconds per real second of each provider.
 
     An offer that failed a moment ago and is left alone for now has no capacity.
@@ -29,28 +54,25 @@ def options(ranking: Ranking, clocks: Mapping[str, float], failures: Iterable[Of
     for one in ranking.ranked:
         clock = clocks.get(one.offer.provider, 1.0)
         paused = MEMORY.pause(one.offer, failures) is not None
-        found.append(_option(one.offer, one.speed, clock, failures, 0 if paused else one.offer.capacity))
+        speed = believed.get(Machine(*one.offer.hardware), _belief(one.speed))
+        found.append(_option(one.offer, speed, clock, failures, 0 if paused else one.offer.capacity))
     return found
 
 
-def held(instances: Iterable[Instance], own: Ranking, failures: Iterable[OfferFailure]) -> list[Held]:
-    """Instances as the planner counts them. `own` ranks the very offers they were rented as, with their speeds.
-
-    One that cannot be ranked (nothing is known of its speed any more) is left out.
-    """
+def held(instances: Iterable[Instance], failures: Iterable[OfferFailure], believed: Beliefs) -> list[Held]:
+    """Instances as the planner counts them. One of whose speed nothing is believed is left out."""
     failures = list(failures)
-    speeds = {one.offer.hardware: one.speed for one in own.ranked}
     found: list[Held] = []
     for instance in instances:
         offer = replace(instance_offer(instance), boot_seconds=instance.boot_seconds)
-        if (speed := speeds.get(offer.hardware)) is not None:
+        if (speed := believed.get(Machine(*offer.hardware))) is not None:
             option = _option(offer, speed, instance.clock, failures, None)
             left = max(1.0, option.boot_seconds - instance.age)
             found.append(Held(instance.name, option, 0.0 if instance.state == "ready" else left))
     return found
 
 
-def _option(offer: Offer, speed: Speed, clock: float, failures: list[OfferFailure], capacity: int | None) -> Option:
+def _option(offer: Offer, speed: Belief, clock: float, failures: list[OfferFailure], capacity: int | None) -> Option:
     return Option(
         name=offer.name,
         usd_per_hour=offer.price_per_hour * clock,
@@ -59,7 +81,7 @@ def _option(offer: Offer, speed: Speed, clock: float, failures: list[OfferFailur
         capacity=capacity,
         spot=offer.spot,
         interruptions_per_hour=_interruptions(offer, clock, failures) if offer.spot else 0.0,
-        spread=SPREAD[speed.basis],
+        spread=speed.spread,
     )
 
 
