@@ -76,6 +76,19 @@ class LeasedEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """What a leased instance's row says to its holder.
+
+    `notice_seconds`: until it is taken away, if its provider gave notice. `succeeded`: another run has it now.
+    `leave`: why it is to end, and the holder to leave it; "": it stays.
+    """
+
+    notice_seconds: float | None = None
+    succeeded: bool = False
+    leave: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StandingEngine:
     """An engine of fleet.yaml that answers, and how it is let go."""
 

@@ -6,7 +6,7 @@ next run; but the run itself must last for some boots, or it would pay for a mac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpu_runner.choice import MEMORY, OfferFailure, Pace, choose, consider_move
@@ -48,11 +48,13 @@ def find_move(
     estimates: Ranking,
     warm: Iterable[Offer],
     failures: Sequence[OfferFailure],
+    among: Container[str] | None = None,
 ) -> Decision | None:
     """The move that saves most by the break-even rule, or None.
 
     `ranking`: what can be rented, with the best known speeds; `estimates`: the same without any measurement, which
     tells how far off the estimate of our own hardware was; `warm`: instances that stand ready, offers without a boot.
+    `among`: names of the offers that may be moved to; None: any.
     """
     old = present.offer
     known = {one.offer.hardware: one.speed for one in reversed(ranking.ranked)}
@@ -65,6 +67,8 @@ def find_move(
     best: Decision | None = None
     for offer in [*warm, *(one.offer for one in choose(ranking, failures))]:
         there = known.get(offer.hardware)
+        if among is not None and offer.name not in among:
+            continue
         if there is None or MEMORY.penalty(offer, failures) > TRUSTED_PENALTY:
             continue
         if offer.hardware == old.hardware:

@@ -7,30 +7,31 @@ second and may raise to give up, and then nothing is held any more.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_runner.choice import LOST, MEMORY, NO_CAPACITY, OfferFailure, choose, explain
-from gpu_runner.fleet import FleetBook, Instance, Lease
+from gpu_runner.choice import LOST, MEMORY, OfferFailure, choose, explain
+from gpu_runner.fleet import BudgetReached, FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
-from gpu_runner.model_facts import Placement
-from gpu_runner.offers import HOUR, Offer, Ranking
-from gpu_runner.providers.base import EngineOrder, NoCapacity, Provider, ProviderError, ProviderUnclear
+from gpu_runner.offers import Ranking
+from gpu_runner.providers.base import Provider
 from gpu_runner.providers.local import EngineStartError, answers, served_length
 from gpu_runner.speed import Measurement
-from gpu_runner.spend import Spending
 from gpu_runner.workload import Workload
 from resources.fleet_config import EngineConfig, FleetConfig
-from resources.leased import WARM, LeasedEngine, Requirement, StandingEngine, instance_offer
+from resources.leased import WARM, LeasedEngine, Look, Requirement, StandingEngine, instance_offer
 from resources.market import Market
 from resources.moving import Decision, Present, find_move
+from resources.ordering import NotRented, Orders, Pause, Say
+from resources.preference import Allowance, prefer
+
+__all__ = ["NoneStart", "NotRented", "Pause", "Renter", "Say"]
 
 WAIT_SECONDS = 0.2
+BUDGET_WAITS = 10  # a budget is raised by people, and each refusal holds the fleet's lock
 FAILED_STARTS = 3
 HEALTH_TRIES = 3
 UNKNOWN_SLOTS = 256
@@ -38,20 +39,9 @@ MEASURE_SECONDS = 10.0
 # Rows per slot before an instance's own speed is believed: those in flight count in its time and not in its rows.
 MEASURED_SLOTS = 8
 
-Pause = Callable[[float], None]
-Say = Callable[[str], None]
-
 
 class NoneStart(EngineStartError):
     """Several instances in a row did not come up: it is not for want of trying."""
-
-
-class NotRented(Exception):
-    """This one offer could not be had: says why. `started`: it was had, and its engine did not come up."""
-
-    def __init__(self, message: str, *, started: bool = False) -> None:
-        super().__init__(message)
-        self.started = started
 
 
 class Renter:
@@ -68,7 +58,7 @@ class Renter:
     ) -> None:
         self.config, self.providers, self.market, self.book, self.heart = config, providers, market, book, heart
         self._start = start
-        self._market_guard = threading.Lock()
+        self._orders = Orders(config, providers, market, book, heart)
         self._measured: Sequence[Measurement] | None = None
         self._measure_at = 0.0
 
@@ -88,11 +78,14 @@ class Renter:
                 say(text)
 
         while True:
-            limit = max(1, self.book.instances(need.dataset))
+            allowed = self._allowance(need)
             try:
-                found, waits_for = self._standing(need, limit, note, pause)
-                if found is None and self.providers and not need.endpoint:
-                    found, waits_for = self._rented(need, limit, note, pause, replaces)
+                if allowed.instances < 1:
+                    found, waits_for = None, f"waiting: {allowed.why_none()}"
+                else:
+                    found, waits_for = self._standing(need, allowed.instances, note, pause)
+                    if found is None and self.providers and not need.endpoint:
+                        found, waits_for = self._rented(need, allowed, note, pause, replaces)
             except NotRented as error:
                 failed += error.started
                 note(str(error))
@@ -100,11 +93,21 @@ class Renter:
                     raise NoneStart(f"{failed} instances in a row did not start; the last: {error}") from None
                 pause(WAIT_SECONDS)
                 continue
+            except BudgetReached as error:
+                note(f"waiting: paused: {error}")
+                for _ in range(BUDGET_WAITS):
+                    pause(WAIT_SECONDS)
+                continue
             if found is not None:
                 note(f"on {found.name}")
                 return found
             note(waits_for)
             pause(WAIT_SECONDS)
+
+    def _allowance(self, need: Requirement) -> Allowance:
+        """What the dataset may lease now."""
+        target = self.book.target(need.dataset)
+        return Allowance() if target is None else Allowance(target.instances, target.offers, target.pause)
 
     def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
         """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once.
@@ -120,20 +123,22 @@ class Renter:
             # A lease that is not ours any more was ended by the reaper, which saw the loss first and remembers it.
             if self.book.release(leased.lease, spent, reason=reason, retire=True) and lost:
                 self.book.offer_failed(leased.offer.provider, leased.offer.name, LOST)
-            self._end(leased.name, reason)
+            self._orders.end(leased.name, reason)
         else:
             self.book.release(leased.lease, spent, reason=reason)
+            self._orders.end(leased.name, reason)  # if it was to end with this lease
 
     def hand_on(self, leased: LeasedEngine) -> bool:
         """Only the last rows are with the engine: the next run may have it beside them. True once that is said."""
         return leased.own or self.book.drain(leased.lease)
 
-    def look(self, leased: LeasedEngine) -> tuple[float | None, bool]:
-        """Seconds until the instance is taken away, if its provider gave notice; and whether another run has it now."""
+    def look(self, leased: LeasedEngine) -> Look:
+        """What is to happen to the instance."""
         instance = self.book.instance(leased.name)
         if instance is None:
-            return None, False
-        return instance.notice_seconds, instance.epoch > leased.epoch
+            return Look()
+        leave = (instance.reason or "it is to end") if instance.retiring else ""
+        return Look(instance.notice_seconds, instance.epoch > leased.epoch, leave)
 
     # engines that stand in fleet.yaml
 
@@ -175,26 +180,33 @@ class Renter:
     # instances
 
     def _rented(
-        self, need: Requirement, limit: int, note: Say, pause: Pause, replaces: LeasedEngine | None
+        self, need: Requirement, allowed: Allowance, note: Say, pause: Pause, replaces: LeasedEngine | None
     ) -> tuple[LeasedEngine | None, str]:
+        limit = allowed.instances
         old = None if replaces is None else replaces.lease
         if warm := self._warm(need, limit, old):
             return warm, ""
         if self.book.leases_of(need.dataset) - (old is not None) >= limit:
             return None, f"waiting: {need.dataset} already holds all instances it may lease"
         ranking, failures = self.ranking(need, need.work()), self.book.offer_failures(MEMORY.horizon)
-        order = choose(ranking, failures)
+        order = prefer(choose(ranking, failures), allowed.offers, self._held(need, old) if allowed.offers else {})
         if not order:
             return None, f"waiting: {_why_none(ranking, failures)}"
-        leased = self.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
+        leased = self._orders.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
         if leased is not None:
             leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
+            leased.why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
             leased.why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
         return leased, "waiting: the fleet holds all instances that it may have"
 
+    def _held(self, need: Requirement, without: Lease | None) -> Counter[str]:
+        """How many instances of each offer the dataset's runs hold, without those that are to end."""
+        found = [one for one in self.book.fleet() if one.lease is not None and one.lease.dataset == need.dataset]
+        return Counter(instance_offer(one).name for one in found if not one.retiring and one.lease != without)
+
     def ranking(self, need: Requirement, work: Workload, measurements: Sequence[Measurement] | None = None) -> Ranking:
         """What can be rented now for this work, best first, and everything else with its reason."""
-        with self._market_guard:
+        with self._orders.market_guard:
             return self.market.ranking(
                 need.model,
                 need.task,
@@ -217,8 +229,12 @@ class Renter:
     # moving
 
     def better(self, need: Requirement, leased: LeasedEngine, rows_left: int) -> Decision | None:
-        """A move that pays (resources/moving.py); `rows_left` are this run's."""
+        """A move that pays (resources/moving.py), to an offer that the command names if it names any.
+
+        `rows_left` are this run's.
+        """
         assert leased.offer is not None
+        allowed = self._allowance(need)
         work, spent = need.work(), leased.spending.spent()
         slots = leased.max_num_seqs or UNKNOWN_SLOTS
         speed = None
@@ -228,22 +244,26 @@ class Renter:
             leased.name,
             leased.offer,
             speed,
-            work.tokens / max(1, self.book.instances(need.dataset)),
+            work.tokens / max(1, allowed.instances),
             rows_left * work.mix.tokens,
         )
         warm = [instance_offer(one) for one in self._warm_instances(need) if one.name != leased.name]
         failures = self.book.offer_failures(MEMORY.horizon)
-        return find_move(present, self.ranking(need, work), self.ranking(need, work, ()), warm, failures)
+        ranked, estimated = self.ranking(need, work), self.ranking(need, work, ())
+        return find_move(present, ranked, estimated, warm, failures, allowed.names)
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause
     ) -> LeasedEngine:
         """Lease what the decision names, beside the engine that is to be left. Raises NotRented: then stay."""
-        limit = max(1, self.book.instances(need.dataset))
-        if decision.new.boot_seconds == 0 and decision.new.source == WARM:
-            found = self._warm(need, limit, leased.lease, decision.new.price_per_hour)
-        else:
-            found = self.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
+        limit = self._allowance(need).instances
+        try:
+            if decision.new.boot_seconds == 0 and decision.new.source == WARM:
+                found = self._warm(need, limit, leased.lease, decision.new.price_per_hour)
+            else:
+                found = self._orders.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
+        except BudgetReached as error:
+            raise NotRented(str(error)) from None
         if found is None:
             raise NotRented("the fleet holds all instances that it may have")
         found.why = decision.sentence
@@ -259,18 +279,24 @@ class Renter:
             assert instance.endpoint is not None
             asked_at = self.heart.now()
             lease = self.book.try_lease(
-                instance.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit, replaces=old
+                instance.name,
+                self.heart.run_id,
+                need.dataset,
+                self.heart.ttl,
+                limit=limit,
+                replaces=old,
+                drain_seconds=self.heart.drain_seconds(),
             )
             if lease is None:
                 continue
             self.heart.hold(lease, asked_at)
             if any(answers(instance.endpoint) for _ in range(HEALTH_TRIES)):
-                leased = self._leased(lease, instance, instance_offer(instance))
+                leased = self._orders.leased(lease, instance, instance_offer(instance))
                 leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
                 return leased
             self.heart.let_go(lease)
             self.book.give_up(lease, "its engine does not answer")
-            self._end(instance.name, "its engine does not answer")
+            self._orders.end(instance.name, "its engine does not answer")
         return None
 
     def _warm_instances(self, need: Requirement) -> list[Instance]:
@@ -287,145 +313,14 @@ class Renter:
         """
         if self.market.trusts(instance.provider) or instance.endpoint is None:
             return True
-        with self._market_guard:
+        with self._orders.market_guard:
             known = self.market.model(need.model, need.declared)
         if known.knowledge == "assumed" or (served := served_length(instance.endpoint)) is None:
             return True
-        if (placed := self._placement(need, instance_offer(instance))) is None:
+        if (placed := self._orders.placement(need, instance_offer(instance))) is None:
             return False
         longest, most = need.work().longest, placed.max_model_len or known.context
         return served >= (longest if most is None else min(longest, most))
-
-    def rent(
-        self,
-        need: Requirement,
-        offer: Offer,
-        *,
-        limit: int,
-        note: Say,
-        pause: Pause,
-        replaces: Lease | None = None,
-    ) -> LeasedEngine | None:
-        """Create an instance from this offer and wait until its engine answers. None: no more may be leased now.
-
-        The row in the book comes first: its name is the idempotency token, so a lost answer leaves nothing unknown.
-        Raises NotRented; the offer is then remembered as bad for a while.
-        """
-        heart, book = self.heart, self.book
-        provider = self.providers[offer.provider]
-        order = self._order(need, offer)  # before the intent, from which on the bill is counted
-        asked_at = heart.now()
-        lease = book.intend(
-            book.new_name(),
-            offer,
-            clock=provider.clock,
-            engine_key=need.engine_key,
-            model=need.model,
-            run_id=heart.run_id,
-            dataset=need.dataset,
-            ttl=heart.ttl,
-            limit=limit,
-            cap=self.config.max_instances,
-            replaces=replaces,
-        )
-        if lease is None:
-            return None
-        heart.hold(lease, asked_at)
-        try:
-            note(f"renting {offer.name} at {offer.price_per_hour:.2f} $/h as {lease.instance}")
-            self._create(provider, offer, order, lease)
-            machine = provider.wait_ready(lease.instance, self._boot_seconds(offer, provider), pause)
-            if machine.endpoint is None or not book.ready(lease, machine.endpoint, machine.max_num_seqs):
-                raise NotRented(f"the lease on {lease.instance} lapsed while it booted")
-        except BaseException as error:
-            heart.let_go(lease)
-            if not (isinstance(error, ProviderError) and book.refused(lease, _short(error))):
-                book.give_up(lease, _short(error))
-                self._end(lease.instance, _short(error))
-            if isinstance(error, ProviderError | ProviderUnclear | EngineStartError):
-                said = NO_CAPACITY if isinstance(error, NoCapacity) else _short(error)
-                book.offer_failed(offer.provider, offer.name, said)
-                started = isinstance(error, EngineStartError)
-                raise NotRented(f"{offer.name}: {_short(error)}", started=started) from error
-            raise
-        instance = book.instance(lease.instance)
-        assert instance is not None
-        return self._leased(lease, instance, offer)
-
-    def _create(self, provider: Provider, offer: Offer, order: EngineOrder, lease: Lease) -> None:
-        answered = True
-        try:
-            machine_id = provider.create(offer, lease.instance, order)
-        except ProviderUnclear as unclear:
-            answered = False
-            try:
-                found = [one for one in provider.list(lease.instance) if one.name == lease.instance]
-            except ProviderError:
-                raise unclear from None  # its list says no, which is no answer to the order
-            if not found or found[0].state == "ended":
-                raise
-            machine_id = found[0].id
-        if not self.book.created(lease, machine_id, just_now=answered):
-            raise NotRented(f"the lease on {lease.instance} lapsed while it was created")
-
-    def _order(self, need: Requirement, offer: Offer) -> EngineOrder:
-        """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
-        placed = self._placement(need, offer)
-        if placed is None:
-            return EngineOrder(need.model, need.task)
-        flags = () if self.market.simulates(offer.provider) else placed.arguments()
-        return EngineOrder(need.model, need.task, placed.slots, flags)
-
-    def _placement(self, need: Requirement, offer: Offer) -> Placement | None:
-        work = need.work()
-        with self._market_guard:
-            return self.market.placement(
-                offer,
-                need.model,
-                need.task,
-                work.mix,
-                longest=work.longest,
-                max_model_len=need.max_model_len,
-                declared=need.declared,
-            )
-
-    def _boot_seconds(self, offer: Offer, provider: Provider) -> float:
-        """Real seconds that a boot may take: three times what the offer says, and at least a minute."""
-        return max(60.0, 3 * offer.boot_seconds / provider.clock, self.config.start_seconds / provider.clock)
-
-    def _leased(self, lease: Lease, instance: Instance, offer: Offer) -> LeasedEngine:
-        spending = Spending(instance.price_per_hour / HOUR * instance.clock)
-        self.heart.account(lease, spending.spent)
-        assert instance.endpoint is not None
-        return LeasedEngine(
-            lease=lease,
-            endpoint=instance.endpoint,
-            api_key=None,
-            max_num_seqs=instance.max_num_seqs,
-            provider=instance.provider,
-            instance_type=instance.instance_type,
-            spot=instance.spot,
-            offer=offer,
-            clock=instance.clock,
-            spending=spending,
-        )
-
-    def _end(self, name: str, reason: str) -> None:
-        """End the machine now, if the provider answers; else the reaper does."""
-        instance = self.book.instance(name)
-        if instance is None or instance.state != "ending":
-            return
-        if (provider := self.providers.get(instance.provider)) is None:
-            return
-        with contextlib.suppress(ProviderError, ProviderUnclear):
-            provider.terminate(name)
-            seen = [one for one in provider.list(name) if one.name == name]
-            if seen and seen[0].state == "ended":
-                self.book.ended(name, seen[0].ended_seconds, reason)
-
-
-def _short(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:200]
 
 
 def _why_none(ranking: Ranking, failures: Sequence[OfferFailure]) -> str:

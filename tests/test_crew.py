@@ -19,7 +19,7 @@ from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet import BookError, Lease
 from gpu_runner.offers import Offer
 from gpu_runner.providers.local import EngineStartError
-from resources.leased import LeasedEngine, Requirement
+from resources.leased import LeasedEngine, Look, Requirement
 from resources.moving import Decision
 from resources.objects import Objects, open_objects
 from resources.renting import NotRented
@@ -34,6 +34,7 @@ class Heart:
     """A heart that somebody else stops."""
 
     run_id = "run"
+    drain_seconds: Callable[[], float]
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
@@ -52,6 +53,7 @@ class Renter:
         self.released: list[tuple[str, str, bool]] = []
         self.handed_on: list[str] = []
         self.notices: dict[str, float] = {}
+        self.retired: dict[str, str] = {}
         self.offers_better = False
         self.hold_on = self.away = False
         self.succeeded: set[str] = set()
@@ -89,10 +91,11 @@ class Renter:
         self.handed_on.append(leased.name)
         return True
 
-    def look(self, leased: LeasedEngine) -> tuple[float | None, bool]:
+    def look(self, leased: LeasedEngine) -> Look:
         if self.away:
             raise BookError
-        return self.notices.get(leased.name), leased.name in self.succeeded
+        name = leased.name
+        return Look(self.notices.get(name), name in self.succeeded, self.retired.get(name, ""))
 
 
 class Job:
@@ -210,6 +213,45 @@ def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is
         renter.hold_on = False
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
+
+
+def test_an_instance_that_is_to_end_is_drained_first_and_the_run_waits_for_the_next_one(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := Renter(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.hold_on = True
+        renter.retired["i1"] = "budget of 12.00 $ is nearly reached (11.40 $ spent)"
+        job.work(until=lambda: renter.released)
+        assert renter.released == [("i1", "budget of 12.00 $ is nearly reached (11.40 $ spent)", True)]
+        before = job.run.progress().rows_done
+        assert 20 < before < ROWS
+        job.work(until=lambda: renter.asked == 2)  # it may take long until the budget is raised
+        assert job.run.progress().rows_done == before
+        renter.hold_on = False
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+    assert "i1" not in renter.handed_on
+
+
+def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := Renter(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.hold_on = renter.offers_better = True
+        job.work(until=lambda: renter.asked == 2)
+        renter.retired["i1"] = "the fleet shrinks to 1"
+        job.work(until=lambda: renter.released)
+        renter.hold_on = False
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+    assert renter.released[0] == ("i1", "the fleet shrinks to 1", True)
+
+
+def test_the_heart_knows_how_long_the_rows_in_flight_take(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, Renter(*found)) as job:
+        assert job.heart.drain_seconds() == 2
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        mean = job.run.progress().mean_seconds
+        assert mean > 0
+        assert 2 + 2 * mean < job.heart.drain_seconds() < 2 + 6 * mean
 
 
 def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path):

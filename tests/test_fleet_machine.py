@@ -311,10 +311,16 @@ class FleetMachine(RuleBasedStateMachine):
                 if (n // 8 | n // 64) >> number % 4 & 1:
                     self._renew(handle, handle.rows, 0.0)
 
+    @initialize(n=numbers)
+    def begin(self, n: int) -> None:
+        """Every second story begins with a request that has some budget."""
+        if n % 2:
+            self.budget(300 + n % 100)
+
     @rule(n=numbers)
     def budget(self, n: int) -> None:
         """A request begins, its budget is raised or lowered, or it is over."""
-        usd = 0.0137 + n % 97 / 8
+        usd = self._spent("d", self.since) + 0.0137 + n % 97 / 25
         if n // 100 % 4 == 0:
             if self.book.end_request("d", self.request):
                 self.request, self.budget_usd, self.since = "", None, self.clock.now

@@ -22,7 +22,7 @@ from gpu_runner.speed import LengthMix
 from gpu_runner.workload import Workload
 from resources.fleet import GpuFleet, Requirement
 from resources.fleet_config import FleetConfig
-from resources.leased import LeasedEngine
+from resources.leased import LeasedEngine, Look
 from resources.market import Market
 from resources.renting import NotRented, Renter
 
@@ -45,9 +45,9 @@ class Site:
     book: FleetBook
     said: list[str] = field(default_factory=list)
 
-    def renter(self, run_id: str = "run") -> Renter:
+    def renter(self, run_id: str = "run", heart: Heart | None = None) -> Renter:
         """A run with a beating heart's book entry; its heart does not beat, the leases last long enough."""
-        heart = Heart(self.book, run_id, ttl=60)
+        heart = heart or Heart(self.book, run_id, ttl=60)
         self.book.begin_run(run_id, "d", "00000", "00009")
         providers = dict(self.cloud.providers)
         config = FleetConfig(simulated=self.cloud.config, start_seconds=600)
@@ -64,6 +64,16 @@ class Site:
             time.sleep(min(seconds, 0.05))
 
         return renter.acquire(need, say=self.said.append, pause=pause, **more)
+
+    def waits(self, renter: Renter, need: Requirement = NEED) -> str:
+        """It asks once, must wait, and says why."""
+
+        def give_up(_: float) -> None:
+            raise GaveUp
+
+        with pytest.raises(GaveUp):
+            renter.acquire(need, say=self.said.append, pause=give_up)
+        return renter.heart.note
 
     def running(self) -> list[str]:
         """Names of machines that bill."""
@@ -106,13 +116,7 @@ def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
 def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: Site):
     first, second = site.renter("one"), site.renter("two")
     leased = site.acquire(first)
-
-    def give_up(_: float) -> None:
-        raise GaveUp
-
-    with pytest.raises(GaveUp):
-        second.acquire(NEED, say=site.said.append, pause=give_up)
-    assert second.heart.note == "waiting: d already holds all instances it may lease"
+    assert site.waits(second) == "waiting: d already holds all instances it may lease"
     assert first.hand_on(leased)
     taken = site.acquire(second)
     assert (taken.name, taken.epoch) == (leased.name, leased.epoch + 1)
@@ -222,22 +226,15 @@ def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fail
 
 
 def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: Site):
-    renter = site.renter()
-
-    def give_up(_: float) -> None:
-        raise GaveUp
-
-    with pytest.raises(GaveUp):
-        renter.acquire(replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)), say=site.said.append, pause=give_up)
-    assert renter.heart.note.startswith("waiting: no suitable offer; ")
-    assert "above 0.50" in renter.heart.note
+    said = site.waits(site.renter(), replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)))
+    assert said.startswith("waiting: no suitable offer; ")
+    assert "above 0.50" in said
 
 
 def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=1500) as site:  # 2.5 s of ours
-        renter = site.renter()
         heart = Heart(site.book, "long", ttl=1.5, interval=0.2)
-        renter.heart = heart
+        renter = site.renter("long", heart)
         with heart.beating("d", "00000", "00009"):
             leased = site.acquire(renter)
             assert heart.check(leased.lease)
@@ -254,3 +251,86 @@ def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Sit
         assert heart.check(leased.lease)
     assert site.book.holder(leased.name) is None
     assert site.book.instance(leased.name).state == "ready"  # type: ignore[union-attr]
+
+
+def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: Site):
+    renter = site.renter()
+    site.book.begin_request("d", "r")
+    site.book.command("d", "r", 0)
+    assert site.waits(renter) == "waiting: capacity 0"
+    site.book.command("d", "r", 0, pause="budget of 12.00 $ reached (11.97 $ spent)")
+    assert site.waits(renter) == "waiting: paused: budget of 12.00 $ reached (11.97 $ spent)"
+    assert site.book.fleet(ended=True) == []
+    site.book.command("d", "r", 1)
+    assert site.acquire(renter).instance_type == "cheap"
+
+
+def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site: Site):
+    renter = site.renter()
+    site.book.begin_request("d", "r", budget_usd=1.0)  # 75 s at 600 × 1.8 $/h would be 22.50 $
+    assert site.waits(renter) == "waiting: paused: budget of 1.00 $ leaves no room for another instance"
+    assert site.running() == []
+    site.book.override("d", budget_usd=100)
+    leased = site.acquire(renter)
+    assert not site.book.instance(leased.name).retiring  # type: ignore[union-attr]
+
+
+def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    assert renter.look(leased) == Look()
+    site.book.begin_request("d", "r", budget_usd=1.0)
+    assert not site.book.renew(leased.lease, 60)
+    assert renter.look(leased).leave == "budget of 1.00 $ reached (0.00 $ spent)"
+    renter.release(leased, reason="lease lost")
+    assert site.running() == []
+
+
+def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_than_it_says(tmp_path: Path):
+    offers = [H100, CHEAP, {**CHEAP, "instance_type": "middle", "price_per_hour": 2.4}]
+    with a_site(tmp_path, offers=offers) as site:
+        names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+        site.book.begin_request("d", "r")
+        site.book.command("d", "r", 4, [(names["h100"], 1), (names["middle"], 1)])
+        rented = [site.acquire(site.renter(f"run-{number}")) for number in range(3)]
+        assert [one.instance_type for one in rented] == ["h100", "middle", "h100"]
+        assert "the capacity plan names it" in rented[0].why
+        site.book.offer_failed("sim-a", names["h100"], "no capacity")
+        site.book.offer_failed("sim-a", names["middle"], "no capacity")
+        assert site.acquire(site.renter("run-3")).instance_type == "cheap"
+
+
+def test_a_move_goes_only_to_an_offer_that_the_command_names(site: Site):
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    renter = site.renter()
+    leased = site.acquire(renter)
+    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
+    time.sleep(2.1)  # the market keeps an answer for two seconds
+    names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+    site.book.begin_request("d", "r")
+    site.book.command("d", "r", 1, [(names["h100"], 1)])
+    assert renter.better(NEED, leased, 100_000) is None
+    site.book.command("d", "r", 1, [(names["cheap"], 1)])
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None
+    site.book.begin_request("d", "another", budget_usd=1.0)
+    with pytest.raises(NotRented, match="leaves no room"):
+        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert site.running() == [leased.name]
+
+
+def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=600_000) as site:
+
+        def retire(_: float) -> None:
+            if found := site.book.fleet():
+                if found[0].retiring and len(site.book.fleet(ended=True)) > 1:
+                    raise GaveUp
+                site.book.retire(found[0].name, "the fleet shrinks to 0")
+            time.sleep(0.05)
+
+        with pytest.raises(GaveUp):
+            site.renter().acquire(NEED, say=site.said.append, pause=retire)
+        assert any("was to end while it booted: the fleet shrinks to 0" in text for text in site.said)
+        assert site.running() == []
+        assert site.book.offer_failures(60) == []
