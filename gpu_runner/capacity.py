@@ -207,16 +207,25 @@ class _Tick:
         """
         target = replace(self.target, deadline=self._left() - early) if early else self.target
         if self.target.deadline is None:
-            return 1.0, self._make(target)
+            return 1.0, self._make(target, anyway=True)
         for level in CAUTIONS:
             if caution is None or level <= caution:
                 plan = self._at(target, level)
                 if plan is not None:
                     return level, plan
-        return 0.0, self._make(target, caution=CAUTIONS[-1])
+        return 0.0, self._make(target, caution=CAUTIONS[-1], anyway=True)
 
-    def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0) -> Plan:
-        return make_plan(self.work, self.options, self.held, target, detail=self.detail, ramp=ramp, caution=caution)
+    def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0, anyway: bool = False) -> Plan:
+        return make_plan(
+            self.work,
+            self.options,
+            self.held,
+            target,
+            detail=self.detail,
+            ramp=ramp,
+            caution=caution,
+            anyway=anyway,
+        )
 
     def _at(self, target: Target, caution: float) -> Plan | None:
         """The plan at this caution: with spot where reliable instances could still step in, else without."""
@@ -230,7 +239,7 @@ class _Tick:
         if good:
             return plan
         kept = [one for one in self.held if not one.option.spot]
-        plan = make_plan(self.work, self.sure, kept, target, detail=self.detail, caution=caution)
+        plan = make_plan(self.work, self.sure, kept, target, detail=self.detail, caution=caution, anyway=False)
         if plan.met:
             return plan
         plan = self._make(target, caution=caution)
@@ -247,7 +256,7 @@ class _Tick:
 
     def _fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
         """The plan for speeds as they are believed, when it meets the deadline and is safe."""
-        plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0)
+        plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0, anyway=False)
         late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
         return plan if plan.met and self._safe(plan, late) else None
 
@@ -266,7 +275,7 @@ class _Tick:
         """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
         kept = [one for one in self.held if not one.option.spot]
         free = replace(self.target, budget_usd=None)
-        plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0)
+        plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0, anyway=False)
         return -math.inf if plan.earliest is None else self._left() - plan.earliest.finish.p50
 
     def _left(self) -> float:
@@ -276,8 +285,10 @@ class _Tick:
         """US dollars when all that are held work to the end; None when that is not good enough at this caution."""
         if not self.held or len(self.held) > self.most:
             return None
-        plan = make_plan(self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution)
-        if plan.earliest is None or plan.chosen is None or not self._safe(plan):
+        plan = make_plan(
+            self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
+        )
+        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead() < TICK):
             return None
         if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution):
             return None

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 QUANTA = 512
 
@@ -83,14 +84,31 @@ def _solve(kinds: Sequence[Kind], limits: Sequence[int], quanta: int, most: int 
     shape = (2, quanta + 1) if most is None else (2, most + 1, quanta + 1)
     table = np.full(shape, np.inf)
     table[0, ..., 0] = 0.0
-    steps: list[tuple[int, int, Floats]] = []  # kind, how many at once (0: one that may be used in part), table before
+    spare = np.empty(shape)
+    steps: list[_Step] = []
     for index, (kind, limit) in enumerate(zip(kinds, limits, strict=True)):
-        for number in [0, *_split(limit - 1)]:
-            steps.append((index, number, table))
-            table = _part(table, kind, quanta) if number == 0 else _whole(table, kind, number, quanta)
+        steps.append(_part(table, spare, index, kind, quanta))
+        for number in _split(limit - 1):
+            taken = _whole(table, spare, kind, number, quanta)
+            if taken is not None:
+                steps.append(_Step(index, number, taken, None, None))
     ends = table[..., quanta]
     at = np.unravel_index(int(np.argmin(ends)), ends.shape)
     return float(ends[at]), _trace(steps, kinds, [int(i) for i in at], quanta)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Where so many instances of a kind (1: one that may be used in part) are better than none, and what was before.
+
+    The arrays have the shape of the part of the table that they speak of: the last entries of each dimension.
+    """
+
+    index: int
+    number: int
+    whole: Bools | None
+    part: Bools | None
+    before: Floats | None
 
 
 def _split(number: int) -> list[int]:
@@ -103,31 +121,35 @@ def _split(number: int) -> list[int]:
     return parts
 
 
-def _whole(table: Floats, kind: Kind, number: int, quanta: int) -> Floats:
-    """So many instances of a kind used to the end, or none."""
+def _whole(table: Floats, spare: Floats, kind: Kind, number: int, quanta: int) -> Bools | None:
+    """So many instances of a kind used to the end, where that is better; None: there is no room for so many."""
     room, cost = number * kind.room, number * kind.full()
     if room > quanta or (table.ndim == 3 and number >= table.shape[1]):
-        return table
-    new = table.copy()
-    to, since = (new[..., room:], table[..., : quanta + 1 - room])
+        return None
+    to, since, new = table[..., room:], table[..., : quanta + 1 - room], spare[..., room:]
     if table.ndim == 3:
-        to, since = to[:, number:], since[:, :-number]
-    np.minimum(to, since + cost, out=to)
-    return new
+        to, since, new = to[:, number:], since[:, :-number], new[:, number:]
+    np.add(since, cost, out=new)
+    better = np.less(new, to)
+    np.minimum(to, new, out=to)
+    return better
 
 
-def _part(table: Floats, kind: Kind, quanta: int) -> Floats:
+def _part(table: Floats, spare: Floats, index: int, kind: Kind, quanta: int) -> _Step:
     """One instance of a kind: not at all, to the end, or (if none is yet) in part."""
-    new = _whole(table, kind, 1, quanta).copy()
-    if kind.room > 1:
-        steps = np.arange(quanta + 1) * kind.each
-        least = _window_minimum(table[0] - steps, kind.room - 1)
-        since = least[..., :-1] + steps[1:] + kind.start
-        to = new[1, ..., 1:]
-        if table.ndim == 3:
-            to, since = to[1:], since[:-1]
-        np.minimum(to, since, out=to)
-    return new
+    before = table[0].copy()
+    whole = _whole(table, spare, kind, 1, quanta)
+    if kind.room < 2:
+        return _Step(index, 1, whole, None, before)
+    steps = np.arange(quanta + 1) * kind.each
+    least = _window_minimum(before - steps, kind.room - 1)
+    new = least[..., :-1] + (steps[1:] + kind.start)
+    to = table[1, ..., 1:]
+    if table.ndim == 3:
+        to, new = to[1:], new[:-1]
+    better = np.less(new, to)
+    np.minimum(to, new, out=to)
+    return _Step(index, 1, whole, better, before)
 
 
 def _window_minimum(values: Floats, width: int) -> Floats:
@@ -141,30 +163,25 @@ def _window_minimum(values: Floats, width: int) -> Floats:
     return least
 
 
-def _trace(steps: list[tuple[int, int, Floats]], kinds: Sequence[Kind], at: list[int], quanta: int) -> list[int]:
-    """How many of each kind: the way back through the tables."""
+def _trace(steps: list[_Step], kinds: Sequence[Kind], at: list[int], quanta: int) -> list[int]:
+    """How many of each kind: the way back through the steps."""
     counts = [0] * len(kinds)
-    state, covered = at, quanta
-    tables = [table for _, _, table in steps]
-    for place in range(len(steps) - 1, -1, -1):
-        index, number, before = steps[place]
-        kind = kinds[index]
-        after = tables[place + 1] if place + 1 < len(steps) else _after(before, kind, number, quanta)
-        value = after[(*state, covered)]
-        if before[(*state, covered)] == value:
+    flag, used, covered = at[0], at[1:], quanta
+    for step in reversed(steps):
+        kind, number = kinds[step.index], step.number
+        room = number * kind.room
+        if any(one < number for one in used):
             continue
-        counts[index] += max(1, number)
-        flag, used = state[0], state[1:]
-        used = [one - max(1, number) for one in used]
-        room = max(1, number) * kind.room
-        if covered >= room and before[(flag, *used, covered - room)] + max(1, number) * kind.full() == value:
-            state, covered = [flag, *used], covered - room
+        fewer = [one - number for one in used]
+        if flag and step.part is not None and covered > 0 and step.part[(*fewer, covered - 1)]:
+            assert step.before is not None
+            sizes = np.arange(1, min(kind.room - 1, covered) + 1)
+            costs = step.before[tuple(fewer)][covered - sizes] + sizes * kind.each
+            flag, covered = 0, covered - int(sizes[int(np.argmin(costs))])
+        elif step.whole is not None and covered >= room and step.whole[(flag, *fewer, covered - room)]:
+            covered -= room
+        else:
             continue
-        sizes = np.arange(1, min(kind.room - 1, covered) + 1)
-        costs = before[(0, *used)][covered - sizes] + kind.start + sizes * kind.each
-        state, covered = [0, *used], covered - int(sizes[int(np.argmin(costs))])
+        used = fewer
+        counts[step.index] += number
     return counts
-
-
-def _after(before: Floats, kind: Kind, number: int, quanta: int) -> Floats:
-    return _part(before, kind, quanta) if number == 0 else _whole(before, kind, number, quanta)

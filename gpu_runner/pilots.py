@@ -38,7 +38,7 @@ def recoverable(
     later = [replace(one, ready_in=max(0.0, one.ready_in - wait)) for one in fleet]
     sure = [one for one in options if not one.spot]
     free = replace(target, deadline=target.deadline - wait, budget_usd=None, objective="cheapest")
-    plan = make_plan(work, sure, later, free, detail=False, caution=caution)
+    plan = make_plan(work, sure, later, free, detail=False, caution=caution, anyway=False)
     return plan.met
 
 

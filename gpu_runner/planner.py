@@ -148,6 +148,7 @@ def make_plan(
     detail: bool = True,
     ramp: float = 0.0,
     caution: float = 1.0,
+    anyway: bool = True,
 ) -> Plan:
     """The plan with the best value of the objective.
 
@@ -156,6 +157,7 @@ def make_plan(
     the budget. `detail` False leaves out `next_best` and `curve`, which cost most of the time.
     `ramp`: seconds before the deadline by which spot instances must be done, so that others can still be started.
     `caution`: 1 counts on speeds at P95, 0 on speeds as expected; `met` says whether the deadline holds with it.
+    `anyway` False: nothing is chosen when it does not.
     """
     desk = _Desk(work, options, held, target, ramp, caution)
     if work.tokens <= 0 or desk.most < 1:
@@ -163,7 +165,7 @@ def make_plan(
     earliest = desk.earliest()
     if earliest is None:
         return Plan(None, 0, False, None, (), (), "no offer that can do the work is to be had and nothing is held")
-    chosen = desk.choose(earliest)
+    chosen = desk.choose(earliest, anyway=anyway)
     deadline = (ENDLESS if target.deadline is None else target.deadline) + 1e-6
     met = chosen is not None and chosen.finish <= deadline
     within = target.deadline is None or (chosen is not None and chosen.candidate.finish.p95 <= deadline)
@@ -239,7 +241,7 @@ class _Desk:
         until = self.ramp if option.spot else 0.0
         return _Group(option, count, wait, until, names, speed, slow, counted, paid, usd_per_second * wait)
 
-    def choose(self, earliest: _Found) -> _Found | None:
+    def choose(self, earliest: _Found, *, anyway: bool = True) -> _Found | None:
         """What is to be done, or None when the budget allows nothing."""
         deadline = ENDLESS if self.target.deadline is None else self.target.deadline
         if self.target.objective == "cheapest":
@@ -250,7 +252,7 @@ class _Desk:
             found = self._efficient(earliest, deadline)
             if found is not None:
                 return found
-        return self._soonest(earliest)
+        return self._soonest(earliest) if anyway or self.target.objective == "fastest" else None
 
     def at(self, seconds: float) -> _Found | None:
         """The least cost of a finish within so many seconds."""
@@ -429,6 +431,8 @@ def _explain(chosen: Candidate | None, within: bool, earliest: Candidate, target
         f"the earliest possible finish is in {say_time(earliest.finish.p95)} (P95) with {say_fleet(earliest)} "
         f"for {earliest.usd.p50:.2f} $"
     )
+    if chosen is None and target.budget_usd is None:
+        return f"the deadline in {say_time(target.deadline or 0.0)} cannot be met: {soonest}"
     if chosen is None:
         return f"the budget of {target.budget_usd or 0.0:.2f} $ does not pay for all the work: {soonest}"
     figures = (
