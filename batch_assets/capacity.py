@@ -26,6 +26,7 @@ from batch_assets.wishes import WishError, begin
 from gpu_runner.capacity import Command, Memory, decide
 from gpu_runner.fleet import FleetBook
 from gpu_runner.offers import Objective
+from gpu_runner.pilots import Pace
 from gpu_runner.planner import Target
 from gpu_runner.targets import DatasetTarget
 from resources.alerts import Alert, AlertConfig, Alerts
@@ -49,7 +50,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
     """One sensor for all datasets: those with the earliest deadline are served first. `datasets` is asked each time."""
     watchers: dict[str, tuple[GeneratedDatasetSpec, WorkWatcher]] = {}
     known: dict[str, Datasets] = {}
-    markets = Markets()
+    markets, pace = Markets(), Pace.of_sensor(seconds)
 
     def watcher(spec: GeneratedDatasetSpec, folder: Path, store: BatchStore) -> WorkWatcher:
         if spec.name not in watchers or watchers[spec.name][0] != spec:
@@ -83,7 +84,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                     ended.append(target)
             if questions or ended:
                 around = Surroundings.look(fleet, book, markets)
-                reports = answer(context.instance, book, around, questions)
+                reports = answer(context.instance, book, around, questions, pace)
                 events += [event for report in reports for event in report.events]
                 said += [f"{report.dataset}: {report.reason}" for report in reports]
                 _tell(book, around.config.alerts, reports, ended)
@@ -105,7 +106,7 @@ def _begin(
 
 
 def answer(
-    instance: dg.DagsterInstance, book: FleetBook, around: Surroundings, questions: Sequence[Open]
+    instance: dg.DagsterInstance, book: FleetBook, around: Surroundings, questions: Sequence[Open], pace: Pace
 ) -> list[Report]:
     """Decide for every dataset, the earliest deadline first; write the commands into the books and into the pools.
 
@@ -121,7 +122,7 @@ def answer(
         share = left - later if question.target.deadline_in is not None else left // (later + 1)
         if question.open.work is None:
             continue  # its runs are under way, and no batch is missing
-        report = _answer(book, around, question, max(1, share), taken)
+        report = _answer(book, around, question, max(1, share), taken, pace)
         left -= report.command.instances
         _count(taken, report)
         set_pool(instance, question.spec.name, slots_for(report.command, question.open))
@@ -146,7 +147,9 @@ def _count(taken: Counter[str], report: Report) -> None:
         taken[name] += max(0, count - held[name])
 
 
-def _answer(book: FleetBook, around: Surroundings, question: Open, share: int, taken: Counter[str]) -> Report:
+def _answer(
+    book: FleetBook, around: Surroundings, question: Open, share: int, taken: Counter[str], pace: Pace
+) -> Report:
     spec, found, target = question.spec, question.open, question.target
     assert found.work is not None
     spend = book.spend(spec.name)
@@ -178,6 +181,7 @@ def _answer(book: FleetBook, around: Surroundings, question: Open, share: int, t
         target.age,
         measured=asked.measured,
         pilots=spec.pilots,
+        pace=pace,
     )
     command = _with_standing(command, around, question, wanted, rents=bool(asked.options or asked.held))
     report = Report(spec.name, found, target, command, plan, asked.held, wanted, spend, book.now(), rows_total)

@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import MEASURING, best_try, booted, recoverable, unsure
-from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, say_fleet, say_time
+from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
+from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, run_on, say_fleet, say_time
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
-TICK = 60.0  # seconds that may pass until the next decision counts
-RESERVE = 150.0  # seconds that held instances may cost on after the decision to end them
+RESERVE = PACE.reserve
 BOOTS = 1.25  # a reliable boot may take this much longer than expected
 CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
@@ -82,13 +81,14 @@ def decide(
     measured: bool,
     pilots: int = 1,
     detail: bool = True,
+    pace: Pace = PACE,
 ) -> tuple[Command, Memory, Plan]:
     """What the fleet may do now, what to remember, and the plan behind it.
 
     `now`: seconds of any steady clock, only remembered. `measured`: the speed of something held was measured on this
     request's rows. `pilots`: on how many offers speeds may be learned. `detail`: as in `make_plan`.
     """
-    tick = _Tick(work, options, held, target, memory, measured, pilots, detail)
+    tick = _Tick(work, options, held, target, memory, measured, pilots, detail, pace)
     command, plan = tick.decide()
     changed = (command.instances, command.offers) != (memory.instances, memory.offers)
     tried = (*memory.tried, *(name for name, _ in command.offers if command.pilot and name not in memory.tried))
@@ -109,6 +109,7 @@ class _Tick:
         measured: bool,
         pilots: int,
         detail: bool,
+        pace: Pace,
     ) -> None:
         self.work = work
         self.options = tuple(options)
@@ -118,10 +119,11 @@ class _Tick:
         self.measured = measured
         self.pilots = pilots
         self.detail = detail
+        self.pace = pace
         self.sure = [one for one in options if not one.spot]
         self.most = min(target.max_instances, work.units)
         boots = [one.boot_seconds for one in self.sure if one.capacity != 0]
-        self.ramp = BOOTS * min(boots) + TICK if boots and target.deadline is not None else 0.0
+        self.ramp = BOOTS * min(boots) + pace.tick if boots and target.deadline is not None else 0.0
 
     def decide(self) -> tuple[Command, Plan]:
         if self.work.tokens <= 0 or self.work.units <= 0:
@@ -145,13 +147,15 @@ class _Tick:
         if budget is None:
             return None
         rate = sum(one.option.usd_per_hour for one in self.held) / HOUR
-        if self.held and rate * RESERVE <= budget:
+        if self.held and rate * self.pace.reserve <= budget:
             return None
         kept: list[Held] = []
+        each = self.pace.reserve / HOUR
         for one in sorted(self.held, key=lambda one: (one.ready_in > 0, _usd_per_token(one.option))):
-            if (sum(other.option.usd_per_hour for other in kept) + one.option.usd_per_hour) / HOUR * RESERVE <= budget:
+            if (sum(other.option.usd_per_hour for other in kept) + one.option.usd_per_hour) * each <= budget:
                 kept.append(one)
-        first = min((one.usd_per_hour / HOUR * (one.boot_seconds + 2 * RESERVE) for one in self.options), default=0.0)
+        least = [one.usd_per_hour / HOUR * (one.boot_seconds + 2 * self.pace.reserve) for one in self.options]
+        first = min(least, default=0.0)
         if not self.held and first <= budget:
             return None
         plan = make_plan(self.work, self.options, self.held, self.target, detail=self.detail)
@@ -197,7 +201,7 @@ class _Tick:
         """Whether a plan that is too late anyway is at least much sooner than what is held."""
         if not self.held or plan.chosen is None:
             return True
-        now = make_plan(self.work, (), self.held, replace(self.target, budget_usd=None), detail=False).earliest
+        now = run_on(self.work, self.held)
         return now is None or plan.chosen.finish.p95 < (1 - WORTH) * now.finish.p95
 
     def _plan(self, early: float = 0.0, caution: float | None = None) -> tuple[float, Plan]:
@@ -252,7 +256,7 @@ class _Tick:
             return None
         kept = [one for one in self.held if one.instance in plan.keep]
         fleet = booted(_fleet(plan), kept)
-        return plan if recoverable(self.work, self.options, fleet, self.target, caution) else None
+        return plan if recoverable(self.work, self.options, fleet, self.target, caution, self.pace) else None
 
     def _fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
         """The plan for speeds as they are believed, when it meets the deadline and is safe."""
@@ -269,7 +273,7 @@ class _Tick:
             return True
         kept = dict(_counts([one for one in self.held if one.instance in plan.keep]))
         boots = [o.boot_seconds for o, number in _fleet(plan) if o.spot and number > kept.get(o.name, 0)]
-        return self._lead() - late >= max(boots, default=0.0) + TICK
+        return self._lead() - late >= max(boots, default=0.0) + self.pace.tick
 
     def _lead(self) -> float:
         """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
@@ -288,12 +292,12 @@ class _Tick:
         plan = make_plan(
             self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
         )
-        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead() < TICK):
+        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead() < self.pace.tick):
             return None
-        if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution):
+        if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution, self.pace):
             return None
-        rate = sum(one.option.usd_per_hour for one in self.held) / HOUR
-        return rate * plan.earliest.finish.p50
+        rest = run_on(self.work, self.held)
+        return None if rest is None else rest.usd.p50
 
     # Speeds that are not known yet
 
@@ -323,9 +327,9 @@ class _Tick:
         main = min(large or [option for option, _ in fleet], key=_usd_per_token)
         if self.target.deadline is None:
             return main
-        wait = main.boot_seconds + MEASURING
+        wait = main.boot_seconds + self.pace.measuring
         first = booted([(main, 1)], ())
-        if fair is None or not recoverable(self.work, self.options, first, self.target, caution):
+        if fair is None or not recoverable(self.work, self.options, first, self.target, caution, self.pace):
             return None
         later = self._fair(replace(self.target, deadline=self._left() - wait), [Held("pilot", main)])
         boots = sum(option.usd_per_hour / HOUR * option.boot_seconds * number for option, number in fleet)
@@ -335,7 +339,7 @@ class _Tick:
     def _pilot(self, main: Option, plan: Plan) -> Command:
         fleet = [(main, 1)]
         for _ in range(min(self.pilots, self.most) - 1):
-            if (found := best_try(self.work, self.options, fleet, self.target.deadline)) is None:
+            if (found := best_try(self.work, self.options, fleet, self.target.deadline, self.pace)) is None:
                 break
             fleet.append((found.option, 1))
         offers = tuple((option.name, number) for option, number in fleet)
@@ -350,7 +354,7 @@ class _Tick:
         fleet = [(known[name], number) for name, number in command.offers if name in known]
         if self.pilots < 2 or command.instances >= self.most or any(unsure(option) for option, _ in fleet):
             return command
-        found = best_try(self.work, options, fleet, self.target.deadline)
+        found = best_try(self.work, options, fleet, self.target.deadline, self.pace)
         if found is None:
             return command
         words = f"one {found.option.name} to learn its speed: {found.costs_usd:.2f} $, may save {found.saves_usd:.2f} $"
@@ -379,11 +383,13 @@ class _Tick:
         assert plan.chosen is not None
         counts = {option.name: number for option, number in plan.chosen.fleet}
         room = self.most - plan.chosen.instances
+        dearest = max((_usd_per_token(option) for option, _ in plan.chosen.fleet), default=0.0)
         retire = []
         for one in self.held:
             if one.instance in plan.keep:
                 continue
-            stays = not give_up or unsure(one.option) or (one.option.spot and not _spot(plan.chosen))
+            cheap = _usd_per_token(one.option) <= (1 + WORTH) * dearest
+            stays = not give_up or unsure(one.option) or (one.option.spot and not _spot(plan.chosen) and cheap)
             if stays and room > 0:
                 room -= 1
                 counts[one.option.name] = counts.get(one.option.name, 0) + 1

@@ -19,19 +19,45 @@ from gpu_runner.planner import Held, Option, Target, Work, make_plan
 MEASURING = 120.0  # seconds of work after which a speed is known
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the world around the controller is, in real seconds. The default: a sensor that looks every 30 s.
+
+    `tick`: that may pass until the next decision counts. `measuring`: of work, after which a speed is known. `reserve`:
+    that instances may cost on after the decision to end them.
+    """
+
+    tick: float = 60.0
+    measuring: float = MEASURING
+    reserve: float = 150.0
+
+    @classmethod
+    def of_sensor(cls, seconds: float) -> Pace:
+        """For a sensor that looks so often. Leases that nobody renews and the sweep after them take their time."""
+        return cls(2 * seconds, 4 * seconds, max(40.0, 5 * seconds))
+
+
+PACE = Pace()
+
+
 def unsure(option: Option) -> bool:
     """Whether its speed is an estimate."""
     return option.spread > KNOWN
 
 
 def recoverable(
-    work: Work, options: Sequence[Option], fleet: Sequence[Held], target: Target, caution: float = 1.0
+    work: Work,
+    options: Sequence[Option],
+    fleet: Sequence[Held],
+    target: Target,
+    caution: float = 1.0,
+    pace: Pace = PACE,
 ) -> bool:
     """Whether the deadline can be met even if this fleet turns out to be slow, which is known once it has worked.
 
     What could then be added are offers that are not spot. `caution`: 1 means slow at P95.
     """
-    waits = [one.ready_in + MEASURING for one in fleet if unsure(one.option)]
+    waits = [one.ready_in + pace.measuring for one in fleet if unsure(one.option)]
     if target.deadline is None or not waits:
         return target.deadline is None
     wait = max(waits)
@@ -61,7 +87,11 @@ class Try:
 
 
 def best_try(
-    work: Work, options: Sequence[Option], base: Sequence[tuple[Option, int]], deadline: float | None
+    work: Work,
+    options: Sequence[Option],
+    base: Sequence[tuple[Option, int]],
+    deadline: float | None,
+    pace: Pace = PACE,
 ) -> Try | None:
     """The offer that is most worth a try beside a fleet, or None.
 
@@ -79,16 +109,22 @@ def best_try(
     for one in options:
         if not unsure(one) or one.capacity == 0 or _machine(one) in names:
             continue
-        found = _worth(one, work, speed, usd_per_token, own, deadline)
+        found = _worth(one, work, speed, usd_per_token, own, deadline, pace.measuring)
         if found is not None and (best is None or found.saves_usd - found.costs_usd > best.saves_usd - best.costs_usd):
             best = found
     return best
 
 
 def _worth(
-    one: Option, work: Work, speed: float, usd_per_token: float, own: float, deadline: float | None
+    one: Option,
+    work: Work,
+    speed: float,
+    usd_per_token: float,
+    own: float,
+    deadline: float | None,
+    measuring: float,
 ) -> Try | None:
-    wait = one.boot_seconds + MEASURING
+    wait = one.boot_seconds + measuring
     seconds = work.tokens / speed if deadline is None else max(work.tokens / speed, deadline)
     left = work.tokens * max(0.0, 1 - wait / seconds)
     boot = one.usd_per_hour / HOUR * one.boot_seconds
@@ -99,7 +135,7 @@ def _worth(
         return None
     spread = math.hypot(one.spread, own) * (math.sqrt(0.5) if own else 1.0)
     gain = _put(_usd_per_token(one), usd_per_token - (number - 1) * boot / left, spread) * left
-    cost = boot + max(0.0, _usd_per_token(one) - usd_per_token) * one.tokens_per_second * MEASURING
+    cost = boot + max(0.0, _usd_per_token(one) - usd_per_token) * one.tokens_per_second * measuring
     return Try(one, gain, cost) if gain > cost else None
 
 
