@@ -184,6 +184,12 @@ def make_plan(
     )
 
 
+def run_on(work: Work, held: Sequence[Held]) -> Candidate | None:
+    """What happens when all that is held works to the end; None when it cannot end."""
+    desk = _Desk(work, (), held, Target(max_instances=len(held)), 0.0, 1.0)
+    return desk.all_of_it() if desk.groups else None
+
+
 def _idle(work: Work, target: Target) -> Plan:
     nothing = Candidate((), Interval(0.0, 0.0), Interval(0.0, 0.0))
     if work.tokens <= 0:
@@ -329,6 +335,12 @@ class _Desk:
                 break
             finish = sooner
         return self._found(counts, self._filled(counts, finish)) if finish < math.inf else None
+
+    def all_of_it(self) -> Candidate:
+        """All instances that there are, paid until the expected finish."""
+        counts = [group.count for group in self.groups]
+        rate = sum(group.count * group.option.usd_per_hour for group in self.groups) / HOUR
+        return self._candidate(counts, rate * self._finish(counts, 0))
 
     def _fastest(self, seconds: float) -> list[int]:
         counts, left = [0] * len(self.groups), self.most
