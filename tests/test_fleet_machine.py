@@ -245,7 +245,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(n=numbers)
     def renew(self, n: int) -> None:
         if handle := self._pick(n):
-            self._renew(handle, handle.rows + n % 5, n % 9)
+            self._renew(handle, handle.rows + n % 5, n % 9 * 8.0)
 
     def _renew(self, handle: Handle, rows: int, drain_seconds: float) -> None:
         expected, before = self._fenced(handle), self._row(handle)
@@ -309,7 +309,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.clock.forward(1)
             for number, handle in enumerate(self._live()):
                 if (n // 8 | n // 64) >> number % 4 & 1:
-                    self._renew(handle, handle.rows, 0.0)
+                    self._renew(handle, handle.rows, n % 5 * 8.0)
 
     @initialize(n=numbers)
     def begin(self, n: int) -> None:
@@ -606,7 +606,7 @@ def test_the_same_holds_over_more_than_ten_thousand_steps():
     FleetMachine.steps.clear()
     run_state_machine_as_test(FleetMachine, settings=_settings(220, 50))
     assert FleetMachine.steps["steps"] > 10_000
-    assert min(FleetMachine.steps[what] for what in ("stopped", "drained", "over budget")) > 20
+    assert min(FleetMachine.steps[what] for what in ("stopped", "drained", "over budget")) > 5
 
 
 def _settings(examples: int, steps: int) -> settings:
