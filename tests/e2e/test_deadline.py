@@ -146,3 +146,51 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
         with contextlib.closing(site.book()) as book:
             assert book.target("rhymes").instances == 1  # type: ignore[union-attr]
             eventually(lambda: not book.fleet(), 150, "no instance is left", every=1.0)
+
+
+def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_it_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
+    wanted = dataset(deadline=None, budget_usd=None, hardware={})
+    words = wanted["source"]["grid"]["word"][: ROWS // 40]
+    wanted["source"] = {"grid": {**wanted["source"]["grid"], "word": words}}
+    with platform(tmp_path, monkeypatch, wanted, simulator=None, fleet=fleet(price=6.0)) as site:
+        # 130 s of one instance cost 1.10 $; what runs on until it is ended is part of the reckoning.
+        site.launch_job("rhymes_refresh", tags={"batch/budget_usd": "0.90"})
+        eventually(lambda: paused(site), 240, "the pause")
+        eventually(lambda: not standing(site), 60, "no instance is left")
+        billed = sum(bill.usd for bill in cloud(site).meter().bills())
+        print(f"paused at {billed:.4f} $ of 0.90 $ by the provider's meter: {paused(site)}")
+        assert 0.3 < billed <= 0.90
+        assert site.store.current_published() is None and site.rows_runs(dg.DagsterRunStatus.STARTED)
+        before = len(capacity_of(site))
+        time.sleep(10)
+        assert not standing(site) and len(capacity_of(site)) == before  # it waits, and says so once
+
+        from typer.testing import CliRunner
+
+        from batch_assets.cli import app
+
+        said = CliRunner().invoke(app, ["adjust", "rhymes", "--budget-usd", "5"])
+        assert said.exit_code == 0, said.output
+        eventually(site.store.current_published, 240, "the published table")
+        assert {line["error"] for line in site.published_rows()} == {None}
+        done = eventually(
+            lambda: next((one for one in capacity_of(site) if one["kind"] == "done"), None), 60, "the end of the story"
+        )
+        for one in capacity_of(site):
+            print(f"{one['kind']:10} {one['instances']} {one['reason']}")
+        assert done["usd"] <= 5.0
+        assert {"paused", "done"} <= {one["kind"] for one in capacity_of(site)}
+
+
+def paused(site: Platform) -> str:
+    with contextlib.closing(site.book()) as book:
+        target = book.target(site.name)
+    return "" if target is None else target.pause
+
+
+def standing(site: Platform) -> list[str]:
+    """What the provider itself says is alive."""
+    return [bill.name for bill in cloud(site).meter().bills() if bill.ended_at is None]
