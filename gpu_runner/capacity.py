@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
+from gpu_runner.pilots import BOOTS, PACE, Pace, best_try, booted, recoverable, unsure
 from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, run_on, say_fleet, say_time
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 RESERVE = PACE.reserve
-BOOTS = 1.25  # a reliable boot may take this much longer than expected
 CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 EARLY = 0.05  # share of the time left that a growing fleet is to be early, so that it need not grow again
@@ -242,12 +241,23 @@ class _Tick:
             return fair
         if good:
             return plan
-        kept = [one for one in self.held if not one.option.spot]
-        plan = make_plan(self.work, self.sure, kept, target, detail=self.detail, caution=caution, anyway=False)
+        plan = self._reliable(target, caution)
         if plan.met:
             return plan
         plan = self._make(target, caution=caution)
         return plan if plan.met else None
+
+    def _reliable(self, target: Target, caution: float) -> Plan:
+        """Without counting on spot; what is held of it stays on top where the limit on instances allows that."""
+        kept = [one for one in self.held if not one.option.spot]
+        spot = len(self.held) - len(kept)
+        limits = [target.max_instances - spot, target.max_instances] if spot else [target.max_instances]
+        for limit in limits:
+            some = replace(target, max_instances=limit)
+            plan = make_plan(self.work, self.sure, kept, some, detail=self.detail, caution=caution, anyway=False)
+            if plan.met:
+                break
+        return plan
 
     def _if_fair(self, target: Target, caution: float) -> Plan | None:
         """The plan for speeds as they are believed, when there is still a way out if they turn out slow."""
@@ -289,6 +299,9 @@ class _Tick:
         """US dollars when all that are held work to the end; None when that is not good enough at this caution."""
         if not self.held or len(self.held) > self.most:
             return None
+        rest = run_on(self.work, self.held)
+        if rest is not None and rest.finish.p95 <= min(self.ramp, self._left()):
+            return rest.usd.p50  # done before another one could have booted
         plan = make_plan(
             self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
         )
@@ -296,7 +309,6 @@ class _Tick:
             return None
         if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution, self.pace):
             return None
-        rest = run_on(self.work, self.held)
         return None if rest is None else rest.usd.p50
 
     # Speeds that are not known yet
@@ -412,12 +424,17 @@ class _Tick:
         cheapest = make_plan(self.work, self.options, self.held, free, detail=False)
         if cheapest.chosen is None:
             return self._same(plan.reason, "infeasible"), plan
+        interval = cheapest.chosen.usd
+        if self.target.budget_usd is not None and interval.p50**2 / interval.p95 <= self.target.budget_usd:
+            self.target = replace(self.target, budget_usd=None)  # it may yet: the speeds are not known well enough
+            command, hoped = self._steer()
+            return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = _usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if _usd_per_token(one.option) <= least][: self.most]
         names = tuple(one.instance for one in self.held if one not in alike)
         offers = _counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
         number = sum(number for _, number in offers)
-        return Command(number, offers, names, kind="infeasible", reason=plan.reason), plan
+        return self._explore(Command(number, offers, names, kind="infeasible", reason=plan.reason)), plan
 
 
 def _usd_per_token(option: Option) -> float:

@@ -16,6 +16,7 @@ from gpu_runner.beliefs import KNOWN
 from gpu_runner.offers import HOUR
 from gpu_runner.planner import Held, Option, Target, Work, make_plan
 
+BOOTS = 1.25  # a boot may take this much longer than expected
 MEASURING = 120.0  # seconds of work after which a speed is known
 
 
@@ -57,7 +58,7 @@ def recoverable(
 
     What could then be added are offers that are not spot. `caution`: 1 means slow at P95.
     """
-    waits = [one.ready_in + pace.measuring for one in fleet if unsure(one.option)]
+    waits = [BOOTS * one.ready_in + pace.measuring for one in fleet if unsure(one.option)]
     if target.deadline is None or not waits:
         return target.deadline is None
     wait = max(waits)
