@@ -11,22 +11,19 @@ line, or all of it is taken, what cannot wait goes to reliable instances.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import BOOTS, PACE, Pace, best_try, booted, recoverable, unsure
-from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, run_on, say_fleet, say_time
+from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
+from gpu_runner.planner import Held, Option, Plan, Target, Work, in_detail, make_plan, say_fleet, say_time
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
-WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 RESERVE = PACE.reserve
-CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
-EARLY = 0.05  # share of the time left that a growing fleet is to be early, so that it need not grow again
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,10 @@ def decide(
     `now`: seconds of any steady clock, only remembered. `measured`: the speed of something held was measured on this
     request's rows. `pilots`: on how many offers speeds may be learned. `detail`: as in `make_plan`.
     """
-    tick = _Tick(work, options, held, target, memory, measured, pilots, detail, pace)
+    tick = _Tick(work, options, held, target, memory, measured, pilots, pace)
     command, plan = tick.decide()
+    if detail:
+        plan = in_detail(plan, work, options, held, target)
     changed = (command.instances, command.offers) != (memory.instances, memory.offers)
     tried = (*memory.tried, *(name for name, _ in command.offers if command.pilot and name not in memory.tried))
     kept = Memory(command.instances, command.offers, tried, now if changed else memory.changed_at)
@@ -107,22 +106,20 @@ class _Tick:
         memory: Memory,
         measured: bool,
         pilots: int,
-        detail: bool,
         pace: Pace,
     ) -> None:
         self.work = work
         self.options = tuple(options)
         self.held = tuple(held)
-        self.target = target
         self.memory = memory
         self.measured = measured
         self.pilots = pilots
-        self.detail = detail
         self.pace = pace
-        self.sure = [one for one in options if not one.spot]
-        self.most = min(target.max_instances, work.units)
-        boots = [one.boot_seconds for one in self.sure if one.capacity != 0]
-        self.ramp = BOOTS * min(boots) + pace.tick if boots and target.deadline is not None else 0.0
+        self.course = Course(work, self.options, self.held, target, pace)
+
+    @property
+    def target(self) -> Target:
+        return self.course.target
 
     def decide(self) -> tuple[Command, Plan]:
         if self.work.tokens <= 0 or self.work.units <= 0:
@@ -150,166 +147,48 @@ class _Tick:
             return None
         kept: list[Held] = []
         each = self.pace.reserve / HOUR
-        for one in sorted(self.held, key=lambda one: (one.ready_in > 0, _usd_per_token(one.option))):
+        for one in sorted(self.held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option))):
             if (sum(other.option.usd_per_hour for other in kept) + one.option.usd_per_hour) * each <= budget:
                 kept.append(one)
         least = [one.usd_per_hour / HOUR * (one.boot_seconds + 2 * self.pace.reserve) for one in self.options]
         first = min(least, default=0.0)
         if not self.held and first <= budget:
             return None
-        plan = make_plan(self.work, self.options, self.held, self.target, detail=self.detail)
+        plan = make_plan(self.work, self.options, self.held, self.target, detail=False)
         names = tuple(one.instance for one in self.held if one not in kept)
         if kept:
             reason = f"{budget:.2f} $ are left of the budget: {len(kept)} of {len(self.held)} instances go on"
-            return Command(len(kept), _counts(kept), names, kind="shrink", reason=reason), plan
+            return Command(len(kept), counts(kept), names, kind="shrink", reason=reason), plan
         reason = f"budget reached: {budget:.2f} $ are left, the work needs {_needed(plan)}"
         return Command(0, (), names, pause=reason, kind="paused", reason=reason), plan
 
     def _blind(self) -> tuple[Command, Plan]:
-        plan = make_plan(self.work, (), self.held, self.target, detail=self.detail)
+        plan = make_plan(self.work, (), self.held, self.target, detail=False)
         reason = f"no offers are known: the {len(self.held)} instances that are held go on"
-        return Command(max(1, len(self.held)), _counts(self.held), reason=reason), plan
+        return Command(max(1, len(self.held)), counts(self.held), reason=reason), plan
 
-    # The course
+    # The way there
 
     def _steer(self) -> tuple[Command, Plan]:
-        caution, plan = self._plan()
+        caution, plan = self.course.plan()
         if plan.chosen is None:
             return self._short_of_money(plan)
-        stay = self._stay(caution)
+        stay = self.course.stay(caution)
         if not self.measured:
             return self._learn(stay, plan, caution), plan
         if stay is not None:
-            _, plan = self._plan(self._early(), caution)
-            saved = stay - _usd(plan)
+            _, plan = self.course.plan(self.course.early, caution)
+            saved = stay - usd(plan)
             if saved <= WORTH * stay or not plan.met:
                 words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
                 return self._explore(self._same(words)), plan
             return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $")), plan
         if plan.met:
-            _, early = self._plan(self._early(), caution)
+            _, early = self.course.plan(self.course.early, caution)
             plan = early if early.met else plan
-        elif not self._sooner(plan):
+        elif not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
         return self._explore(self._change(plan, "is needed for the deadline")), plan
-
-    def _early(self) -> float:
-        return EARLY * max(0.0, self.target.deadline or 0.0)
-
-    def _sooner(self, plan: Plan) -> bool:
-        """Whether a plan that is too late anyway is at least much sooner than what is held."""
-        if not self.held or plan.chosen is None:
-            return True
-        now = run_on(self.work, self.held)
-        return now is None or plan.chosen.finish.p95 < (1 - WORTH) * now.finish.p95
-
-    def _plan(self, early: float = 0.0, caution: float | None = None) -> tuple[float, Plan]:
-        """The cheapest plan that is safe, and the caution at which it meets the deadline: the highest that can be met.
-
-        `early`: seconds before the deadline. `caution`: this or less.
-        """
-        target = replace(self.target, deadline=self._left() - early) if early else self.target
-        if self.target.deadline is None:
-            return 1.0, self._make(target, anyway=True)
-        for level in CAUTIONS:
-            if caution is None or level <= caution:
-                plan = self._at(target, level)
-                if plan is not None:
-                    return level, plan
-        return 0.0, self._make(target, caution=CAUTIONS[-1], anyway=True)
-
-    def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0, anyway: bool = False) -> Plan:
-        return make_plan(
-            self.work,
-            self.options,
-            self.held,
-            target,
-            detail=self.detail,
-            ramp=ramp,
-            caution=caution,
-            anyway=anyway,
-        )
-
-    def _at(self, target: Target, caution: float) -> Plan | None:
-        """The plan at this caution: with spot where reliable instances could still step in, else without."""
-        plan = self._make(target, ramp=self.ramp, caution=caution)
-        good = plan.met and self._safe(plan)
-        if good and not any(unsure(option) for option, _ in _fleet(plan)):
-            return plan
-        fair = self._if_fair(target, caution)
-        if fair is not None and not (good and _usd(plan) <= (1 + WORTH) * _usd(fair)):
-            return fair
-        if good:
-            return plan
-        plan = self._reliable(target, caution)
-        if plan.met:
-            return plan
-        plan = self._make(target, caution=caution)
-        return plan if plan.met else None
-
-    def _reliable(self, target: Target, caution: float) -> Plan:
-        """Without counting on spot; what is held of it stays on top where the limit on instances allows that."""
-        kept = [one for one in self.held if not one.option.spot]
-        spot = len(self.held) - len(kept)
-        limits = [target.max_instances - spot, target.max_instances] if spot else [target.max_instances]
-        for limit in limits:
-            some = replace(target, max_instances=limit)
-            plan = make_plan(self.work, self.sure, kept, some, detail=self.detail, caution=caution, anyway=False)
-            if plan.met:
-                break
-        return plan
-
-    def _if_fair(self, target: Target, caution: float) -> Plan | None:
-        """The plan for speeds as they are believed, when there is still a way out if they turn out slow."""
-        plan = self._fair(target, self.held)
-        if plan is None:
-            return None
-        kept = [one for one in self.held if one.instance in plan.keep]
-        fleet = booted(_fleet(plan), kept)
-        return plan if recoverable(self.work, self.options, fleet, self.target, caution, self.pace) else None
-
-    def _fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
-        """The plan for speeds as they are believed, when it meets the deadline and is safe."""
-        plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0, anyway=False)
-        late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
-        return plan if plan.met and self._safe(plan, late) else None
-
-    def _safe(self, plan: Plan, late: float = 0.0) -> bool:
-        """Whether reliable instances could still do everything if all spot instances were lost once they work.
-
-        `late`: seconds from now at which the plan begins.
-        """
-        if self.target.deadline is None or not _spot(plan.chosen):
-            return True
-        kept = dict(_counts([one for one in self.held if one.instance in plan.keep]))
-        boots = [o.boot_seconds for o, number in _fleet(plan) if o.spot and number > kept.get(o.name, 0)]
-        return self._lead() - late >= max(boots, default=0.0) + self.pace.tick
-
-    def _lead(self) -> float:
-        """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
-        kept = [one for one in self.held if not one.option.spot]
-        free = replace(self.target, budget_usd=None)
-        plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0, anyway=False)
-        return -math.inf if plan.earliest is None else self._left() - plan.earliest.finish.p50
-
-    def _left(self) -> float:
-        return math.inf if self.target.deadline is None else self.target.deadline
-
-    def _stay(self, caution: float) -> float | None:
-        """US dollars when all that are held work to the end; None when that is not good enough at this caution."""
-        if not self.held or len(self.held) > self.most:
-            return None
-        rest = run_on(self.work, self.held)
-        if rest is not None and rest.finish.p95 <= min(self.ramp, self._left()):
-            return rest.usd.p50  # done before another one could have booted
-        plan = make_plan(
-            self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
-        )
-        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead() < self.pace.tick):
-            return None
-        if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution, self.pace):
-            return None
-        return None if rest is None else rest.usd.p50
 
     # Speeds that are not known yet
 
@@ -322,7 +201,7 @@ class _Tick:
             return self._same(f"speed not measured yet; {plan.reason}", "pilot")
         if not self.held and (main := self._worth_waiting(plan, caution)) is not None:
             return self._pilot(main, plan)
-        if self.held and not plan.met and not self._sooner(plan):
+        if self.held and not plan.met and not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible")
         return self._change(plan, "is needed for the deadline", give_up=False)
 
@@ -332,25 +211,25 @@ class _Tick:
         The deadline must hold even if it turns out slow, and waiting must not cost more, if it turns out as believed,
         than half of the boots that a fleet of unknown speed puts at risk.
         """
-        fair = self._fair(self.target, self.held)
-        fleet = _fleet(fair or plan)
+        fair = self.course.fair(self.target, self.held)
+        fleet = fleet_of(fair or plan)
         speed = sum(option.tokens_per_second * number for option, number in fleet)
         large = [option for option, number in fleet if option.tokens_per_second * number >= SHARE * speed]
-        main = min(large or [option for option, _ in fleet], key=_usd_per_token)
+        main = min(large or [option for option, _ in fleet], key=usd_per_token)
         if self.target.deadline is None:
             return main
         wait = main.boot_seconds + self.pace.measuring
         first = booted([(main, 1)], ())
         if fair is None or not recoverable(self.work, self.options, first, self.target, caution, self.pace):
             return None
-        later = self._fair(replace(self.target, deadline=self._left() - wait), [Held("pilot", main)])
+        later = self.course.fair(replace(self.target, deadline=self.course.left - wait), [Held("pilot", main)])
         boots = sum(option.usd_per_hour / HOUR * option.boot_seconds * number for option, number in fleet)
         pilot = main.usd_per_hour / HOUR * wait
-        return main if later is not None and _usd(later) + pilot <= _usd(fair) + boots / 2 else None
+        return main if later is not None and usd(later) + pilot <= usd(fair) + boots / 2 else None
 
     def _pilot(self, main: Option, plan: Plan) -> Command:
         fleet = [(main, 1)]
-        for _ in range(min(self.pilots, self.most) - 1):
+        for _ in range(min(self.pilots, self.course.most) - 1):
             if (found := best_try(self.work, self.options, fleet, self.target.deadline, self.pace)) is None:
                 break
             fleet.append((found.option, 1))
@@ -364,7 +243,7 @@ class _Tick:
         options = [one for one in self.options if one.name not in tried and one.name.removesuffix(" spot") not in tried]
         known = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
         fleet = [(known[name], number) for name, number in command.offers if name in known]
-        if self.pilots < 2 or command.instances >= self.most or any(unsure(option) for option, _ in fleet):
+        if self.pilots < 2 or command.instances >= self.course.most or any(unsure(option) for option, _ in fleet):
             return command
         found = best_try(self.work, options, fleet, self.target.deadline, self.pace)
         if found is None:
@@ -384,7 +263,7 @@ class _Tick:
     def _same(self, words: str, kind: Kind = "steady") -> Command:
         return Command(
             len(self.held),
-            _counts(self.held),
+            counts(self.held),
             pilot=kind == "pilot",
             kind=kind,
             reason=f"{len(self.held)} go on: {words}",
@@ -393,21 +272,21 @@ class _Tick:
     def _change(self, plan: Plan, why: str, *, give_up: bool = True) -> Command:
         """From what is held to the plan's fleet. Not `give_up`: what is held stays as far as the limit allows."""
         assert plan.chosen is not None
-        counts = {option.name: number for option, number in plan.chosen.fleet}
-        room = self.most - plan.chosen.instances
-        dearest = max((_usd_per_token(option) for option, _ in plan.chosen.fleet), default=0.0)
+        fleet = {option.name: number for option, number in plan.chosen.fleet}
+        room = self.course.most - plan.chosen.instances
+        dearest = max((usd_per_token(option) for option, _ in plan.chosen.fleet), default=0.0)
         retire = []
         for one in self.held:
             if one.instance in plan.keep:
                 continue
-            cheap = _usd_per_token(one.option) <= (1 + WORTH) * dearest
-            stays = not give_up or unsure(one.option) or (one.option.spot and not _spot(plan.chosen) and cheap)
+            cheap = usd_per_token(one.option) <= (1 + WORTH) * dearest
+            stays = not give_up or unsure(one.option) or (one.option.spot and not has_spot(plan.chosen) and cheap)
             if stays and room > 0:
                 room -= 1
-                counts[one.option.name] = counts.get(one.option.name, 0) + 1
+                fleet[one.option.name] = fleet.get(one.option.name, 0) + 1
             else:
                 retire.append(one.instance)
-        number = sum(counts.values())
+        number = sum(fleet.values())
         kind: Kind = "steady"
         if not plan.met:
             kind = "infeasible"
@@ -416,7 +295,7 @@ class _Tick:
         elif number > len(self.held):
             kind = "grow"
         reason = f"{number} instances instead of {len(self.held)}, which {why}; {plan.reason}"
-        return Command(number, tuple(counts.items()), tuple(retire), kind=kind, reason=reason)
+        return Command(number, tuple(fleet.items()), tuple(retire), kind=kind, reason=reason)
 
     def _short_of_money(self, plan: Plan) -> tuple[Command, Plan]:
         """The budget does not pay for all the work: as much as it pays for, where a token is cheapest."""
@@ -426,38 +305,16 @@ class _Tick:
             return self._same(plan.reason, "infeasible"), plan
         interval = cheapest.chosen.usd
         if self.target.budget_usd is not None and interval.p50**2 / interval.p95 <= self.target.budget_usd:
-            self.target = replace(self.target, budget_usd=None)  # it may yet: the speeds are not known well enough
+            # It may yet: the speeds are not known well enough.
+            self.course = replace(self.course, target=replace(self.target, budget_usd=None))
             command, hoped = self._steer()
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
-        least = _usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
-        alike = [one for one in self.held if _usd_per_token(one.option) <= least][: self.most]
+        least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
+        alike = [one for one in self.held if usd_per_token(one.option) <= least][: self.course.most]
         names = tuple(one.instance for one in self.held if one not in alike)
-        offers = _counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
+        offers = counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
         number = sum(number for _, number in offers)
         return self._explore(Command(number, offers, names, kind="infeasible", reason=plan.reason)), plan
-
-
-def _usd_per_token(option: Option) -> float:
-    return option.usd_per_hour / max(option.tokens_per_second, 1e-9)
-
-
-def _counts(held: Sequence[Held]) -> tuple[tuple[str, int], ...]:
-    counts: dict[str, int] = {}
-    for one in sorted(held, key=lambda one: _usd_per_token(one.option)):
-        counts[one.option.name] = counts.get(one.option.name, 0) + 1
-    return tuple(counts.items())
-
-
-def _fleet(plan: Plan) -> tuple[tuple[Option, int], ...]:
-    return plan.chosen.fleet if plan.chosen else ()
-
-
-def _usd(plan: Plan) -> float:
-    return plan.chosen.usd.p50 if plan.chosen else math.inf
-
-
-def _spot(candidate: Candidate | None) -> bool:
-    return candidate is not None and any(option.spot for option, _ in candidate.fleet)
 
 
 def _needed(plan: Plan) -> str:
