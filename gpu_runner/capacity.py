@@ -86,6 +86,8 @@ def decide(
     """
     tick = _Tick(work, options, held, target, memory, measured, pilots, pace)
     command, plan = tick.decide()
+    if target.budget_usd is not None:
+        command = _trim(command, options, held, target.budget_usd, pace)
     if detail:
         plan = in_detail(plan, work, options, held, target)
     changed = (command.instances, command.offers) != (memory.instances, memory.offers)
@@ -150,7 +152,7 @@ class _Tick:
         for one in sorted(self.held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option))):
             if (sum(other.option.usd_per_hour for other in kept) + one.option.usd_per_hour) * each <= budget:
                 kept.append(one)
-        least = [one.usd_per_hour / HOUR * (one.boot_seconds + 2 * self.pace.reserve) for one in self.options]
+        least = [one.usd_per_hour / HOUR * (one.boot_seconds + 3 * self.pace.reserve) for one in self.options]
         first = min(least, default=0.0)
         if not self.held and first <= budget:
             return None
@@ -170,6 +172,9 @@ class _Tick:
     # The way there
 
     def _steer(self) -> tuple[Command, Plan]:
+        stay = self.course.stay(1.0) if self.measured else None
+        if stay is not None:
+            return self._compare(stay, 1.0)
         caution, plan = self.course.plan()
         if plan.chosen is None:
             return self._short_of_money(plan)
@@ -177,18 +182,24 @@ class _Tick:
         if not self.measured:
             return self._learn(stay, plan, caution), plan
         if stay is not None:
-            _, plan = self.course.plan(self.course.early, caution)
-            saved = stay - usd(plan)
-            if saved <= WORTH * stay or not plan.met:
-                words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
-                return self._explore(self._same(words)), plan
-            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $")), plan
+            return self._compare(stay, caution)
         if plan.met:
-            _, early = self.course.plan(self.course.early, caution)
-            plan = early if early.met else plan
+            plan = self.course.early_plan(caution) or plan
         elif not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
         return self._explore(self._change(plan, "is needed for the deadline")), plan
+
+    def _compare(self, stay: float, caution: float) -> tuple[Command, Plan]:
+        """What is held is good enough: it stays unless another fleet, early enough not to change again, saves much."""
+        plan = self.course.early_plan(caution)
+        if plan is None:
+            _, plan = self.course.plan()
+            return self._explore(self._same(f"any other fleet would be no earlier; {plan.reason}")), plan
+        saved = stay - usd(plan)
+        if saved > WORTH * stay:
+            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $")), plan
+        words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
+        return self._explore(self._same(words)), plan
 
     # Speeds that are not known yet
 
@@ -310,11 +321,35 @@ class _Tick:
             command, hoped = self._steer()
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
-        alike = [one for one in self.held if usd_per_token(one.option) <= least][: self.course.most]
+        alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]
+        alike = alike[: self.course.most]
         names = tuple(one.instance for one in self.held if one not in alike)
         offers = counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
         number = sum(number for _, number in offers)
         return self._explore(Command(number, offers, names, kind="infeasible", reason=plan.reason)), plan
+
+
+def _trim(command: Command, options: Sequence[Option], held: Sequence[Held], budget: float, pace: Pace) -> Command:
+    """The command without what the budget could not keep until it is ended: what is dearest by the hour goes first.
+
+    What is new must be able to boot as well.
+    """
+    known = {one.name: one for one in (*options, *(one.option for one in held))}
+    there = dict(counts(held))
+    fleet = dict(command.offers)
+    left = budget
+    for name in sorted(fleet, key=lambda name: known[name].usd_per_hour):
+        price = known[name].usd_per_hour / HOUR
+        each = 2 * pace.reserve * price
+        kept = min(fleet[name], there.get(name, 0), int(left / each))
+        new = min(fleet[name] - kept, int((left - kept * each) / (each + price * known[name].boot_seconds)))
+        fleet[name] = max(0, kept + max(0, new))
+        left -= each * fleet[name]
+    if fleet == dict(command.offers):
+        return command
+    offers = tuple((name, fleet[name]) for name, _ in command.offers if fleet[name])
+    reason = f"the budget has {budget:.2f} $ left, which is not enough for more; {command.reason}"
+    return replace(command, instances=sum(fleet.values()), offers=offers, reason=reason)
 
 
 def _needed(plan: Plan) -> str:

@@ -51,25 +51,21 @@ class Course:
         """Seconds to the deadline."""
         return math.inf if self.target.deadline is None else self.target.deadline
 
-    @property
-    def early(self) -> float:
-        """Seconds by which a changed fleet is to be early."""
-        return EARLY * max(0.0, self.target.deadline or 0.0)
-
-    def plan(self, early: float = 0.0, caution: float | None = None) -> tuple[float, Plan]:
-        """The cheapest plan that is safe, and the caution at which it meets the deadline: the highest that can be met.
-
-        `early`: seconds before the deadline. `caution`: this or less.
-        """
-        target = replace(self.target, deadline=self.left - early) if early else self.target
+    def plan(self) -> tuple[float, Plan]:
+        """The cheapest plan that is safe, and the highest caution at which any plan meets the deadline."""
         if self.target.deadline is None:
-            return 1.0, self._make(target, anyway=True)
+            return 1.0, self._make(self.target, anyway=True)
         for level in CAUTIONS:
-            if caution is None or level <= caution:
-                plan = self._at(target, level)
-                if plan is not None:
-                    return level, plan
-        return 0.0, self._make(target, caution=CAUTIONS[-1], anyway=True)
+            plan = self._at(self.target, level)
+            if plan is not None:
+                return level, plan
+        return 0.0, self._make(self.target, caution=CAUTIONS[-1], anyway=True)
+
+    def early_plan(self, caution: float) -> Plan | None:
+        """The same at this caution and so early that it need not change again soon; None: not possible."""
+        if self.target.deadline is None:
+            return self._make(self.target, anyway=True)
+        return self._at(replace(self.target, deadline=(1 - EARLY) * self.target.deadline), caution)
 
     def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0, anyway: bool = False) -> Plan:
         return make_plan(
@@ -122,7 +118,10 @@ class Course:
         return plan if recoverable(self.work, self.options, fleet, self.target, caution, self.pace) else None
 
     def fair(self, target: Target, held: Sequence[Held]) -> Plan | None:
-        """The plan for speeds as they are believed, when it meets the deadline and is safe."""
+        """The plan for speeds as they are believed, when it meets the deadline and is safe.
+
+        A target with an earlier deadline than the course's own: the plan begins that much later, or ends earlier.
+        """
         plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0, anyway=False)
         late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
         return plan if plan.met and self._safe(plan, late) else None
