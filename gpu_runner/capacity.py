@@ -84,8 +84,14 @@ def decide(
     `now`: seconds of any steady clock, only remembered. `measured`: the speed of something held was measured on this
     request's rows. `pilots`: on how many offers speeds may be learned. `detail`: as in `make_plan`.
     """
-    tick = _Tick(work, options, held, target, memory, measured, pilots, pace)
-    command, plan = tick.decide()
+    most = max(0, min(target.max_instances, work.units))
+    useful = sorted(held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option)))
+    held, surplus = useful[:most], tuple(one.instance for one in useful[most:])
+    command, plan = _Tick(work, options, held, target, memory, measured, pilots, pace).decide()
+    if surplus:
+        kind: Kind = "shrink" if command.kind in ("steady", "pilot") else command.kind
+        reason = f"{len(surplus)} more than the {most} that are allowed or have work are given up; {command.reason}"
+        command = replace(command, retire=(*command.retire, *surplus), kind=kind, reason=reason)
     if target.budget_usd is not None:
         command = _trim(command, options, held, target.budget_usd, pace)
     if detail:

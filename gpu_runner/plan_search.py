@@ -12,6 +12,7 @@ from gpu_runner.plans import Candidate, Held, Interval, Option, Target, Work
 
 P95 = 1.645  # standard deviations
 GRID = 1.1  # ratio of the finish times that are looked at where time is not given
+MANY = 20  # instances; of more than that each does so little that the quanta of work must be smaller
 FIRST = 60.0  # seconds; the first of them
 NEARLY = 1.02  # when the deadline is lost, so much later than the earliest finish is as good, and may cost much less
 ENDLESS = 10 * 365 * 24 * HOUR  # stands for no deadline
@@ -101,17 +102,18 @@ class Desk:
 
     def at(self, seconds: float) -> Found | None:
         """The least cost of a finish within so many seconds."""
-        quantum = self.work.tokens / QUANTA
+        quanta = QUANTA if self.most <= MANY else 2 * QUANTA
+        quantum = self.work.tokens / quanta
         kinds = [
             Kind(
                 count=group.count,
-                room=int(min(QUANTA, group.room(seconds) / quantum + 1e-9)),
+                room=int(min(quanta, group.room(seconds) / quantum + 1e-9)),
                 start=group.start,
                 each=group.usd_per_token * quantum,
             )
             for group in self.groups
         ]
-        found = cheapest_cover(kinds, self.most)
+        found = cheapest_cover(kinds, self.most, quanta)
         return None if found is None else self._found(found[1], found[0])
 
     def _affordable(self, found: Found) -> bool:

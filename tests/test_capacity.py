@@ -1,0 +1,236 @@
+"""The controller: starts small where it may, jumps where it must, stays while that is good enough, keeps the budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_runner.capacity import Command, Memory, decide
+from gpu_runner.pilots import PACE
+from gpu_runner.planner import Held, Option, Plan, Target, Work
+
+HOUR = 3600.0
+A100 = Option("cloud/a100", 2.0, 10_000.0, 480.0, spread=0.05)
+SPOT = Option("cloud/a100 spot", 0.7, 10_000.0, 480.0, spot=True, interruptions_per_hour=0.05, spread=0.05)
+GUESS = replace(A100, spread=0.5)
+WORK = Work(tokens=360e6, total_tokens=360e6, started_ago=0.0, units=1000, spread=0.02)  # 10 hours of an A100
+
+NEW = Memory()
+
+
+def tick(
+    options: list[Option],
+    held: list[Held],
+    target: Target,
+    *,
+    work: Work = WORK,
+    memory: Memory = NEW,
+    measured: bool = True,
+    pilots: int = 1,
+) -> tuple[Command, Memory, Plan]:
+    return decide(work, options, held, target, memory, 0.0, measured=measured, pilots=pilots, detail=False)
+
+
+def ready(number: int, option: Option = A100) -> list[Held]:
+    return [Held(f"i{i}", option) for i in range(number)]
+
+
+def test_it_starts_with_one_instance_to_measure_it():
+    command, _, plan = tick([GUESS], [], Target(20 * HOUR), measured=False)
+    assert (command.instances, command.pilot, command.kind) == (1, True, "pilot")
+    assert command.offers == (("cloud/a100", 1),)
+    assert plan.chosen is not None and "measured" in command.reason
+
+
+def test_while_the_pilot_boots_and_is_measured_nothing_is_added():
+    booting = [Held("i0", GUESS, 200.0)]
+    command, _, _ = tick([GUESS], booting, Target(20 * HOUR), measured=False)
+    assert (command.instances, command.retire, command.kind) == (1, (), "pilot")
+
+
+def test_where_the_wait_would_endanger_the_deadline_all_start_at_once():
+    command, _, _ = tick([GUESS], [], Target(1.35 * HOUR), measured=False)
+    assert command.instances >= 8 and not command.pilot
+
+
+def test_after_the_pilot_it_jumps_to_the_number_that_makes_the_deadline():
+    command, _, plan = tick([A100], ready(1), Target(3 * HOUR))
+    assert command.kind == "grow" and plan.feasible
+    assert 4 <= command.instances <= 5
+    again, _, _ = tick([A100], ready(command.instances), Target(3 * HOUR))
+    assert (again.kind, again.instances) == ("steady", command.instances)
+
+
+def test_what_boots_counts():
+    booting = [*ready(1), *(Held(f"b{i}", A100, 300.0) for i in range(4))]
+    command, _, _ = tick([A100], booting, Target(3 * HOUR))
+    assert (command.kind, command.instances) == ("steady", 5)
+
+
+def test_a_saving_of_less_than_five_percent_changes_nothing():
+    little, much = replace(A100, name="cloud/b", usd_per_hour=1.95), replace(A100, name="cloud/b", usd_per_hour=1.0)
+    stays, _, _ = tick([A100, little], ready(1), Target(20 * HOUR))
+    moves, _, _ = tick([A100, much], ready(1), Target(20 * HOUR))
+    assert stays.retire == () and stays.kind == "steady" and "would save" in stays.reason
+    assert moves.retire == ("i0",) and moves.kind == "switch" and "$" in moves.reason
+    assert moves.offers == (("cloud/b", 1),)
+
+
+def test_instances_of_one_price_are_not_given_up_while_there_is_work_for_them():
+    command, _, _ = tick([A100], ready(6), Target(20 * HOUR))
+    assert (command.instances, command.retire) == (6, ())
+
+
+def test_instances_without_a_batch_are_given_up():
+    command, _, _ = tick([A100], ready(6), Target(20 * HOUR), work=replace(WORK, units=2))
+    assert command.instances == 2 and len(command.retire) == 4
+
+
+def test_with_time_in_hand_spot_does_the_work():
+    command, _, _ = tick([A100, SPOT], [], Target(6 * HOUR))
+    assert dict(command.offers).keys() == {"cloud/a100 spot"}
+
+
+def test_behind_the_line_reliable_instances_take_over_and_held_spot_helps_on():
+    """An hour of work for 40 instances is left in 1.3 h: spot that boots for a quarter of an hour and is lost then
+    would leave too little time for all others."""
+    late = replace(WORK, tokens=40 * 10_000.0 * HOUR)
+    slow = replace(SPOT, boot_seconds=900.0)
+    command, _, _ = tick([A100, slow], ready(2, slow), Target(1.3 * HOUR, max_instances=40), work=late)
+    fleet = dict(command.offers)
+    assert fleet["cloud/a100"] >= 36
+    assert command.retire == () and fleet["cloud/a100 spot"] == 2
+
+
+def test_the_last_stretch_is_not_entrusted_to_spot_alone():
+    """What is left needs two hours of one instance, and the deadline is in two hours and a reliable boot."""
+    rest = replace(WORK, tokens=10_000.0 * 2 * HOUR)
+    command, _, _ = tick([A100, SPOT], ready(1, SPOT), Target(2 * HOUR + 500.0), work=rest)
+    assert command.instances > 1
+
+
+def test_what_is_done_before_another_could_boot_is_left_alone():
+    rest = replace(WORK, tokens=10_000.0 * 120.0)
+    command, _, _ = tick([A100, SPOT], ready(1, SPOT), Target(300.0), work=rest)
+    assert (command.kind, command.instances) == ("steady", 1)
+
+
+def test_a_deadline_that_cannot_be_met_is_said_with_the_earliest_finish_and_its_price():
+    command, _, plan = tick([A100], ready(1), Target(0.5 * HOUR, max_instances=5))
+    assert command.kind == "infeasible" and not plan.feasible
+    assert command.instances == 5
+    assert plan.earliest is not None and "earliest possible finish" in command.reason
+
+
+def test_a_spent_budget_pauses_and_more_budget_resumes():
+    command, memory, _ = tick([A100], ready(2), Target(20 * HOUR, 0.01))
+    assert (command.instances, command.kind) == (0, "paused")
+    assert set(command.retire) == {"i0", "i1"} and "0.01 $ are left" in command.pause
+    still, memory, _ = tick([A100], [], Target(20 * HOUR, 0.01), memory=memory)
+    assert still.kind == "paused" and still.instances == 0
+    resumed, _, _ = tick([A100], [], Target(20 * HOUR, 30.0), memory=memory)
+    assert resumed.pause == "" and resumed.instances == 1
+
+
+def test_it_shrinks_before_it_pauses():
+    rate = 2.0 / HOUR * PACE.reserve
+    command, _, _ = tick([A100], ready(3), Target(20 * HOUR, 2.5 * rate))
+    assert command.instances < 3 and command.kind == "shrink" and command.pause == ""
+
+
+def test_without_offers_what_is_held_goes_on():
+    command, _, _ = tick([], ready(3), Target(3 * HOUR))
+    assert (command.instances, command.retire) == (3, ())
+    assert "no offers are known" in command.reason
+
+
+def test_when_the_work_is_done_everything_ends():
+    command, _, _ = tick([A100], ready(2), Target(HOUR), work=replace(WORK, tokens=0.0))
+    assert (command.instances, command.kind) == (0, "done")
+    assert set(command.retire) == {"i0", "i1"}
+
+
+def test_several_pilots_learn_the_speeds_of_what_might_be_cheaper():
+    guesses = [replace(GUESS, name=f"cloud/{i}", usd_per_hour=2.0 + 0.1 * i) for i in range(4)]
+    command, _, _ = tick(guesses, [], Target(48 * HOUR), measured=False, pilots=3)
+    assert command.instances == 3 and command.pilot
+
+
+def test_an_offer_is_tried_once_when_its_odds_are_worth_a_boot():
+    perhaps = replace(GUESS, name="cloud/perhaps", usd_per_hour=2.1)
+    command, memory, _ = tick([A100, perhaps], ready(1), Target(20 * HOUR), pilots=2)
+    assert ("cloud/perhaps", 1) in command.offers and "may save" in command.reason
+    assert "cloud/perhaps" in memory.tried
+    gone, memory, _ = tick([A100, perhaps], ready(1), Target(20 * HOUR), pilots=2, memory=replace(memory, offers=()))
+    assert gone.instances == 1
+
+
+def test_the_memory_survives_as_json():
+    _, memory, _ = tick([A100, SPOT], ready(1), Target(3 * HOUR))
+    assert Memory.from_json(json.loads(json.dumps(memory.as_json()))) == memory
+    assert Memory.from_json({}) == Memory()
+
+
+def test_the_same_tick_twice_commands_the_same():
+    first, memory, _ = tick([A100, SPOT], ready(1), Target(3 * HOUR))
+    again, _, _ = tick([A100, SPOT], ready(1), Target(3 * HOUR), memory=memory)
+    assert (again.instances, again.offers, again.retire) == (first.instances, first.offers, first.retire)
+
+
+offers = st.builds(
+    Option,
+    name=st.just(""),
+    usd_per_hour=st.floats(0.1, 40),
+    tokens_per_second=st.floats(500, 50_000),
+    boot_seconds=st.floats(10, 1500),
+    capacity=st.none() | st.integers(0, 8),
+    spot=st.booleans(),
+    interruptions_per_hour=st.floats(0, 0.3),
+    spread=st.sampled_from([0.05, 0.2, 0.5]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(offers, max_size=5),
+    st.lists(st.sampled_from([0.0, 30.0, 400.0]), max_size=5),
+    st.floats(1e6, 1e10),
+    st.none() | st.floats(-1000, 1e6),
+    st.none() | st.floats(0, 500),
+    st.integers(1, 20),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_no_command_passes_a_cap_or_what_the_budget_can_end(
+    market, waits, tokens, deadline, budget, limit, units, measured
+):
+    options = [replace(one, name=f"o{i}{' spot' if one.spot else ''}") for i, one in enumerate(market)]
+    held = [Held(f"i{i}", options[i % len(options)], wait) for i, wait in enumerate(waits)] if options else []
+    work = Work(tokens, 1e10, 0.0, units, 0.1)
+    target = Target(deadline, budget, limit)
+    command, _, _ = decide(
+        work, options, held, target, Memory(), 0.0, measured=measured and bool(held), pilots=3, detail=False
+    )
+    assert command.instances == sum(number for _, number in command.offers) or not options
+    assert command.instances <= max(min(limit, units), 1)
+    assert set(command.retire) <= {one.instance for one in held}
+    for name, number in command.offers:
+        option = next(one for one in options if one.name == name)
+        had = sum(one.option.name == name for one in held)
+        assert option.capacity is None or number <= option.capacity + had
+    if budget is not None:
+        price = {one.name: one.usd_per_hour / HOUR for one in options}
+        new = any(number > sum(one.option.name == name for one in held) for name, number in command.offers)
+        rate = sum(price[name] * number for name, number in command.offers)
+        assert rate * PACE.reserve * (2 if new else 1) <= budget * (1 + 1e-9) or not command.offers
+
+
+@pytest.mark.parametrize("deadline", [None, 20 * HOUR])
+def test_without_a_deadline_or_with_a_far_one_it_is_one_instance_of_the_cheapest_token(deadline):
+    fast = replace(A100, name="cloud/fast", tokens_per_second=40_000.0, usd_per_hour=9.0)
+    command, _, _ = tick([A100, fast], [], Target(deadline))
+    assert command.offers == (("cloud/a100", 1),)
