@@ -23,6 +23,7 @@ from gpu_runner.planner import Held, Option, Plan, Target, Work, in_detail, make
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
 RESERVE = PACE.reserve
+CHURN = 5  # one in so many may be given up at once for others that save money
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 
 
@@ -193,7 +194,7 @@ class _Tick:
             plan = self.course.early_plan(caution) or plan
         elif not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
-        return self._explore(self._change(plan, "is needed for the deadline")), plan
+        return self._explore(self._change(plan, "is needed for the deadline", needed=True)), plan
 
     def _compare(self, stay: float, caution: float) -> tuple[Command, Plan]:
         """What is held is good enough: it stays unless another fleet, early enough not to change again, saves much."""
@@ -220,7 +221,7 @@ class _Tick:
             return self._pilot(main, plan)
         if self.held and not plan.met and not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible")
-        return self._change(plan, "is needed for the deadline", give_up=False)
+        return self._change(plan, "is needed for the deadline", needed=True)
 
     def _worth_waiting(self, plan: Plan, caution: float) -> Option | None:
         """The offer for a pilot, when the fleet may wait until its speed is known.
@@ -286,33 +287,52 @@ class _Tick:
             reason=f"{len(self.held)} go on: {words}",
         )
 
-    def _change(self, plan: Plan, why: str, *, give_up: bool = True) -> Command:
-        """From what is held to the plan's fleet. Not `give_up`: what is held stays as far as the limit allows."""
-        assert plan.chosen is not None
-        fleet = {option.name: number for option, number in plan.chosen.fleet}
-        room = self.course.most - plan.chosen.instances
-        dearest = max((usd_per_token(option) for option, _ in plan.chosen.fleet), default=0.0)
-        retire = []
-        for one in self.held:
-            if one.instance in plan.keep:
-                continue
-            cheap = usd_per_token(one.option) <= (1 + WORTH) * dearest
-            stays = not give_up or unsure(one.option) or (one.option.spot and not has_spot(plan.chosen) and cheap)
-            if stays and room > 0:
-                room -= 1
+    def _change(self, plan: Plan, why: str, *, needed: bool = False) -> Command:
+        """From what is held to the plan's fleet. What is given up works on until what replaces it is ready.
+
+        Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline,
+        else a few at a time, because what was offered a moment ago may not be had.
+        """
+        fleet = {option.name: number for option, number in fleet_of(plan)}
+        kept = [one for one in self.held if one.instance in plan.keep]
+        there = dict(counts(kept))
+        new = {name: number - there.get(name, 0) for name, number in fleet.items() if number > there.get(name, 0)}
+        others = sorted((one for one in self.held if one not in kept), key=lambda one: self._spare(one, plan))
+        crowd = max(0, sum(fleet.values()) + len(others) - self.course.most)
+        if new or any(one.ready_in > 0 for one in kept):
+            plain = sum(self._spare(one, plan)[0] == 0 for one in others)
+            few = crowd if needed else min(crowd, plain, max(1, self.course.most // CHURN))
+            retire = others[:few]
+            for _ in range(min(crowd - few, sum(new.values()))):
+                most = max(new, key=lambda name: new[name])
+                new[most], fleet[most] = new[most] - 1, fleet[most] - 1
+        else:
+            retire = [one for n, one in enumerate(others) if n < crowd or self._spare(one, plan)[0] == 0]
+        for one in others:
+            if one not in retire:
                 fleet[one.option.name] = fleet.get(one.option.name, 0) + 1
-            else:
-                retire.append(one.instance)
         number = sum(fleet.values())
-        kind: Kind = "steady"
-        if not plan.met:
-            kind = "infeasible"
-        elif retire:
-            kind = "switch" if number > len(self.held) - len(retire) else "shrink"
-        elif number > len(self.held):
-            kind = "grow"
         reason = f"{number} instances instead of {len(self.held)}, which {why}; {plan.reason}"
-        return Command(number, tuple(fleet.items()), tuple(retire), kind=kind, reason=reason)
+        kind = self._kind(plan, number, len(retire))
+        offers = tuple((name, count) for name, count in fleet.items() if count)
+        return Command(number, offers, tuple(one.instance for one in retire), kind=kind, reason=reason)
+
+    def _spare(self, one: Held, plan: Plan) -> tuple[int, float]:
+        """What goes first is what comes first: known and not part of any plan, then by price, the dearest token first.
+
+        What is being measured stays, and so does cheap spot beside a plan that does not count on spot.
+        """
+        dearest = max((usd_per_token(option) for option, _ in fleet_of(plan)), default=0.0)
+        cheap = usd_per_token(one.option) <= (1 + WORTH) * dearest
+        helps = one.option.spot and not has_spot(plan.chosen) and cheap
+        return int(unsure(one.option) or helps), -usd_per_token(one.option)
+
+    def _kind(self, plan: Plan, number: int, retired: int) -> Kind:
+        if not plan.met:
+            return "infeasible"
+        if retired:
+            return "switch" if number > len(self.held) - retired else "shrink"
+        return "grow" if number > len(self.held) else "steady"
 
     def _short_of_money(self, plan: Plan) -> tuple[Command, Plan]:
         """The budget does not pay for all the work: as much as it pays for, where a token is cheapest."""

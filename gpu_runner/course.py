@@ -17,6 +17,7 @@ from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make
 
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
+BARGAIN = 0.6  # at this share of the cost a little less caution is accepted while speeds are not measured
 EARLY = 0.05  # share of the time left that a changed fleet is to be early, so that it need not change again
 
 
@@ -55,10 +56,15 @@ class Course:
         """The cheapest plan that is safe, and the highest caution at which any plan meets the deadline."""
         if self.target.deadline is None:
             return 1.0, self._make(self.target, anyway=True)
-        for level in CAUTIONS:
+        for place, level in enumerate(CAUTIONS):
             plan = self._at(self.target, level)
-            if plan is not None:
-                return level, plan
+            if plan is None:
+                continue
+            if any(unsure(option) for option, _ in fleet_of(plan)) and place + 1 < len(CAUTIONS):
+                bolder = self._at(self.target, CAUTIONS[place + 1])
+                if bolder is not None and usd(bolder) <= BARGAIN * usd(plan):
+                    return CAUTIONS[place + 1], bolder
+            return level, plan
         return 0.0, self._make(self.target, caution=CAUTIONS[-1], anyway=True)
 
     def early_plan(self, caution: float) -> Plan | None:
