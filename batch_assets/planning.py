@@ -5,6 +5,7 @@ Shared by the capacity sensor and by `batch-assets plan`, so that both give the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,11 +125,12 @@ def ask(
     speeds = around.ranking(spec, workload, target.objective, known)
     believed = beliefs(speeds, around.ranking(spec, workload, target.objective, known, measured=False))
     basis = {one.offer.hardware: one.speed.basis for one in speeds.ranked}
-    there = options(ranking, around.clocks, around.failures, believed)
+    standing = Counter(instance_offer(one).name for one in around.instances if one.state == "ready")
+    there = options(ranking, around.clocks, around.failures, believed, standing)
     accepted = spec.hardware.accept()
     if silent := tuple(one for one in stock.silent if not accepted.reasons(one)):
         missed = around.ranking(spec, workload, target.objective, Stock(silent, (), ()))
-        there += options(missed, around.clocks, around.failures, believed)
+        there += options(missed, around.clocks, around.failures, believed, standing)
     return Question(
         Work(
             tokens=workload.tokens,

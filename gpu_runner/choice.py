@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gpu_runner.offers import HOUR, Offer, RankedOffer, Ranking, Refusal, merit, say
@@ -68,6 +69,16 @@ def choose(ranking: Ranking, failures: Iterable[OfferFailure] = (), memory: Memo
     failures = list(failures)
     open_now = [one for one in ranking.ranked if memory.pause(one.offer, failures) is None]
     return sorted(open_now, key=lambda one: merit(_dearer(one, memory.penalty(one.offer, failures)), ranking.objective))
+
+
+def shunned(failures: Iterable[OfferFailure], standing: Mapping[str, int], memory: Memory = MEMORY) -> set[str]:
+    """Names of offers that were lost lately (within `half_life`) as often as instances of them are `standing`.
+
+    A plan names none of them: where the last one was just taken, the next one may be too. One loss among many that
+    stand says little.
+    """
+    lost = Counter(one.offer for one in failures if one.reason == LOST and one.age <= memory.half_life)
+    return {name for name, times in lost.items() if times >= standing.get(name, 0)}
 
 
 def left_alone(ranking: Ranking, failures: Iterable[OfferFailure], memory: Memory = MEMORY) -> list[Refusal]:

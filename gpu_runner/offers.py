@@ -16,6 +16,7 @@ from gpu_runner.speed import Basis, LengthMix, ModelFacts, NoSpeed, Speed, Throu
 Objective = Literal["cheapest", "fastest", "efficient"]
 
 HOUR = 3600.0
+SPOT = " spot"  # ends the names of spot offers
 DAY = 24 * HOUR
 
 
@@ -57,7 +58,7 @@ class Offer:
 def offer_name(provider: str, region: str, instance_type: str, gpus: int, gpu: str, spot: bool) -> str:
     """`Offer.name`, of an offer or of an instance that was rented from it."""
     parts = (provider, region, instance_type or f"{gpus}x {gpu}")
-    return "/".join(part for part in parts if part) + (" spot" if spot else "")
+    return "/".join(part for part in parts if part) + (SPOT if spot else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,12 +49,15 @@ def find_move(
     warm: Iterable[Offer],
     failures: Sequence[OfferFailure],
     among: Container[str] | None = None,
+    *,
+    must: str = "",
 ) -> Decision | None:
     """The move that saves most by the break-even rule, or None.
 
     `ranking`: what can be rented, with the best known speeds; `estimates`: the same without any measurement, which
     tells how far off the estimate of our own hardware was; `warm`: instances that stand ready, offers without a boot.
-    `among`: names of the offers that may be moved to; None: any.
+    `among`: names of the offers that may be moved to; None: any. `must`: why the instance is to be left even if that
+    does not pay.
     """
     old = present.offer
     known = {one.offer.hardware: one.speed for one in reversed(ranking.ranked)}
@@ -79,10 +82,12 @@ def find_move(
             continue
         here = Pace(old.price_per_hour, speed)
         move = consider_move(present.dataset_tokens, here, Pace(offer.price_per_hour, pace, offer.boot_seconds))
-        if not move.worth or move.saved_usd < MARGIN * here.usd(present.dataset_tokens):
+        pays = move.worth and move.saved_usd >= MARGIN * here.usd(present.dataset_tokens)
+        if not pays and not must:
             continue
         if best is None or move.saved_usd > best.saved_usd:
-            sentence = f"{present.instance}: from {old.name} to {offer.name}: {move.reason}"
+            why = move.reason if pays else f"{must}; {move.reason}"
+            sentence = f"{present.instance}: from {old.name} to {offer.name}: {why}"
             tokens = present.dataset_tokens
             best = Decision(present.instance, old, offer, tokens, speed, pace, move.saved_usd, sentence)
     return best

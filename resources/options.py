@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gpu_runner.beliefs import Belief, Machine, sharpen
-from gpu_runner.choice import LOST, MEMORY, OfferFailure
+from gpu_runner.choice import LOST, MEMORY, OfferFailure, shunned
 from gpu_runner.fleet import Instance
 from gpu_runner.offers import HOUR, Offer, Ranking
 from gpu_runner.planner import Held, Option
@@ -43,17 +43,23 @@ def _belief(speed: Speed) -> Belief:
 
 
 def options(
-    ranking: Ranking, clocks: Mapping[str, float], failures: Iterable[OfferFailure], believed: Beliefs
+    ranking: Ranking,
+    clocks: Mapping[str, float],
+    failures: Iterable[OfferFailure],
+    believed: Beliefs,
+    standing: Mapping[str, int],
 ) -> list[Option]:
     """What can be rented now. `clocks`: simulated seconds per real second of each provider.
 
-    An offer that failed a moment ago and is left alone for now has no capacity.
+    An offer that failed a moment ago and is left alone for now has no capacity, and one that is lost lately as often
+    as it stands. `standing`: instances by the name of their offer.
     """
     failures = list(failures)
+    avoided = shunned(failures, standing)
     found: list[Option] = []
     for one in ranking.ranked:
         clock = clocks.get(one.offer.provider, 1.0)
-        paused = MEMORY.pause(one.offer, failures) is not None
+        paused = MEMORY.pause(one.offer, failures) is not None or one.offer.name in avoided
         speed = believed.get(Machine(*one.offer.hardware), _belief(one.speed))
         found.append(_option(one.offer, speed, clock, failures, 0 if paused else one.offer.capacity))
     return found

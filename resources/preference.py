@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.offers import RankedOffer
+from gpu_runner.offers import SPOT, Offer, RankedOffer
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many instances a dataset may lease, of which offers (`Offer.name`) first and how many, and why none."""
+    """How many instances a dataset may lease, of which offers (`Offer.name`) first and how many, and why none.
+
+    `deadline`: there is one to be kept.
+    """
 
     instances: int = 1
     offers: tuple[tuple[str, int], ...] = ()
     pause: str = ""
+    deadline: bool = False
 
     @property
     def names(self) -> frozenset[str] | None:
         """The offers that are named; None: any will do."""
         return frozenset(name for name, count in self.offers if count > 0) or None
+
+    def must_leave(self, offer: Offer) -> str:
+        """Why an instance is to be left although that costs more; "": it is not.
+
+        A plan for a deadline that names no spot instance any more has found them too risky for what is left.
+        """
+        names = self.names or frozenset()
+        if not (self.deadline and names and offer.spot) or any(name.endswith(SPOT) for name in names):
+            return ""
+        return "the deadline is not left to spot instances any more"
 
     def why_none(self) -> str:
         """Why nothing may be leased."""

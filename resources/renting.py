@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_runner.choice import LOST, MEMORY, OfferFailure, choose, explain
+from gpu_runner.choice import LOST, MEMORY, OfferFailure, choose, explain, shunned
 from gpu_runner.fleet import BudgetReached, FleetBook, Instance, Lease
 from gpu_runner.heart import Heart
 from gpu_runner.offers import Ranking
@@ -107,7 +107,9 @@ class Renter:
     def _allowance(self, need: Requirement) -> Allowance:
         """What the dataset may lease now."""
         target = self.book.target(need.dataset)
-        return Allowance() if target is None else Allowance(target.instances, target.offers, target.pause)
+        if target is None:
+            return Allowance()
+        return Allowance(target.instances, target.offers, target.pause, target.deadline_at is not None)
 
     def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
         """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once.
@@ -189,7 +191,10 @@ class Renter:
         if self.book.leases_of(need.dataset) - (old is not None) >= limit:
             return None, f"waiting: {need.dataset} already holds all instances it may lease"
         ranking, failures = self.ranking(need, need.work()), self.book.offer_failures(MEMORY.horizon)
-        order = prefer(choose(ranking, failures), allowed.offers, self._held(need, old) if allowed.offers else {})
+        held = self._held(need, old) if allowed.offers else {}
+        avoided = shunned(failures, held)  # lost since the command was given
+        named = [(name, count) for name, count in allowed.offers if name not in avoided]
+        order = prefer(choose(ranking, failures), named, held)
         if not order:
             return None, f"waiting: {_why_none(ranking, failures)}"
         leased = self._orders.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
@@ -250,7 +255,8 @@ class Renter:
         warm = [instance_offer(one) for one in self._warm_instances(need) if one.name != leased.name]
         failures = self.book.offer_failures(MEMORY.horizon)
         ranked, estimated = self.ranking(need, work), self.ranking(need, work, ())
-        return find_move(present, ranked, estimated, warm, failures, allowed.names)
+        must = allowed.must_leave(leased.offer)
+        return find_move(present, ranked, estimated, warm, failures, allowed.names, must=must)
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause

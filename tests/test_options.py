@@ -27,7 +27,7 @@ def ranking(*offers: tuple[Offer, float, Basis]) -> Ranking:
 
 def test_all_is_in_real_seconds_and_real_money() -> None:
     found = ranking((SPOT, 1000.0, "estimate"), (SURE, 400.0, "estimate"))
-    (spot, sure) = options(found, {"north": 60.0}, (), beliefs(found, found))
+    (spot, sure) = options(found, {"north": 60.0}, (), beliefs(found, found), {})
     assert (spot.usd_per_hour, spot.tokens_per_second, spot.boot_seconds) == (90.0, 60_000.0, 4.0)
     assert (spot.spot, spot.capacity, spot.spread) == (True, 4, SPREAD["estimate"])
     assert spot.interruptions_per_hour == pytest.approx(-math.log(0.9) * 60)
@@ -37,12 +37,14 @@ def test_all_is_in_real_seconds_and_real_money() -> None:
 def test_what_failed_a_moment_ago_has_no_capacity_now_and_what_was_lost_is_lost_more_often() -> None:
     found = ranking((SPOT, 1000.0, "measured"))
     believed = beliefs(found, found)
-    (paused,) = options(found, {}, [OfferFailure("north", SPOT.name, 1.0, NO_CAPACITY)], believed)
+    (paused,) = options(found, {}, [OfferFailure("north", SPOT.name, 1.0, NO_CAPACITY)], believed, {})
     assert paused.capacity == 0
-    (lost,) = options(found, {}, [OfferFailure("north", SPOT.name, 600.0, LOST)], believed)
+    last = [OfferFailure("north", SPOT.name, 300.0, LOST)]
+    assert options(found, {}, last, believed, {})[0].capacity == 0  # the only one that stood was taken
+    (lost,) = options(found, {}, last, believed, {SPOT.name: 2})
     assert lost.capacity == 4
     assert lost.interruptions_per_hour == pytest.approx(-math.log(0.9) + 0.5)
-    (long_ago,) = options(found, {}, [OfferFailure("north", SPOT.name, 7200.0, LOST)], believed)
+    (long_ago,) = options(found, {}, [OfferFailure("north", SPOT.name, 7200.0, LOST)], believed, {})
     assert long_ago.interruptions_per_hour == pytest.approx(-math.log(0.9))
 
 
