@@ -72,7 +72,7 @@ def figures(report: Report) -> dict[str, Any]:
         "kind": report.command.kind,
         "reason": report.command.reason,
         "planned_at": report.now,
-        "instances_wanted": report.plan.instances,
+        "instances_wanted": max(report.plan.instances, report.command.instances),
         "feasible": report.plan.feasible,
         "on_time": report.on_time,
         "finish_p50": None if chosen is None else report.now + chosen.finish.p50,

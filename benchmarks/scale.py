@@ -160,6 +160,7 @@ def prepare(folder: Path, urls: list[str], batches_per_run: int, server: Postgre
         "sampling": {"temperature": 1.0, "max_tokens": 64},
         "batch_rows": BATCH,
         "batches_per_run": batches_per_run,
+        "objective": "fastest",  # all engines at once
     }
     document = {"type": "batch_assets.GeneratedDataset", "attributes": spec}
     (defs / "defs.yaml").write_text(yaml.safe_dump(document))
@@ -290,8 +291,6 @@ def measure(options: argparse.Namespace, folder: Path, server: PostgresServer | 
         urls = [resources.enter_context(simulator()) for _ in range(options.engines)]
         prepare(folder, urls, options.batches_per_run, server)
         home = prepare_home()
-        with contextlib.closing(FleetBook(settings.fleet_database())) as book:
-            book.set_instances(NAME, options.engines)
         stack = resources.enter_context(Stack(home))
         instance = resources.enter_context(dg.DagsterInstance.from_config(str(home)))
         stack.wait_ready()

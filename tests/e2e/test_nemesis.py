@@ -53,6 +53,8 @@ SPEC: dict[str, Any] = {
     "keep_columns": ["number"],
     "batch_rows": BATCH_ROWS,
     "batches_per_run": BATCHES_PER_RUN,
+    "objective": "fastest",
+    "max_instances": INSTANCES,
     # A model with so large a KV cache that an L40S works on 27 rows at once: 15 of them a second at this clock.
     "hardware": {
         "spot": True,
@@ -94,6 +96,7 @@ def published(site: Platform, rows: int) -> bool:
 def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"\nnemesis: BATCH_ASSETS_NEMESIS_SEED={SEED}, {FAULTS} faults", flush=True)
     monkeypatch.setattr("batch_assets.stack.RESTARTS", 1000)
+    monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
     source = tmp_path / "source.jsonl"
     source.touch()
     spec = {**SPEC, "source": {"path": str(source)}}
@@ -104,9 +107,6 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
     cloud = SimulatedCloud(home, SimulatedCloudConfig.model_validate(config["simulated"]))
     began = time.time()
     with platform(tmp_path, monkeypatch, spec, simulator=None, fleet=config) as site:
-        with contextlib.closing(site.book()) as book:
-            book.set_instances(site.name, INSTANCES)
-        site.instance.event_log_storage.set_concurrency_slots(site.name, INSTANCES + 1)
         customer = Customer(site, source, 4 * RUN_ROWS, 3 * RUN_ROWS if SOAK else RUN_ROWS)
         demon = Nemesis(site, cloud, customer, SEED, FAULTS, PAUSE)
         with contextlib.closing(demon):
