@@ -288,7 +288,7 @@ class _Tick:
         )
 
     def _change(self, plan: Plan, why: str, *, needed: bool = False) -> Command:
-        """From what is held to the plan's fleet. What is given up works on until what replaces it is ready.
+        """From what is held to the plan's fleet. What is given up works on until what replaces it was to be had.
 
         Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline,
         else a few at a time, because what was offered a moment ago may not be had.
@@ -299,7 +299,7 @@ class _Tick:
         new = {name: number - there.get(name, 0) for name, number in fleet.items() if number > there.get(name, 0)}
         others = sorted((one for one in self.held if one not in kept), key=lambda one: self._spare(one, plan))
         crowd = max(0, sum(fleet.values()) + len(others) - self.course.most)
-        if new or any(one.ready_in > 0 for one in kept):
+        if new:
             plain = sum(self._spare(one, plan)[0] == 0 for one in others)
             few = crowd if needed else min(crowd, plain, max(1, self.course.most // CHURN))
             retire = others[:few]
