@@ -18,7 +18,19 @@ from typing import Any, Literal
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
-from gpu_runner.planner import Held, Option, Plan, Target, Work, in_detail, make_plan, say_fleet, say_time
+from gpu_runner.planner import (
+    Candidate,
+    Held,
+    Option,
+    Plan,
+    Target,
+    Work,
+    in_detail,
+    make_plan,
+    plan_to_stay,
+    say_fleet,
+    say_time,
+)
 
 Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
 
@@ -196,21 +208,28 @@ class _Tick:
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
         return self._explore(self._change(plan, "is needed for the deadline", needed=True)), plan
 
-    def _compare(self, stay: float, caution: float) -> tuple[Command, Plan]:
-        """What is held is good enough: it stays unless another fleet, early enough not to change again, saves much."""
+    def _compare(self, stay: Candidate, caution: float) -> tuple[Command, Plan]:
+        """What is held is good enough: it stays unless another fleet, early enough not to change again, is much better.
+
+        Better by the objective: cost, time, or cost × time.
+        """
         plan = self.course.early_plan(caution)
-        if plan is None:
-            _, plan = self.course.plan()
+        if plan is None or plan.chosen is None:
+            plan = plan_to_stay(self.course.plan()[1], stay, self.held, self.target)
             return self._explore(self._same(f"any other fleet would be no earlier; {plan.reason}")), plan
-        saved = stay - usd(plan)
-        if saved > WORTH * stay:
-            return self._explore(self._change(plan, f"saves {saved:.2f} of {stay:.2f} $")), plan
-        words = f"another fleet would save {max(0.0, saved):.2f} of {stay:.2f} $; {plan.reason}"
+        now, then = stay.usd.p50, plan.chosen.usd.p50
+        if self.course.worth(plan.chosen) < (1 - WORTH) * self.course.worth(stay):
+            why = f"saves {now - then:.2f} of {now:.2f} $"
+            if then > now:
+                why = f"takes {say_time(plan.chosen.finish.p50)} instead of {say_time(stay.finish.p50)}"
+            return self._explore(self._change(plan, why)), plan
+        plan = plan_to_stay(plan, stay, self.held, self.target)
+        words = f"another fleet would save {max(0.0, now - then):.2f} of {now:.2f} $; {plan.reason}"
         return self._explore(self._same(words)), plan
 
     # Speeds that are not known yet
 
-    def _learn(self, stay: float | None, plan: Plan, caution: float) -> Command:
+    def _learn(self, stay: Candidate | None, plan: Plan, caution: float) -> Command:
         """One pilot where time allows; else the fleet for speeds as believed; else what makes it even if they are slow.
 
         Nothing is given up for another offer before its speed is known.

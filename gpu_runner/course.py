@@ -150,13 +150,13 @@ class Course:
         plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0, anyway=False)
         return -math.inf if plan.earliest is None else self.left - plan.earliest.finish.p50
 
-    def stay(self, caution: float) -> float | None:
-        """US dollars when all that are held work to the end; None when that is not good enough at this caution."""
+    def stay(self, caution: float) -> Candidate | None:
+        """What happens when all that are held work to the end; None when that is not good enough at this caution."""
         if not self.held or len(self.held) > self.most:
             return None
         rest = run_on(self.work, self.held)
         if rest is not None and rest.finish.p95 <= min(self.ramp, self.left):
-            return rest.usd.p50  # done before another one could have booted
+            return rest  # done before another one could have booted
         plan = make_plan(
             self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
         )
@@ -164,7 +164,13 @@ class Course:
             return None
         if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution, self.pace):
             return None
-        return None if rest is None else rest.usd.p50
+        return rest
+
+    def worth(self, one: Candidate) -> float:
+        """What the objective compares; less is better."""
+        if self.target.objective == "fastest":
+            return one.finish.p50
+        return one.usd.p50 * (one.finish.p50 if self.target.objective == "efficient" else 1.0)
 
     def sooner(self, plan: Plan) -> bool:
         """Whether a plan that is too late anyway is at least much sooner than what is held."""

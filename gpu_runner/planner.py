@@ -30,6 +30,7 @@ __all__ = [
     "Work",
     "in_detail",
     "make_plan",
+    "plan_to_stay",
     "run_on",
     "say_fleet",
     "say_time",
@@ -92,6 +93,20 @@ def in_detail(plan: Plan, work: Work, options: Sequence[Option], held: Sequence[
     if plan.chosen is None or earliest is None:
         return plan
     return replace(plan, next_best=desk.others(plan.chosen), curve=desk.curve(earliest))
+
+
+def plan_to_stay(plan: Plan, rest: Candidate, held: Sequence[Held], target: Target) -> Plan:
+    """A plan that is turned down in favour of what is held: `rest` is what `run_on` says of it."""
+    late = target.deadline is not None and rest.finish.p95 > target.deadline + 1e-6
+    dear = target.budget_usd is not None and rest.usd.p50 > target.budget_usd
+    return replace(
+        plan,
+        chosen=rest,
+        instances=rest.instances,
+        feasible=not late and not dear,
+        reason=_explain(rest, not late, plan.earliest or rest, target),
+        keep=tuple(one.instance for one in held),
+    )
 
 
 def _idle(work: Work, target: Target) -> Plan:

@@ -61,8 +61,10 @@ def test_after_the_pilot_it_jumps_to_the_number_that_makes_the_deadline():
     command, _, plan = tick([A100], ready(1), Target(3 * HOUR))
     assert command.kind == "grow" and plan.feasible
     assert 4 <= command.instances <= 5
-    again, _, _ = tick([A100], ready(command.instances), Target(3 * HOUR))
+    again, _, same = tick([A100], ready(command.instances), Target(3 * HOUR))
     assert (again.kind, again.instances) == ("steady", command.instances)
+    assert same.chosen is not None and same.chosen.instances == command.instances
+    assert same.chosen.finish.p50 == pytest.approx(10 * HOUR / command.instances)
 
 
 def test_what_boots_counts():
@@ -92,6 +94,15 @@ def test_at_the_limit_only_a_few_are_given_up_at_once_to_save_money():
     cheap = replace(A100, name="cloud/b", usd_per_hour=1.0)
     command, _, _ = tick([A100, cheap], ready(10), Target(20 * HOUR, max_instances=10))
     assert command.instances == 10 and 1 <= len(command.retire) <= 2
+
+
+def test_the_fastest_and_the_efficient_take_more_instances_than_the_cheapest():
+    numbers = {
+        objective: tick([A100], ready(1), Target(20 * HOUR, None, 10, objective))[0].instances
+        for objective in ("cheapest", "efficient", "fastest")
+    }
+    assert numbers["cheapest"] == 1 and numbers["fastest"] == 10
+    assert 1 < numbers["efficient"] <= 10
 
 
 def test_instances_of_one_price_are_not_given_up_while_there_is_work_for_them():
