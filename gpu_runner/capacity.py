@@ -275,21 +275,38 @@ class _Tick:
         return Command(len(fleet), offers, pilot=True, kind="pilot", reason=reason)
 
     def _explore(self, command: Command) -> Command:
-        """The command, and one instance of another offer where learning its speed is worth its boot."""
+        """The command, and one instance of another offer where learning its speed is worth its boot.
+
+        At the limit on instances it takes the place of one, if the deadline can do without that one.
+        """
         tried = [name for name in self.memory.tried if name not in dict(self.memory.offers)]
         options = [one for one in self.options if one.name not in tried and one.name.removesuffix(" spot") not in tried]
         known = {one.name: one for one in (*(one.option for one in self.held), *self.options)}
         fleet = [(known[name], number) for name, number in command.offers if name in known]
-        if self.pilots < 2 or command.instances >= self.course.most or any(unsure(option) for option, _ in fleet):
+        if self.pilots < 2 or not fleet or any(unsure(option) for option, _ in fleet):
             return command
         found = best_try(self.work, options, fleet, self.target.deadline, self.pace)
         if found is None:
             return command
+        retire = command.retire
+        if command.instances >= self.course.most:
+            largest = max(range(len(fleet)), key=lambda place: fleet[place][1])
+            option, number = fleet[largest]
+            fleet[largest] = option, number - 1
+            staying = [one for one in self.held if one.instance not in retire]
+            alike = [one for one in staying if one.option.name == option.name]
+            spare = alike[-1:] if len(alike) == number else []
+            left = booted(fleet, [one for one in staying if one not in spare])
+            if number < 2 or not self.course.enough([*left, Held("try", found.option, found.option.boot_seconds)]):
+                return command
+            retire = (*retire, *(one.instance for one in spare))
         words = f"one {found.option.name} to learn its speed: {found.costs_usd:.2f} $, may save {found.saves_usd:.2f} $"
+        offers = (*((option.name, number) for option, number in fleet), (found.option.name, 1))
         return replace(
             command,
-            instances=command.instances + 1,
-            offers=(*command.offers, (found.option.name, 1)),
+            instances=sum(number for _, number in offers),
+            offers=offers,
+            retire=retire,
             pilot=True,
             kind="grow" if command.kind == "steady" else command.kind,
             reason=f"{words}; {command.reason}",
