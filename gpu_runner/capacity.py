@@ -327,7 +327,7 @@ class _Tick:
         """From what is held to the plan's fleet. What is given up works on until what replaces it was to be had.
 
         Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline,
-        else a few at a time, because what was offered a moment ago may not be had.
+        else one, and a few at a time once the new offer was to be had.
         """
         fleet = {option.name: number for option, number in fleet_of(plan)}
         kept = [one for one in self.held if one.instance in plan.keep]
@@ -337,7 +337,8 @@ class _Tick:
         crowd = max(0, sum(fleet.values()) + len(others) - self.course.most)
         if new:
             plain = sum(self._spare(one, plan)[0] == 0 for one in others)
-            few = crowd if needed else min(crowd, plain, max(1, self.course.most // CHURN))
+            had = any(name in there for name in new)
+            few = crowd if needed else min(crowd, plain, max(1, self.course.most // CHURN) if had else 1)
             retire = others[:few]
             for _ in range(min(crowd - few, sum(new.values()))):
                 most = max(new, key=lambda name: new[name])

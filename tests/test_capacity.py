@@ -93,7 +93,9 @@ def test_what_is_replaced_works_on_until_the_new_one_was_to_be_had():
 def test_at_the_limit_only_a_few_are_given_up_at_once_to_save_money():
     cheap = replace(A100, name="cloud/b", usd_per_hour=1.0)
     command, _, _ = tick([A100, cheap], ready(10), Target(20 * HOUR, max_instances=10))
-    assert command.instances == 10 and 1 <= len(command.retire) <= 2
+    assert command.instances == 10 and len(command.retire) == 1
+    more, _, _ = tick([A100, cheap], [*ready(9), Held("new", cheap, 300.0)], Target(2.5 * HOUR, max_instances=10))
+    assert more.instances == 10 and 1 < len(more.retire) <= 2
 
 
 def test_the_fastest_and_the_efficient_take_more_instances_than_the_cheapest():
