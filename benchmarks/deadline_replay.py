@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.deadline_world import BATCH, LENGTHS_UNKNOWN, Scenario, Truth
 from gpu_runner.beliefs import Belief, Machine, sharpen
-from gpu_runner.capacity import RESERVE
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import MEASURING
+from gpu_runner.pilots import MEASURING, PACE
 from gpu_runner.planner import Held, Option, Target, Work
 
 REACTION = 30.0  # seconds from an event to the next decision: the sensor's tick
@@ -122,7 +121,7 @@ class Replay:
                 moments.append(one.ready + MEASURING)
         if self.scenario.budget is not None:
             rate = sum(one.truth.usd.at(self.now) for one in self.standing) / HOUR
-            last = (self.scenario.budget - self.usd) / rate - RESERVE if rate else math.inf
+            last = (self.scenario.budget - self.usd) / rate - PACE.reserve if rate else math.inf
             if last > 0:
                 moments.append(self.now + last)
         return min(moments)
@@ -152,7 +151,7 @@ class Replay:
                 self.tick = self.now
         if self.scenario.budget is not None:
             rate = sum(one.truth.usd.at(self.now) for one in self.standing) / HOUR
-            if self.usd + rate * RESERVE >= self.scenario.budget - 1e-6:
+            if self.usd + rate * PACE.reserve >= self.scenario.budget - 1e-6:
                 self.tick = self.now if rate else self.tick
         return False
 

@@ -12,9 +12,9 @@ line, or all of it is taken, what cannot wait goes to reliable instances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
+from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
@@ -32,51 +32,10 @@ from gpu_runner.planner import (
     say_time,
 )
 
-Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "paused", "done"]
+__all__ = ["Command", "Kind", "Memory", "decide"]
 
-RESERVE = PACE.reserve
 CHURN = 5  # one in so many may be given up at once for others that save money
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What the fleet may do: `instances` in all, of which `offers` (name and number, held ones included) come first.
-
-    `retire`: held instances that are to be drained and ended. `pause`: why nothing may be rented, "" otherwise.
-    """
-
-    instances: int
-    offers: tuple[tuple[str, int], ...]
-    retire: tuple[str, ...] = ()
-    pause: str = ""
-    pilot: bool = False
-    kind: Kind = "steady"
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What is kept from tick to tick: the last command's fleet, and the offers that had a pilot."""
-
-    instances: int = 0
-    offers: tuple[tuple[str, int], ...] = ()
-    tried: tuple[str, ...] = ()
-    changed_at: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Memory:
-        """From `as_json`; an empty one is the beginning."""
-        return cls(
-            instances=int(values.get("instances", 0)),
-            offers=tuple((str(name), int(number)) for name, number in values.get("offers", ())),
-            tried=tuple(str(name) for name in values.get("tried", ())),
-            changed_at=float(values.get("changed_at", 0.0)),
-        )
 
 
 def decide(
@@ -106,7 +65,7 @@ def decide(
         reason = f"{len(surplus)} more than the {most} that are allowed or have work are given up; {command.reason}"
         command = replace(command, retire=(*command.retire, *surplus), kind=kind, reason=reason)
     if target.budget_usd is not None:
-        command = _trim(command, options, held, target.budget_usd, pace)
+        command = trim(command, options, held, target.budget_usd, pace)
     if detail:
         plan = in_detail(plan, work, options, held, target)
     changed = (command.instances, command.offers) != (memory.instances, memory.offers)
@@ -390,29 +349,6 @@ class _Tick:
         offers = counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
         number = sum(number for _, number in offers)
         return self._explore(Command(number, offers, names, kind="infeasible", reason=plan.reason)), plan
-
-
-def _trim(command: Command, options: Sequence[Option], held: Sequence[Held], budget: float, pace: Pace) -> Command:
-    """The command without what the budget could not keep until it is ended: what is dearest by the hour goes first.
-
-    What is new must be able to boot as well.
-    """
-    known = {one.name: one for one in (*options, *(one.option for one in held))}
-    there = dict(counts(held))
-    fleet = dict(command.offers)
-    left = budget
-    for name in sorted(fleet, key=lambda name: known[name].usd_per_hour):
-        price = known[name].usd_per_hour / HOUR
-        each = 2 * pace.reserve * price
-        kept = min(fleet[name], there.get(name, 0), int(left / each))
-        new = min(fleet[name] - kept, int((left - kept * each) / (each + price * known[name].boot_seconds)))
-        fleet[name] = max(0, kept + max(0, new))
-        left -= each * fleet[name]
-    if fleet == dict(command.offers):
-        return command
-    offers = tuple((name, fleet[name]) for name, _ in command.offers if fleet[name])
-    reason = f"the budget has {budget:.2f} $ left, which is not enough for more; {command.reason}"
-    return replace(command, instances=sum(fleet.values()), offers=offers, reason=reason)
 
 
 def _needed(plan: Plan) -> str:

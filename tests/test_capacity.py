@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,8 @@ def test_no_command_passes_a_cap_or_what_the_budget_can_end(
     assert command.instances == sum(number for _, number in command.offers) or not options
     assert command.instances <= max(min(limit, units), 1)
     assert set(command.retire) <= {one.instance for one in held}
+    for name, number in Counter(one.option.name for one in held if one.instance not in command.retire).items():
+        assert number <= dict(command.offers)[name]  # nothing is held that is neither commanded nor given up
     for name, number in command.offers:
         option = next(one for one in options if one.name == name)
         had = sum(one.option.name == name for one in held)
