@@ -344,10 +344,13 @@ class _Tick:
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]
-        alike = alike[: self.course.most]
+        alike = alike[: self.course.most - (0 if cheapest.keep else 1)]
         names = tuple(one.instance for one in self.held if one not in alike)
-        offers = counts(alike) if cheapest.keep else tuple((o.name, n) for o, n in cheapest.chosen.fleet)
-        number = sum(number for _, number in offers)
+        fleet = dict(counts(alike))
+        if not cheapest.keep:
+            name = cheapest.chosen.fleet[0][0].name
+            fleet[name] = fleet.get(name, 0) + 1
+        offers, number = tuple(fleet.items()), sum(fleet.values())
         return self._explore(Command(number, offers, names, kind="infeasible", reason=plan.reason)), plan
 
 
