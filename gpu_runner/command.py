@@ -55,28 +55,20 @@ class Memory:
 
 
 def trim(command: Command, options: Sequence[Option], held: Sequence[Held], budget: float, pace: Pace) -> Command:
-    """The command without what the budget could not keep until it is ended: what is dearest by the hour goes first.
-
-    What is new must be able to boot as well.
-    """
+    """The command without new instances that the budget could not boot, use and end: the dearest go first."""
     known = {one.name: one for one in (*options, *(one.option for one in held))}
     there = dict(counts([one for one in held if one.instance not in command.retire]))
     fleet = dict(command.offers)
-    left = budget
-    for name in sorted(fleet, key=lambda name: known[name].usd_per_hour):
-        price = known[name].usd_per_hour / HOUR
-        each = 2 * pace.reserve * price
-        kept = min(fleet[name], there.get(name, 0), int(left / each))
-        new = min(fleet[name] - kept, int((left - kept * each) / (each + price * known[name].boot_seconds)))
-        fleet[name] = max(0, kept + max(0, new))
-        left -= each * fleet[name]
+    price = {name: known[name].usd_per_hour / HOUR for name in fleet}
+    left = budget - sum(pace.reserve * price[name] * min(number, there.get(name, 0)) for name, number in fleet.items())
+    for name in sorted(fleet, key=lambda name: price[name]):
+        each = price[name] * (known[name].boot_seconds + 2 * pace.reserve)
+        wanted = max(0, fleet[name] - there.get(name, 0))
+        new = max(0, min(wanted, int(left / each))) if each > 0 else wanted
+        fleet[name] += new - wanted
+        left -= 2 * pace.reserve * price[name] * new
     if fleet == dict(command.offers):
         return command
     offers = tuple((name, fleet[name]) for name, _ in command.offers if fleet[name])
-    retire = list(command.retire)
-    for one in sorted(held, key=lambda one: -one.ready_in):
-        if one.instance not in retire and there.get(one.option.name, 0) > fleet.get(one.option.name, 0):
-            there[one.option.name] -= 1
-            retire.append(one.instance)
     reason = f"the budget has {budget:.2f} $ left, which is not enough for more; {command.reason}"
-    return replace(command, instances=sum(fleet.values()), offers=offers, retire=tuple(retire), reason=reason)
+    return replace(command, instances=sum(fleet.values()), offers=offers, reason=reason)
