@@ -73,8 +73,10 @@ class Result:
         return self.outcomes[policy].finish > self.deadline
 
     def broke(self, policy: str) -> bool:
-        """Missed because the money was gone."""
-        return self.missed(policy) and self.budget is not None and self.outcomes[policy].usd > 0.95 * self.budget
+        """Missed because the money was gone: nearly all spent, or never done."""
+        outcome = self.outcomes[policy]
+        spent = self.budget is not None and (outcome.usd > 0.95 * self.budget or outcome.finish == float("inf"))
+        return self.missed(policy) and spent
 
     def over(self, policy: str) -> bool:
         return self.budget is not None and self.outcomes[policy].usd > self.budget
