@@ -26,7 +26,7 @@ from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import WishError, begin, wishes
+from batch_assets.wishes import WishError, begin_unless_busy, wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
@@ -35,7 +35,8 @@ from resources.objects import self_test, temporary_folder
 from resources.price_files import PricingError
 from resources.store import BatchStore, DatasetStore, SnapshotManifest
 
-SCHEDULE_TICKS = 12
+SCHEDULE_TICKS = 60
+SOME_MONDAY = 1_704_067_200.0  # 2024-01-01: schedules are looked at from here, whenever the code is loaded
 KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds
 
 
@@ -98,7 +99,7 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         try:
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
                 if REFRESH_TAG in context.run.tags:
-                    begin(book, spec, context.run.run_id, context.run.tags)
+                    begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
@@ -218,19 +219,25 @@ def _rows_text(spec: GeneratedDatasetSpec) -> str:
 
 
 def freshness(spec: GeneratedDatasetSpec) -> dg.FreshnessPolicy | None:
-    """By when analysts may expect a new table: where a schedule refreshes it and each refresh has a deadline."""
+    """By when analysts may expect a new table: where a schedule refreshes it and each refresh has a deadline.
+
+    A cron policy where the deadline is a schedule itself and each of its moments has a refresh of its own; else the
+    longest time between two tables.
+    """
     if spec.schedule is None or spec.deadline is None:
         return None
     deadline = parse_deadline(spec.deadline)
     if deadline.moment is not None:
         return None
-    now = time.time()
-    ticks = next_moments(spec.schedule, now, SCHEDULE_TICKS)
+    ticks = next_moments(spec.schedule, SOME_MONDAY, SCHEDULE_TICKS)
     longest = max(deadline.at(tick) - tick for tick in ticks)
     if deadline.cron is not None:
-        return dg.FreshnessPolicy.cron(
-            deadline_cron=deadline.cron, lower_bound_delta=datetime.timedelta(seconds=round(longest))
-        )
+        moments = next_moments(deadline.cron, SOME_MONDAY, SCHEDULE_TICKS)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+        seen = {one for one in moments[1:] if one <= ticks[-1]}
+        if seen and {deadline.at(tick) for tick in ticks} >= seen:
+            bound = datetime.timedelta(seconds=round(min(longest, *gaps)))
+            return dg.FreshnessPolicy.cron(deadline_cron=deadline.cron, lower_bound_delta=bound)
     between = max(later - earlier for earlier, later in itertools.pairwise(ticks))
     return dg.FreshnessPolicy.time_window(fail_window=datetime.timedelta(seconds=round(between + longest)))
 

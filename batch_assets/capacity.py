@@ -211,7 +211,7 @@ def _write(book: FleetBook, report: Report, memory: Memory) -> Report:
     if not _command(book, report):
         return report  # another sensor has begun another request meanwhile
     # What is to be replaced is left by its run, when it has the other one; only what is too many is drained for good.
-    for name in command.retire[: max(0, len(report.held) - command.instances)]:
+    for name in report.surplus:
         book.retire(name, command.reason)
     if report.changed:
         report.events.append(observation(report))

@@ -38,6 +38,11 @@ class Report:
     memory: dict[str, Any] = field(default_factory=dict)  # what the books keep for the next tick
 
     @property
+    def surplus(self) -> tuple[str, ...]:
+        """Instances that are drained and ended: of those that are given up, as many as there are too many."""
+        return self.command.retire[: max(0, len(self.held) - self.command.instances)]
+
+    @property
     def reason(self) -> str:
         """Why, in a sentence or two."""
         return self.command.reason
@@ -48,8 +53,8 @@ class Report:
         target, command = self.target, self.command
         before = (target.instances, bool(target.pause), sorted(target.offers), target.plan.get("kind"))
         now = (command.instances, bool(command.pause), sorted(command.offers), command.kind)
-        retiring = set(target.plan.get("retire", ()))
-        return before != now or not retiring.issuperset(command.retire)
+        leaving = set(target.plan.get("leave", ()))
+        return before != now or not leaving.issuperset(command.retire)
 
     @property
     def finish(self) -> Candidate | None:
@@ -80,7 +85,7 @@ def figures(report: Report) -> dict[str, Any]:
         "usd_p50": None if chosen is None else spent + chosen.usd.p50,
         "usd_p95": None if chosen is None else spent + chosen.usd.p95,
         "usd_spent": spent,
-        "retire": list(report.command.retire),
+        "leave": list(report.command.retire[len(report.surplus) :]),
         "rows_left": report.found.work.rows if report.found.work else 0,
         "rows_total": report.rows_total,
         "next_best": [words(one) for one in report.plan.next_best],

@@ -19,7 +19,7 @@ from batch_assets.launcher import REQUEST_TAG
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import BACKFILL_TAG, WishError, begin, request_of, wishes
+from batch_assets.wishes import BACKFILL_TAG, WishError, begin_unless_busy, request_of, wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import BookError, FleetBook
 from gpu_runner.heart import Heart
@@ -127,9 +127,7 @@ def _join_request(context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec,
     request = request_of(run.root_run_id or run.run_id, run.tags)
     try:
         wanted = wishes(spec, run.tags)
-        known = book.target(spec.name)
-        if known is None or known.request in ("", request):
-            begin(book, spec, request, run.tags)
+        begin_unless_busy(book, spec, request, run.tags)
     except WishError as error:
         raise dg.Failure(f"{error}. Start it again with another tag.", allow_retries=False) from None
     return wanted.objective

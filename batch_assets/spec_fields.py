@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from batch_assets.cron import cron_problem
 from batch_assets.moments import MomentProblem, parse_deadline
@@ -44,6 +45,11 @@ def _cron(value: str) -> str:
     if problem := cron_problem(value):
         raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
     return value
+
+
+def _moment(value: Any) -> Any:
+    """YAML reads a timestamp without quotes as a date."""
+    return value.isoformat() if isinstance(value, datetime.datetime) else value
 
 
 def _deadline(value: str) -> str:
@@ -135,7 +141,7 @@ Scalar = Annotated[
 ]
 Name = Annotated[str, AfterValidator(_name)]
 Cron = Annotated[str, AfterValidator(_cron)]
-Deadline = Annotated[str, AfterValidator(_deadline)]
+Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
 Encodable = Annotated[dict[str, Any], AfterValidator(encodable)]

@@ -107,3 +107,12 @@ def begin(book: Targets, spec: GeneratedDatasetSpec, request: str, tags: Mapping
         objective=wanted.objective,
         max_instances=wanted.max_instances,
     )
+
+
+def begin_unless_busy(book: Targets, spec: GeneratedDatasetSpec, request: str, tags: Mapping[str, str]) -> None:
+    """Begin the request, unless another one is under way: its budget and its time go on, until the capacity sensor sees
+    that it is over. Raises WishError, also then."""
+    wishes(spec, tags)
+    known = book.target(spec.name)
+    if known is None or known.request in ("", request):
+        begin(book, spec, request, tags)

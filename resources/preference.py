@@ -5,35 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.offers import SPOT, Offer, RankedOffer
+from gpu_runner.offers import RankedOffer
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """How many instances a dataset may lease, of which offers (`Offer.name`) first and how many, and why none.
 
-    `deadline`: there is one to be kept.
+    `leave`: instances that are to be left for others, and `reason`: why.
     """
 
     instances: int = 1
     offers: tuple[tuple[str, int], ...] = ()
     pause: str = ""
-    deadline: bool = False
+    leave: tuple[str, ...] = ()
+    reason: str = ""
 
     @property
     def names(self) -> frozenset[str] | None:
         """The offers that are named; None: any will do."""
         return frozenset(name for name, count in self.offers if count > 0) or None
 
-    def must_leave(self, offer: Offer) -> str:
-        """Why an instance is to be left although that costs more; "": it is not.
+    def missing(self, standing: Mapping[str, int]) -> list[str]:
+        """Offers of which fewer stand than are named, each as often as it is missing, in the command's order."""
+        return [name for name, count in self.offers for _ in range(count - standing.get(name, 0))]
 
-        A plan for a deadline that names no spot instance any more has found them too risky for what is left.
-        """
-        names = self.names or frozenset()
-        if not (self.deadline and names and offer.spot) or any(name.endswith(SPOT) for name in names):
-            return ""
-        return "the deadline is not left to spot instances any more"
+    def successor(self, instance: str, standing: Mapping[str, int]) -> str | None:
+        """The offer that shall take the place of this instance; None: it is to stay. Each missing one has one taker."""
+        missing = self.missing(standing)
+        place = self.leave.index(instance) if instance in self.leave else len(missing)
+        return missing[place] if place < len(missing) else None
 
     def why_none(self) -> str:
         """Why nothing may be leased."""

@@ -109,7 +109,8 @@ class Renter:
         target = self.book.target(need.dataset)
         if target is None:
             return Allowance()
-        return Allowance(target.instances, target.offers, target.pause, target.deadline_at is not None)
+        leave = tuple(target.plan.get("leave", ())) if target.deadline_at is not None else ()
+        return Allowance(target.instances, target.offers, target.pause, leave, target.plan.get("reason", ""))
 
     def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
         """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once.
@@ -255,8 +256,15 @@ class Renter:
         warm = [instance_offer(one) for one in self._warm_instances(need) if one.name != leased.name]
         failures = self.book.offer_failures(MEMORY.horizon)
         ranked, estimated = self.ranking(need, work), self.ranking(need, work, ())
-        must = allowed.must_leave(leased.offer)
-        return find_move(present, ranked, estimated, warm, failures, allowed.names, must=must)
+        if allowed.names is None:
+            return find_move(present, ranked, estimated, warm, failures)
+        standing = self._held(need, None)
+        must = allowed.successor(leased.name, standing)
+        if must is not None:
+            return find_move(present, ranked, estimated, warm, failures, {must}, must=f"the plan: {allowed.reason}")
+        if standing[leased.offer.name] <= dict(allowed.offers).get(leased.offer.name, 0):
+            return None  # the plan wants it here
+        return find_move(present, ranked, estimated, warm, failures, set(allowed.missing(standing)))
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause
