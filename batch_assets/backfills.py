@@ -28,7 +28,7 @@ def range_runs(instance: dg.DagsterInstance, dataset: str, request: str) -> list
     unfinished = instance.get_run_records(dg.RunsFilter(statuses=UNFINISHED))
     over_rows = [found for found in unfinished if ledger.rows_key(dataset) in (found.dagster_run.asset_selection or ())]
     newest = {record.dagster_run.run_id: record for record in (*own, *over_rows)}
-    return [_record(instance, record, keys) for record in newest.values() if (keys := _keys(record.dagster_run))]
+    return [_record(instance, record, keys) for record in newest.values() if (keys := range_of(record.dagster_run))]
 
 
 def _record(instance: dg.DagsterInstance, record: dg.RunRecord, keys: KeyRange) -> RangeRunRecord:
@@ -37,7 +37,8 @@ def _record(instance: dg.DagsterInstance, record: dg.RunRecord, keys: KeyRange) 
     return RangeRunRecord(run.run_id, keys, outcome, run.tags.get(REQUEST_TAG), run.root_run_id or run.run_id)
 
 
-def _keys(run: dg.DagsterRun) -> KeyRange | None:
+def range_of(run: dg.DagsterRun) -> KeyRange | None:
+    """The batches that a run is for; None when it is not over batches."""
     if ledger.RANGE_START_TAG in run.tags:
         return KeyRange(run.tags[ledger.RANGE_START_TAG], run.tags[ledger.RANGE_END_TAG])
     if ledger.PARTITION_TAG in run.tags:
@@ -91,6 +92,12 @@ def _open(instance: dg.DagsterInstance, dataset: str) -> Iterator[PartitionBackf
     for backfill in instance.get_backfills(filters=BulkActionsFilter(statuses=_OPEN)):
         if backfill.is_asset_backfill and key in (backfill.asset_selection or ()):
             yield backfill
+
+
+def backfill_keys(instance: dg.DagsterInstance, dataset: str, backfill_id: str) -> frozenset[str] | None:
+    """The dataset's batches that a backfill targets, finished or not; None when there is none or it cannot be told."""
+    found = instance.get_backfill(backfill_id)
+    return None if found is None else _targets(found, ledger.rows_key(dataset))
 
 
 def _targets(backfill: PartitionBackfill, key: dg.AssetKey) -> frozenset[str] | None:

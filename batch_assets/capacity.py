@@ -165,7 +165,7 @@ def _answer(
         spec,
         found.work,
         wanted,
-        batches=found.batches,
+        batches=found.units,
         spread=found.spread,
         rows_total=rows_total,
         started_ago=target.age,

@@ -6,19 +6,20 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.backfills import OpenBackfill, open_backfills, range_runs
+from batch_assets.backfills import OpenBackfill, backfill_keys, open_backfills, range_of, range_runs
 from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, RangeRunRecord
 from batch_assets.progress import dead_end
 from batch_assets.sensors import SnapshotCache, latest_request, snapshot_asked
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import request_of
+from batch_assets.wishes import BY_HAND, request_of
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import RunBeat
 from gpu_runner.targets import DatasetTarget
@@ -30,7 +31,8 @@ from resources.store import BatchEntry, BatchObject, DatasetStore
 class OpenWork:
     """A request under way. `work` holds the rows left, less those finished in open batches; None: nothing to plan.
 
-    `batches`: those left; `spread`: how uncertain the tokens are. `runs`: unfinished range runs over the dataset.
+    `batches`: those left; `units`: the most instances that can work on them, as each needs a run of its own; `spread`:
+    how uncertain the tokens are. `notes`: what the unfinished runs say of themselves.
     """
 
     request: str
@@ -38,7 +40,8 @@ class OpenWork:
     work: Workload | None
     spread: float
     batches: int
-    runs: int
+    units: int
+    notes: tuple[str, ...]
 
 
 class WorkWatcher:
@@ -48,7 +51,7 @@ class WorkWatcher:
         self._spec, self._store = spec, store
         self._in_hand = WorkInHand(spec, store, folder)
         self._cache = SnapshotCache()
-        self.missing = 0  # batches that the catalog did not have at the last look
+        self.missing = 0  # batches of the request in the books that the catalog did not have at the last look
 
     def look(
         self, instance: dg.DagsterInstance, beats: Sequence[RunBeat], target: DatasetTarget | None
@@ -56,60 +59,106 @@ class WorkWatcher:
         """The request that is under way, or None. `target`: what the books hold of the dataset."""
         name = self._spec.name
         backfills = open_backfills(instance, name)
-        newest = [latest_request(instance, tag, name) for tag in (REFRESH_TAG, REDRIVE_TAG)]
-        asked = [run for run in newest if run is not None]
-        current = target.request if target else ""
-        runs = range_runs(instance, name, asked[0].run_id if asked else "")
+        refresh, redrive = (latest_request(instance, tag, name) for tag in (REFRESH_TAG, REDRIVE_TAG))
+        runs = _runs(instance, name, [run.run_id for run in (refresh, redrive) if run is not None])
         unfinished = [run for run in runs if run.outcome == "unfinished"]
         # The ledger last: what a run that ends meanwhile reports is in it.
         snapshot, entries = self._cache.entries(self._store)
         versions = ledger.ledger_versions(instance, name)
         missing = [entry for entry in entries if _object(entry, versions) is None]
-        self.missing = len(missing)
-        request = _request(instance, current, asked, backfills, runs, missing, snapshot)
+        current = target.request if target else ""
+        going = _backfills_and_runs(instance, backfills, unfinished)
+        going |= _asked(instance, refresh, redrive, runs, [entry.key for entry in missing], snapshot, bool(backfills))
+        self.missing = len(_wanted(missing, _keys_of(instance, name, current)))
+        request = _current(instance, current, going)
         if request is None:
             return None
         found, tags = request
-        wanted = next((one.keys for one in backfills if one.backfill_id == found), None)
-        left = [entry for entry in missing if wanted is None or entry.key in wanted]
+        left = _wanted(missing, _keys_of(instance, name, found))
+        notes = tuple(beat.note for beat in beats if beat.run_id in {run.run_id for run in unfinished})
         if snapshot is None or not left:
-            return OpenWork(found, tags, None, 0.0, 0, len(unfinished))
+            return OpenWork(found, tags, None, 0.0, 0, 0, notes)
         committed = [batch for entry in entries if (batch := _object(entry, versions)) is not None]
         rows = sum(entry.rows for entry in left)
         rows = max(1, rows - _open_rows(unfinished, beats, entries, {entry.key for entry in missing}))
         work, spread = self._in_hand.left(snapshot, rows, committed)
-        return OpenWork(found, tags, work, spread, len(left), len(unfinished))
+        units = len(left)
+        if refresh is None or found != refresh.run_id:  # Dagster, not our launcher, cuts these into runs
+            units = _most_runs(left, unfinished, self._spec.batches_per_run)
+        return OpenWork(found, tags, work, spread, len(left), units, notes)
 
 
-def _request(
-    instance: dg.DagsterInstance,
-    current: str,
-    asked: Sequence[dg.DagsterRun],
-    backfills: Sequence[OpenBackfill],
-    runs: Sequence[RangeRunRecord],
-    missing: Sequence[BatchEntry],
-    snapshot: str | None,
-) -> tuple[str, Mapping[str, str]] | None:
-    """The request to plan for and its tags: the one of the books while it goes on, else the newest that does."""
-    going: dict[str, Mapping[str, str]] = {one.backfill_id: one.tags for one in backfills}
-    for run in asked:
-        own = [one for one in runs if one.request == run.run_id]
-        busy = any(one.outcome == "unfinished" for one in own)
-        wanted = bool(missing) and CANCELED_TAG not in run.tags and snapshot_asked(instance, run) in (None, snapshot)
-        keys = [entry.key for entry in missing]
-        if busy or (wanted and not dead_end(keys, runs, run.run_id, backfill_open=bool(backfills))):
-            going[run.run_id] = run.tags
-    for one in runs:
-        if one.outcome == "unfinished" and one.request is None and not backfills:
+Going = dict[str, Mapping[str, str]]
+
+
+def _runs(instance: dg.DagsterInstance, dataset: str, requests: Sequence[str]) -> list[RangeRunRecord]:
+    found = {run.run_id: run for request in requests or [""] for run in range_runs(instance, dataset, request)}
+    return list(found.values())
+
+
+def _backfills_and_runs(
+    instance: dg.DagsterInstance, backfills: Sequence[OpenBackfill], unfinished: Sequence[RangeRunRecord]
+) -> Going:
+    """Requests that Dagster itself carries out: open backfills, and runs that somebody started by hand."""
+    going: Going = {one.backfill_id: one.tags for one in backfills}
+    for one in unfinished:
+        if one.request is None and not backfills:
             found = instance.get_run_by_id(one.run_id)
             if found is not None:
                 going[request_of(one.root_run_id or one.run_id, found.tags)] = found.tags
+    return going
+
+
+def _asked(
+    instance: dg.DagsterInstance,
+    refresh: dg.DagsterRun | None,
+    redrive: dg.DagsterRun | None,
+    runs: Sequence[RangeRunRecord],
+    missing: Sequence[str],
+    snapshot: str | None,
+    backfill_open: bool,
+) -> Going:
+    """Requests that our launcher carries out. Only a refresh is owed what is missing; a re-drive ends with its runs."""
+    going: Going = {}
+    for run in (refresh, redrive):
+        if run is None:
+            continue
+        own = [one for one in runs if one.request == run.run_id]
+        if any(one.outcome == "unfinished" for one in own):
+            going[run.run_id] = run.tags
+    if refresh is not None and missing and CANCELED_TAG not in refresh.tags:
+        wanted = snapshot_asked(instance, refresh) in (None, snapshot)
+        if wanted and not dead_end(missing, runs, refresh.run_id, backfill_open=backfill_open):
+            going[refresh.run_id] = refresh.tags
+    return going
+
+
+def _current(instance: dg.DagsterInstance, current: str, going: Going) -> tuple[str, Mapping[str, str]] | None:
+    """The request to plan for and its tags: the one of the books while it goes on, else another one that does."""
     if current in going:
         return current, going[current]
     reading = instance.get_run_by_id(current) if current else None
     if reading is not None and not reading.is_finished:
         return current, reading.tags  # it still reads its source
     return next(iter(going.items()), None)
+
+
+def _keys_of(instance: dg.DagsterInstance, dataset: str, request: str) -> Container[str] | None:
+    """The batches that a request is about; None: all."""
+    if request.startswith(BY_HAND):
+        run = instance.get_run_by_id(request.removeprefix(BY_HAND))
+        return None if run is None else range_of(run)
+    return backfill_keys(instance, dataset, request) if request else None
+
+
+def _wanted(entries: Sequence[BatchEntry], keys: Container[str] | None) -> list[BatchEntry]:
+    return list(entries) if keys is None else [entry for entry in entries if entry.key in keys]
+
+
+def _most_runs(left: Sequence[BatchEntry], unfinished: Sequence[RangeRunRecord], batches_per_run: int) -> int:
+    """Runs that can be at work at once: those there are, and those that the rest will be cut into."""
+    rest = sum(not any(entry.key in run.keys for run in unfinished) for entry in left)
+    return max(1, min(len(left), len(unfinished) + -(-rest // batches_per_run)))
 
 
 def _object(entry: BatchEntry, versions: Mapping[str, ledger.LedgerVersion]) -> BatchObject | None:
@@ -122,12 +171,13 @@ def _object(entry: BatchEntry, versions: Mapping[str, ledger.LedgerVersion]) -> 
 def _open_rows(
     runs: Sequence[RangeRunRecord], beats: Sequence[RunBeat], entries: Sequence[BatchEntry], missing: set[str]
 ) -> int:
-    """Rows that living runs have finished in batches that are not committed yet."""
+    """Rows that living runs have finished in batches that are not committed yet. `entries` in the order of keys."""
     done = {beat.run_id: beat.rows_done for beat in beats}
+    keys = [entry.key for entry in entries]
     found = 0
     for run in runs:
         if finished := done.get(run.run_id, 0):
-            own = [entry for entry in entries if entry.key in run.keys]
+            own = entries[bisect.bisect_left(keys, run.keys.first) : bisect.bisect_right(keys, run.keys.last)]
             open_rows = sum(entry.rows for entry in own if entry.key in missing)
             committed = sum(entry.rows for entry in own) - open_rows
             found += min(open_rows, max(0, finished - committed))
