@@ -26,7 +26,7 @@ from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import WishError, begin_unless_busy, wishes
+from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
@@ -130,7 +130,7 @@ def plan_metadata(
         work = WorkInHand(spec, store, folder).look()
         if not work.rows:
             return {"plan": "nothing is missing"}
-        wished = wishes(spec, context.run.tags)
+        wished = {tag: context.run.tags[tag] for tag in WISH_TAGS if tag in context.run.tags}
         found = propose(Surroundings.look(fleet, book), book, spec, work, wished)
     except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
         return {"plan": f"no plan: {error}"}

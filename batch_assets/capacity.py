@@ -5,6 +5,7 @@ Dagster's pools follow. Nothing is remembered here: a second sensor, or one that
 """
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,13 @@ from gpu_runner.planner import Target
 from gpu_runner.targets import DatasetTarget
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet import FleetConfigError, GpuFleet
+from resources.price_files import PricingError
 from resources.store import BatchStore
 
 Datasets = Mapping[str, tuple[GeneratedDatasetSpec, Path]]
 SPARE_SLOTS = 1
+WAITING = "waiting: paused: "  # how the note of a run begins that may lease nothing (resources/renting.py)
+NO_BUDGET = f"{WAITING}budget of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +72,70 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
             known["now"] = datasets()
         except SpecError as error:
             context.log.warning(f"the datasets as they were before: {error}")
+        announced = _announced(context.cursor)
         events: list[Any] = []
         said: list[str] = []
         with fleet.open_book() as book:
             beats = book.runs()
             questions: list[Open] = []
-            ended: list[DatasetTarget] = []
+            over: list[tuple[DatasetTarget, int]] = []
             for name, (spec, folder) in known.get("now", {}).items():
                 target, watching = book.target(name), watcher(spec, folder, store)
-                found = watching.look(context.instance, beats, target)
+                try:
+                    found = watching.look(context.instance, beats, target)
+                except Exception as error:  # of one dataset: the others are looked after
+                    said.append(f"{name} could not be looked at: {type(error).__name__}: {error}")
+                    context.log.exception(said[-1])
+                    continue
                 if found is not None:
                     questions.append(Open(spec, found, _begin(context, book, spec, found)))
                 elif target is not None and target.request:
-                    events += _finish(context, book, target, watching.missing)
-                    ended.append(target)
-            if questions or ended:
-                around = Surroundings.look(fleet, book, markets)
+                    over.append((target, watching.missing))
+            if questions or over:
+                try:
+                    around = Surroundings.look(fleet, book, markets)
+                except (FleetConfigError, PricingError) as error:
+                    raise dg.Failure(f"nothing is decided until this is mended: {error}") from None
+                for target, missing in over:
+                    events += _finish(context, book, target, missing)
+                    announced.pop(target.dataset, None)
                 reports = answer(context.instance, book, around, questions, pace)
-                events += [event for report in reports for event in report.events]
-                said += [f"{report.dataset}: {report.reason}" for report in reports]
-                _tell(book, around.config.alerts, reports, ended)
+                for report in reports:
+                    events += _announce(report, announced)
+                    said.append(f"{report.dataset}: {report.reason}")
+                _tell(book, around.config.alerts, reports, [target for target, _ in over], overdue(questions))
         if events:
             context.log.info("; ".join(said))
-        return dg.SensorResult(skip_reason="; ".join(said) or "no dataset is being made", asset_events=events)
+        reason = "; ".join(said) or "no dataset is being made"
+        return dg.SensorResult(skip_reason=reason, asset_events=events, cursor=json.dumps(announced))
 
     return capacity
+
+
+def _announced(cursor: str | None) -> dict[str, dict[str, Any]]:
+    """By dataset, what the catalog was told last. Dagster keeps it together with the events: neither is lost alone."""
+    try:
+        found = json.loads(cursor or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _announce(report: Report, announced: dict[str, dict[str, Any]]) -> list[Any]:
+    """Events about what is new since the last tick."""
+    before, leaving = announced.get(report.dataset, {}), sorted(report.command.retire)
+    known = before.get("signature") == report.signature and set(leaving) <= set(before.get("leaving", ()))
+    events: list[Any] = [] if known else [observation(report)]
+    if report.on_time is not None and report.on_time != before.get("on_time"):
+        events.append(check_event(report))
+    announced[report.dataset] = {"signature": report.signature, "on_time": report.on_time, "leaving": leaving}
+    return events
+
+
+def overdue(questions: Sequence[Open]) -> list[Alert]:
+    """Requests past their deadline of which nothing is planned, because what they make is not missing: a regenerate."""
+    late = [one for one in questions if one.open.work is None and (one.target.deadline_in or 0.0) < 0]
+    return [Alert("late", one.spec.name, f"{one.spec.name} is late: its runs are under way", {}) for one in late]
 
 
 def _begin(
@@ -183,23 +226,34 @@ def _answer(
         pilots=spec.pilots,
         pace=pace,
     )
-    command = _with_standing(command, around, question, wanted, rents=bool(asked.options or asked.held))
-    report = Report(spec.name, found, target, command, plan, asked.held, wanted, spend, book.now(), rows_total)
+    command = _with_standing(book, command, around, question, wanted, rents=bool(asked.options or asked.held))
+    if not asked.held and (refused := next((note for note in found.notes if note.startswith(NO_BUDGET)), "")):
+        # The books hold the budget to the cent, and know better than the plan what a first instance may cost.
+        command = dataclasses.replace(command, pause=refused.removeprefix(WAITING), kind="paused")
+    idle = around.idle(spec.name, pace.tick) if _bounded(target) else ()
+    report = Report(spec.name, found, target, command, plan, asked.held, idle, wanted, spend, book.now(), rows_total)
     return _write(book, report, memory)
 
 
-def _with_standing(command: Command, around: Surroundings, question: Open, wanted: Target, *, rents: bool) -> Command:
-    """The engines of fleet.yaml, which cost nothing more, on top of what is rented: all of them where time presses."""
-    endpoint = question.open.tags.get(ENDPOINT_TAG)
+def _with_standing(
+    book: FleetBook, command: Command, around: Surroundings, question: Open, wanted: Target, *, rents: bool
+) -> Command:
+    """The engines of fleet.yaml, which cost nothing more. Those that others use do not count.
+
+    Where time presses all of them on top of what is rented, else one instead of it.
+    """
+    dataset, endpoint = question.spec.name, question.open.tags.get(ENDPOINT_TAG)
     try:
         engines = around.config.engines_for(question.spec.model, endpoint)
     except FleetConfigError:
         engines = ()
-    if not engines or command.pause:
+    others = {beat.run_id for beat in book.runs() if beat.dataset != dataset}
+    usable = [one for one in engines if book.holder(one.name) not in others]
+    if not usable or command.pause:
         return command
     presses = wanted.deadline is not None or wanted.objective == "fastest"
-    standing = min(len(engines), wanted.max_instances, question.open.batches) if presses else 1
-    if rents and not endpoint:
+    standing = min(len(usable), wanted.max_instances, question.open.units) if presses else 1
+    if rents and presses and not endpoint:
         return dataclasses.replace(command, instances=min(wanted.max_instances, command.instances + standing))
     reason = f"{standing} of {len(engines)} engines that stand in fleet.yaml; nothing is rented for it"
     return Command(standing, (), kind="steady", reason=reason)
@@ -211,12 +265,9 @@ def _write(book: FleetBook, report: Report, memory: Memory) -> Report:
     if not _command(book, report):
         return report  # another sensor has begun another request meanwhile
     # What is to be replaced is left by its run, when it has the other one; only what is too many is drained for good.
-    for name in report.surplus:
+    idle = report.idle[: max(0, len(report.held) + len(report.idle) - command.instances)]
+    for name in (*report.surplus, *idle):
         book.retire(name, command.reason)
-    if report.changed:
-        report.events.append(observation(report))
-    if (check := check_event(report)) is not None:
-        report.events.append(check)
     return report
 
 
@@ -234,7 +285,11 @@ def _command(book: FleetBook, report: Report) -> bool:
 
 
 def _tell(
-    book: FleetBook, config: AlertConfig | None, reports: Sequence[Report], ended: Sequence[DatasetTarget]
+    book: FleetBook,
+    config: AlertConfig | None,
+    reports: Sequence[Report],
+    ended: Sequence[DatasetTarget],
+    more: Sequence[Alert],
 ) -> None:
     """Alerts, after all commands: a webhook that hangs holds up no instance. What was told is kept in the books."""
     if config is None:
@@ -242,7 +297,7 @@ def _tell(
     now = book.now()
     before = {one.dataset: one.memory.get("alerts", {}) for one in (*[each.target for each in reports], *ended)}
     state = {dataset: dict(told) for dataset, told in before.items() if told}
-    alerts = [alert for report in reports for alert in alerts_of(report)]
+    alerts = [*more, *(alert for report in reports for alert in alerts_of(report))]
     alerts += [Alert("on_time", one.dataset, f"{one.dataset}: the request has ended") for one in ended]
     Alerts(config, state, clock=lambda: now).tell(alerts)
     for report in reports:
@@ -251,10 +306,20 @@ def _tell(
             _command(book, report)
 
 
+def _bounded(target: DatasetTarget) -> bool:
+    """Time or money of the request are bounded: then nothing stays warm for whoever may come."""
+    return target.deadline_at is not None or target.budget_usd is not None
+
+
 def _finish(
     context: dg.SensorEvaluationContext, book: FleetBook, target: DatasetTarget, missing: int
 ) -> list[dg.AssetObservation]:
-    """Nothing more is made: one instance may be leased again; warm ones end when they are idle for long enough."""
+    """Nothing more is made: one instance may be leased again. Warm ones end at once where time or money was bounded, so
+    that they cost nothing beyond the budget; else when they are idle for long enough."""
+    if _bounded(target):
+        for one in book.fleet():
+            if one.dataset == target.dataset and not one.leased:
+                book.retire(one.name, "the request has ended")
     story, now = request_status(book, target.dataset), book.now()
     met = None if target.deadline_at is None or missing else now <= target.deadline_at
     ended = dataclasses.replace(

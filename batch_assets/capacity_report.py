@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ from resources.alerts import Alert
 
 @dataclass(slots=True)
 class Report:
-    """One decision and what it rests on. `now`: Unix seconds by the database's clock."""
+    """One decision and what it rests on. `idle`: instances that wait for a lease and may be ended. `now`: Unix seconds
+    by the database's clock."""
 
     dataset: str
     found: OpenWork
@@ -30,11 +32,11 @@ class Report:
     command: Command
     plan: Plan
     held: tuple[Held, ...]
+    idle: tuple[str, ...]
     wanted: Target
     spend: Spend
     now: float
     rows_total: int
-    events: list[Any] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)  # what the books keep for the next tick
 
     @property
@@ -48,13 +50,10 @@ class Report:
         return self.command.reason
 
     @property
-    def changed(self) -> bool:
-        """The command is another one than before."""
-        target, command = self.target, self.command
-        before = (target.instances, bool(target.pause), sorted(target.offers), target.plan.get("kind"))
-        now = (command.instances, bool(command.pause), sorted(command.offers), command.kind)
-        leaving = set(target.plan.get("leave", ()))
-        return before != now or not leaving.issuperset(command.retire)
+    def signature(self) -> str:
+        """What is announced once: another one is another command."""
+        command, request = self.command, self.target.request
+        return json.dumps([request, command.kind, command.instances, bool(command.pause), sorted(command.offers)])
 
     @property
     def finish(self) -> Candidate | None:
@@ -131,10 +130,9 @@ def observation(report: Report) -> dg.AssetObservation:
     )
 
 
-def check_event(report: Report) -> dg.AssetCheckEvaluation | None:
-    """The check `on_time` of the table, when what is expected of the deadline has changed."""
-    if report.on_time is None or report.on_time == report.target.plan.get("on_time"):
-        return None
+def check_event(report: Report) -> dg.AssetCheckEvaluation:
+    """The check `on_time` of the table, by what is expected of the deadline."""
+    assert report.on_time is not None
     return dg.AssetCheckEvaluation(
         asset_key=dg.AssetKey([report.dataset, "dataset"]),
         check_name=ON_TIME,

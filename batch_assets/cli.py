@@ -213,11 +213,13 @@ def plan(
     """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
     with user_errors():
         spec = _known(name)
-        wished = _wished(spec, deadline, budget_usd, objective, max_instances)
+        _wished(spec, deadline, budget_usd, objective, max_instances)
         from batch_assets.declared import declared
         from batch_assets.plan_command import show_plan
+        from batch_assets.wishes import tags_of
 
-        raise typer.Exit(show_plan(spec, declared()[name][1], wished, json=as_json))
+        tags = tags_of(deadline, budget_usd, objective, max_instances)
+        raise typer.Exit(show_plan(spec, declared()[name][1], tags, json=as_json))
 
 
 @app.command()

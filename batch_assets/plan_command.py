@@ -5,7 +5,7 @@ Rents nothing and changes nothing. The same planner decides while the work goes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from batch_assets.progress import duration
 from batch_assets.report import print_json
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import Wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.planner import Candidate, Interval, Plan, Target
 from resources.objects import StoreError, open_objects
@@ -55,12 +54,12 @@ def as_json(found: Proposal) -> dict[str, Any]:
     }
 
 
-def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, json: bool) -> int:
+def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str], *, json: bool) -> int:
     """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done.
 
     Raises StoreError, and what fleet.yaml, the price sources or the source have against it.
     """
-    view = proposal(spec, folder, wished)
+    view = proposal(spec, folder, tags)
     if json:
         print_json(as_json(view))
     else:
@@ -71,7 +70,7 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes, *, json:
     return 0 if view.plan.feasible else 1
 
 
-def proposal(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> Proposal:
+def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) -> Proposal:
     """Look at the work, the books and the market, and plan."""
     try:
         work = WorkInHand(spec, DatasetStore(open_objects(settings.store_root()), spec.name), folder).look()
@@ -79,7 +78,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, wished: Wishes) -> Propos
         raise StoreError(f"{spec.name}: {error}") from None
     fleet = the_fleet()
     with fleet.open_book() as book:
-        return propose(Surroundings.look(fleet, book), book, spec, work, wished)
+        return propose(Surroundings.look(fleet, book), book, spec, work, tags)
 
 
 def adjust_request(name: str, deadline: Deadline | None, budget_usd: float | None) -> str | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.wishes import Wishes
+from batch_assets.wishes import BUDGET_TAG, DEADLINE_TAG, INSTANCES_TAG, OBJECTIVE_TAG, wishes
 from batch_assets.work_in_hand import ESTIMATE_SPREAD, FIRST_SPREAD
 from gpu_runner.budget import Spend
 from gpu_runner.choice import MEMORY, OfferFailure
@@ -63,6 +64,11 @@ class Surroundings:
         """Instances that work or boot for the dataset and are to stay."""
         mine = [one for one in self.instances if one.lease is not None and one.lease.dataset == dataset]
         return [one for one in mine if one.state in ("intent", "booting", "ready") and not one.retiring]
+
+    def idle(self, dataset: str, seconds: float) -> tuple[str, ...]:
+        """Instances that were ordered for the dataset and have stood without a lease for so long."""
+        mine = [one for one in self.instances if one.dataset == dataset and not one.leased and not one.retiring]
+        return tuple(one.name for one in mine if one.idle_seconds is not None and one.idle_seconds >= seconds)
 
     def ranking(
         self,
@@ -168,16 +174,21 @@ class Proposal:
 
 
 def propose(
-    around: Surroundings, book: FleetBook, spec: GeneratedDatasetSpec, work: Workload, wished: Wishes
+    around: Surroundings,
+    book: FleetBook,
+    spec: GeneratedDatasetSpec,
+    work: Workload,
+    tags: Mapping[str, str],
 ) -> Proposal:
-    """Plan for the work that is left; where nothing is, for all of it."""
+    """Plan for the work that is left; where nothing is, for all of it. `tags`: wishes that take the place of the spec's
+    and of those of the request under way. Raises WishError."""
     if not work.rows:
         said = (*work.assumptions, f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done")
         work = replace(work, rows=work.all_rows, assumptions=said)
     target = book.target(spec.name)
     request = target if target is not None and target.request else None
     spend = book.spend(spec.name) if request is not None else None
-    wanted = wanted_of(wished, request, spend, around.config.max_instances, book.now())
+    wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, book.now())
     asked = ask(
         around,
         spec,
@@ -193,12 +204,25 @@ def propose(
     return Proposal(spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems)
 
 
-def wanted_of(wished: Wishes, request: DatasetTarget | None, spend: Spend | None, most: int, now: float) -> Target:
-    """What is wished, counted from now; of a request under way, its deadline and what is left of its budget."""
-    deadline = wished.deadline.at(now) - now if wished.deadline else None
-    budget = wished.budget_usd
+def wanted_of(
+    spec: GeneratedDatasetSpec,
+    tags: Mapping[str, str],
+    request: DatasetTarget | None,
+    spend: Spend | None,
+    most: int,
+    now: float,
+) -> Target:
+    """What is wanted, counted from now: what the tags say, else what the request under way wants, else the spec.
+
+    What the request has spent already is not there any more. Raises WishError.
+    """
+    said = wishes(spec, tags)
+    deadline = said.deadline.at(now) - now if said.deadline else None
+    budget, objective, limit = said.budget_usd, said.objective, said.max_instances
     if request is not None:
-        deadline = request.deadline_in if request.deadline_in is not None else deadline
-        if request.budget_usd is not None and spend is not None:
-            budget = request.budget_usd - spend.usd
-    return Target(deadline, budget, min(most, wished.max_instances or most), wished.objective)
+        deadline = deadline if DEADLINE_TAG in tags else request.deadline_in
+        budget = budget if BUDGET_TAG in tags else request.budget_usd
+        objective = objective if OBJECTIVE_TAG in tags else cast(Objective, request.objective or objective)
+        limit = limit if INSTANCES_TAG in tags else request.max_instances
+        budget = None if budget is None else budget - (spend.usd if spend is not None else 0.0)
+    return Target(deadline, budget, min(most, limit or most), objective)

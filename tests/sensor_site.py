@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Site:
     fleet: GpuFleet
     definitions: dg.Definitions
     specs: dict[str, tuple[GeneratedDatasetSpec, Path]]
+    cursors: dict[str, str | None] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -87,8 +88,13 @@ class Site:
         """One evaluation of a sensor."""
         repository = self.definitions.get_repository_def()
         resources = self.definitions.resources
-        with dg.build_sensor_context(self.instance, repository_def=repository, resources=resources) as context:
-            return repository.get_sensor_def(sensor).evaluate_tick(context)
+        cursor = self.cursors.get(sensor)
+        with dg.build_sensor_context(
+            self.instance, repository_def=repository, resources=resources, cursor=cursor
+        ) as context:
+            found = repository.get_sensor_def(sensor).evaluate_tick(context)
+        self.cursors[sensor] = found.cursor
+        return found
 
     def launches(self) -> list[RunRequest]:
         """What the launcher would start now."""

@@ -16,17 +16,17 @@ import dagster as dg
 import pytest
 import yaml
 from dagster._core.execution.backfill import BulkActionStatus
-from fleet_books import OFFER
 from sensor_site import KEYS, S, Site, report_in_bulk
 from snapshots import questions, write_snapshot
 from webhooks import SECRET, serving
 
 from batch_assets import ledger
-from batch_assets.capacity import slots_for
+from batch_assets.capacity import capacity_sensor, slots_for
 from batch_assets.display import request_lines
 from batch_assets.launcher import CANCELED_TAG
 from batch_assets.planning import Markets, Surroundings, ask
 from batch_assets.spec import load_spec
+from batch_assets.spec_errors import Problem, SpecError
 from batch_assets.status import Observer, dataset_status, request_status
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.fleet import Lease
@@ -294,6 +294,136 @@ def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Sit
     assert target.instances == 1
 
 
+def test_a_partial_backfill_that_is_done_is_done_and_not_given_up(site: Site) -> None:
+    site.snapshot()
+    site.backfill(BulkActionStatus.REQUESTED, KEYS[:3])
+    assert observed(events(site))["request"] == "b0"
+    site.commit(*KEYS[:3])
+    (backfill,) = site.instance.get_backfills()
+    site.instance.update_backfill(backfill.with_status(BulkActionStatus.COMPLETED_SUCCESS))
+    told = observed(events(site))
+    assert (told["kind"], told["missing_batches"], told["on_time"]) == ("done", 0, True)
+
+
+def test_a_backfill_has_no_more_instances_than_runs(site: Site) -> None:
+    """Dagster cuts it by `batches_per_run`: one run holds one lease, whatever the deadline needs."""
+    site.specs["d"] = (load_spec({**SPEC, "deadline": "5m"}, "defs.yaml"), site.specs["d"][1])
+    large(site)
+    keys = [f"{i:05d}" for i in range(120)]
+    site.backfill(BulkActionStatus.REQUESTED, keys)
+    site.batches(S.STARTED, keys[0], keys[-1], **{"dagster/backfill": "b0"})
+    assert observed(events(site))["instances"] == 1
+
+
+def test_one_batch_by_hand_is_one_batch_of_work(site: Site) -> None:
+    large(site)
+    run_id = site.batches(S.STARTED, "00003", "00003")
+    told = observed(events(site))
+    assert (told["request"], told["rows_left"]) == (f"run:{run_id}", 10)
+
+
+def test_a_redrive_while_batches_are_missing_is_no_request_that_never_ends(site: Site) -> None:
+    site.snapshot()
+    refresh = site.request()
+    site.instance.add_run_tags(refresh, {CANCELED_TAG: "true"})
+    site.run(S.SUCCESS, {"batch/redrive": "d"}, job_name="d_redrive")
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is None or target.request == ""
+
+
+def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: Site) -> None:
+    """The later one fails to read its source: time, money and an operator's word of the first go on."""
+    from batch_assets.wishes import begin_unless_busy
+
+    large(site)
+    request = site.request()
+    site.tick("capacity")
+    instance(site, "ba-1")
+    backdated(site, HOUR)
+    assert site.book.override("d", budget_usd=4.0)
+    begin_unless_busy(site.book, site.specs["d"][0], "a later refresh", {})
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None
+    assert (target.request, target.budget_usd) == (request, 4.0) and target.age > HOUR
+    assert site.book.spend("d").usd == pytest.approx(0.8, rel=0.01)
+
+
+def test_what_is_warm_ends_with_a_request_whose_time_or_money_was_bounded(site: Site) -> None:
+    site.snapshot()
+    site.request()
+    site.tick("capacity")
+    site.book.release(instance(site, "ba-1"))
+    site.commit(*KEYS)
+    site.tick("capacity")
+    assert [one.state for one in site.book.fleet()] == ["ending"]
+
+
+def test_an_instance_that_nobody_leases_any_more_ends_before_the_request(site: Site) -> None:
+    large(site)
+    site.request()
+    site.tick("capacity")
+    instance(site, "ba-1", seconds=HOUR, tokens=36_000_000)
+    site.book.release(instance(site, "ba-2"))
+    backdated(site, 120)
+    import sqlalchemy as sa
+
+    from gpu_runner.fleet_tables import LEASES
+
+    with site.book.engine.begin() as connection:
+        connection.execute(sa.update(LEASES).values(released_at=LEASES.c.released_at - 120))
+    site.tick("capacity")
+    assert {one.name: one.state for one in site.book.fleet()} == {"ba-1": "ready", "ba-2": "ending"}
+
+
+def test_a_decision_that_the_catalog_did_not_hear_of_is_told_again(site: Site) -> None:
+    """The sensor was killed after it had written the command and before Dagster kept its events."""
+    large(site)
+    site.request()
+    before = site.cursors.get("capacity")
+    assert observed(list(site.tick("capacity").asset_events or ()))["instances"] == 1
+    site.cursors["capacity"] = before
+    assert observed(events(site))["instances"] == 1
+
+
+def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: Site) -> None:
+    large(site)
+    site.request()
+    site.tick("capacity")
+    before = site.book.target("d")
+    (site.folder / "fleet.yaml").write_text("max_instances: many")
+    with pytest.raises(dg.Failure, match="max_instances"):
+        site.tick("capacity")
+    after = site.book.target("d")
+    assert before is not None and after is not None and after.instances == before.instances
+
+
+def test_engines_in_use_by_others_do_not_count(site: Site) -> None:
+    (site.folder / "fleet.yaml").write_text(
+        yaml.safe_dump({"engines": [{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}]})
+    )
+    fleet_yaml(site.folder, engines=[{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}])
+    large(site)
+    site.request()
+    site.book.begin_run("theirs", "e", "00000", "00001")
+    assert site.book.try_lease("lab", "theirs", "e", 600) is not None
+    planned = observed(events(site))["instances"]
+    site.book.release_run("theirs")
+    site.tick("capacity")
+    target = site.book.target("d")
+    assert target is not None and target.instances == planned + 1
+
+
+def test_without_pressure_a_free_engine_is_enough_and_nothing_is_rented(tmp_path: Path) -> None:
+    with opened(tmp_path, {**SPEC, "deadline": None}) as site:
+        fleet_yaml(tmp_path, engines=[{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}])
+        large(site)
+        site.request()
+        told = observed(events(site))
+        assert (told["instances"], told["offers"]) == (1, "none")
+
+
 def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(site: Site) -> None:
     site.snapshot()
     request = site.request()
@@ -434,11 +564,22 @@ def test_two_sensors_at_once_do_no_harm(site: Site) -> None:
     assert not site.book.command("d", "another", 9)
 
 
-def test_a_dataset_whose_yaml_broke_is_planned_as_before(site: Site) -> None:
+def test_while_a_yaml_is_broken_datasets_are_planned_as_before(site: Site) -> None:
     large(site)
     site.request()
-    site.tick("capacity")
-    assert OFFER.name not in str(site.book.target("d"))  # nothing of another test's fleet
+    answers: list[Any] = [site.specs, SpecError("defs.yaml", [Problem("model", "text", "nothing")])]
+
+    def datasets() -> Any:
+        found = answers.pop(0)
+        if isinstance(found, SpecError):
+            raise found
+        return found
+
+    sensor = capacity_sensor(datasets, 30)
+    for _ in range(2):
+        with dg.build_sensor_context(site.instance, resources=site.definitions.resources) as context:
+            assert "deadline in" in (sensor.evaluate_tick(context).skip_message or "")
+    assert answers == []
 
 
 @pytest.mark.slow

@@ -94,3 +94,14 @@ def refreshed(site: Site) -> None:
     """A refresh that ran to its end, as its worker would say."""
     run_id = site.run(S.STARTED, {REFRESH_TAG: "d"}, job_name="d_refresh")
     site.end(run_id)
+
+
+@pytest.mark.parametrize("schedule", ["0 2 * * *", "0 2 * * 1-5", "0 2 * * 1", "0 */6 * * *", "@monthly", "*/5 * * * *"])
+@pytest.mark.parametrize("deadline", ["6h", "0 8 * * *", "0 8 * * 1-5", "0 8 * * 1", "0 9 1 * *", "*/30 * * * *"])
+def test_whatever_schedule_and_deadline_make_a_policy_that_dagster_takes(schedule: str, deadline: str) -> None:
+    assert freshness(spec(schedule=schedule, deadline=deadline)) is not None
+
+
+def test_a_deadline_more_often_than_refreshes_is_a_matter_of_time_alone() -> None:
+    found = freshness(spec(schedule="0 2 * * 1", deadline="0 8 * * *"))
+    assert found == dg.FreshnessPolicy.time_window(fail_window=datetime.timedelta(days=7, hours=6))

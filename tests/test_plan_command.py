@@ -16,11 +16,9 @@ from test_capacity_sensor import SPEC, fleet_yaml, instance
 from typer.testing import CliRunner
 
 from batch_assets.cli import app
-from batch_assets.moments import Deadline
 from batch_assets.plan_command import report, wanted_words
 from batch_assets.planning import Surroundings, propose, wanted_of
 from batch_assets.spec import load_spec
-from batch_assets.wishes import Wishes
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.budget import Spend
 from gpu_runner.fleet import FleetBook
@@ -103,9 +101,17 @@ def test_wrong_options_are_named(home: Path, words: list[str], said: str) -> Non
     assert found.exit_code == 2 and said in found.output
 
 
-def test_of_a_request_under_way_its_own_deadline_and_the_rest_of_its_budget_count() -> None:
-    wished = Wishes(Deadline(seconds=3600), 10.0, "efficient", 5)
-    assert wanted_of(wished, None, None, 20, 0.0) == Target(3600, 10.0, 5, "efficient")
+def test_options_count_before_the_request_under_way_and_that_before_the_yaml(tmp_path: Path) -> None:
+    spec = load_spec({**SPEC, "budget_usd": 10.0, "objective": "efficient", "max_instances": 5}, "defs.yaml")
+    assert wanted_of(spec, {}, None, None, 20, 0.0) == Target(6 * 3600, 10.0, 5, "efficient")
+    tags = {"batch/deadline": "1h", "batch/budget_usd": "8"}
+    with contextlib.closing(FleetBook(f"sqlite:///{tmp_path}/fleet.db")) as book:
+        book.begin_request("d", "r", deadline_at=book.now() + 600, budget_usd=4.0, objective="fastest", max_instances=2)
+        request = book.target("d")
+    assert request is not None
+    under_way = wanted_of(spec, {}, request, Spend(1.5), 20, 0.0)
+    assert under_way == Target(pytest.approx(600, abs=5), 2.5, 2, "fastest")  # type: ignore[arg-type]
+    assert wanted_of(spec, tags, request, Spend(1.5), 20, 0.0) == Target(3600, 6.5, 2, "fastest")
     assert wanted_words(Target()) == "no deadline, no budget, cheapest, at most 20 instances"
 
 
@@ -123,9 +129,9 @@ def test_what_is_held_and_spent_already_is_part_of_the_plan(site: Site) -> None:
     instance(site, "ba-1", seconds=100, tokens=200_000)
     spec = load_spec({**SPEC, "budget_usd": 9.0}, "defs.yaml")
     work = WorkInHand(spec, site.store, site.folder).look()
-    found = propose(Surroundings.look(site.fleet, site.book), site.book, spec, work, Wishes(Deadline(seconds=60), 9.0))
+    found = propose(Surroundings.look(site.fleet, site.book), site.book, spec, work, {})
     assert [one.instance for one in found.held] == ["ba-1"] and found.held[0].ready_in == 0
-    assert found.target.deadline == pytest.approx(6 * 3600, abs=60)  # the request's own, not 60 s from now
+    assert found.target.deadline == pytest.approx(6 * 3600, abs=60)
     assert isinstance(found.spend, Spend) and found.request
     lines = [str(part) for part in report(found).renderables]
     assert any(line.startswith("held: 1 instances") for line in lines)

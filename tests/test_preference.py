@@ -51,3 +51,12 @@ def test_what_is_named_zero_times_is_no_place_to_move_to():
 def test_a_pause_says_why():
     assert Allowance(0, (), "budget reached").why_none() == "paused: budget reached"
     assert Allowance(0).why_none() == "capacity 0"
+
+
+def test_each_instance_that_is_to_be_left_has_one_successor_and_nobody_else_moves():
+    allowed = Allowance(4, (("spot", 1), ("sure", 3)), leave=("ba-2", "ba-3"))
+    standing = {"spot": 3, "sure": 1}
+    assert allowed.missing(standing) == ["sure", "sure"]
+    assert [allowed.successor(name, standing) for name in ("ba-1", "ba-2", "ba-3")] == [None, "sure", "sure"]
+    assert allowed.successor("ba-3", {"spot": 2, "sure": 2}) is None  # one place is left, and ba-2 takes it
+    assert Allowance(1, (("sure", 1),)).successor("ba-1", {}) is None
