@@ -231,7 +231,10 @@ def _answer(
         # The books hold the budget to the cent, and know better than the plan what a first instance may cost.
         command = dataclasses.replace(command, pause=refused.removeprefix(WAITING), kind="paused")
     idle = around.idle(spec.name, pace.tick) if _bounded(target) else ()
-    report = Report(spec.name, found, target, command, plan, asked.held, idle, wanted, spend, book.now(), rows_total)
+    room = max(0, around.config.max_instances - len(around.instances))
+    report = Report(
+        spec.name, found, target, command, plan, asked.held, idle, room, wanted, spend, book.now(), rows_total
+    )
     return _write(book, report, memory)
 
 

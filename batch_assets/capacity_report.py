@@ -23,7 +23,8 @@ from resources.alerts import Alert
 
 @dataclass(slots=True)
 class Report:
-    """One decision and what it rests on. `idle`: instances that wait for a lease and may be ended. `now`: Unix seconds
+    """One decision and what it rests on. `idle`: instances that wait for a lease and may be ended; `room`:
+    how many more the fleet may have. `now`: Unix seconds
     by the database's clock."""
 
     dataset: str
@@ -33,6 +34,7 @@ class Report:
     plan: Plan
     held: tuple[Held, ...]
     idle: tuple[str, ...]
+    room: int
     wanted: Target
     spend: Spend
     now: float
@@ -41,8 +43,11 @@ class Report:
 
     @property
     def surplus(self) -> tuple[str, ...]:
-        """Instances that are drained and ended: of those that are given up, as many as there are too many."""
-        return self.command.retire[: max(0, len(self.held) - self.command.instances)]
+        """Instances that are drained and ended: of those that are given up, as many as there are too many, or as have
+        no room in the fleet beside their successors. The others are left by their runs, which rent another one first.
+        """
+        given_up = self.command.retire
+        return given_up[: max(0, len(self.held) - self.command.instances, len(given_up) - self.room)]
 
     @property
     def reason(self) -> str:

@@ -235,10 +235,10 @@ class GeneratedDatasetSpec(Strict):
         default=None, ge=1, le=999, description="Most instances at once. Default: what the fleet may have."
     )
     pilots: int = Field(
-        default=1,
+        default=3,
         ge=1,
         le=3,
-        description="On how many of the cheapest kinds of instances speeds may be measured before the fleet grows.",
+        description="On how many kinds of instances speeds may be measured at first, where that is worth its boot.",
     )
     schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")

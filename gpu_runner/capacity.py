@@ -288,7 +288,9 @@ class _Tick:
         Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline,
         else one, and a few at a time once the new offer was to be had.
         """
-        fleet = {option.name: number for option, number in fleet_of(plan)}
+        fleet: dict[str, int] = {}
+        for option, number in fleet_of(plan):  # held at another price than the one it is offered at: two options
+            fleet[option.name] = fleet.get(option.name, 0) + number
         kept = [one for one in self.held if one.instance in plan.keep]
         there = dict(counts(kept))
         new = {name: number - there.get(name, 0) for name, number in fleet.items() if number > there.get(name, 0)}

@@ -18,7 +18,8 @@ Kind = Literal["pilot", "steady", "grow", "shrink", "switch", "infeasible", "pau
 class Command:
     """What the fleet may do: `instances` in all, of which `offers` (name and number, held ones included) come first.
 
-    `retire`: held instances that are to be drained and ended. `pause`: why nothing may be rented, "" otherwise.
+    Offers of one name are added up. `retire`: held instances that are to be drained and ended. `pause`: why nothing may
+    be rented, "" otherwise.
     """
 
     instances: int
@@ -28,6 +29,12 @@ class Command:
     pilot: bool = False
     kind: Kind = "steady"
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        merged: dict[str, int] = {}
+        for name, number in self.offers:
+            merged[name] = merged.get(name, 0) + number
+        object.__setattr__(self, "offers", tuple(merged.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,11 @@ def options(
     failures = list(failures)
     avoided = shunned(failures, standing)
     found: list[Option] = []
+    seen: set[str] = set()
     for one in ranking.ranked:
+        if one.offer.name in seen:
+            continue  # of offers that are called the same, the best
+        seen.add(one.offer.name)
         clock = clocks.get(one.offer.provider, 1.0)
         paused = MEMORY.pause(one.offer, failures) is not None or one.offer.name in avoided
         speed = believed.get(Machine(*one.offer.hardware), _belief(one.speed))

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CLOCK = 5.0
 BATCHES = 160
 ROWS = 40_000  # an L40S of an 8B model gives about 150 of these rows a second at this clock: 270 s of one instance
-DEADLINE = 210  # seconds
+DEADLINE = 270  # seconds
 
 
 def dataset(**more: Any) -> dict[str, Any]:
