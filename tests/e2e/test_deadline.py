@@ -137,7 +137,7 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
         print(f"daemon killed at {killed_at - began:.0f} s; lost {lost}; {done['reason']}")
         assert done["on_time"] is True and done["usd"] < 3.0
         told = capacity_of(site)
-        assert max(one["instances"] for one in told) >= 3
+        assert max(one["instances"] for one in told) >= 2
         assert all(one["reason"] for one in told)
         (check,) = site.instance.event_log_storage.get_asset_check_execution_history(
             dg.AssetCheckKey(dg.AssetKey(["rhymes", "dataset"]), "on_time"), limit=1
@@ -153,16 +153,16 @@ def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_
 ) -> None:
     monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
     wanted = dataset(deadline=None, budget_usd=None, hardware={})
-    words = wanted["source"]["grid"]["word"][: ROWS // 40]
+    words = wanted["source"]["grid"]["word"][: ROWS // 20 * 3 // 4]
     wanted["source"] = {"grid": {**wanted["source"]["grid"], "word": words}}
     with platform(tmp_path, monkeypatch, wanted, simulator=None, fleet=fleet(price=6.0)) as site:
-        # 130 s of one instance cost 1.10 $; what runs on until it is ended is part of the reckoning.
-        site.launch_job("rhymes_refresh", tags={"batch/budget_usd": "0.90"})
+        # 200 s of one instance cost 1.67 $; what runs on until it is ended is part of the reckoning.
+        site.launch_job("rhymes_refresh", tags={"batch/budget_usd": "1.25"})
         eventually(lambda: paused(site), 240, "the pause")
         eventually(lambda: not standing(site), 60, "no instance is left")
         billed = sum(bill.usd for bill in cloud(site).meter().bills())
-        print(f"paused at {billed:.4f} $ of 0.90 $ by the provider's meter: {paused(site)}")
-        assert 0.3 < billed <= 0.90
+        print(f"paused at {billed:.4f} $ of 1.25 $ by the provider's meter: {paused(site)}")
+        assert 0.3 < billed <= 1.25
         assert site.store.current_published() is None and site.rows_runs(dg.DagsterRunStatus.STARTED)
         before = len(capacity_of(site))
         time.sleep(10)
