@@ -119,7 +119,7 @@ def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.
         eventually(lambda: lineage_is_green(ui), 60, "a green lineage")
         ui.shot("lineage")
         ui.open_asset("dataset", "checks")
-        assert ui.text().count("Succeeded") == 6
+        assert ui.text().count("Succeeded") == 7
         ui.shot("checks")
         assert len(site.published_rows()) == 1000
 
@@ -143,7 +143,7 @@ def described(ui: Browser, asset: str) -> str:
 def lineage_is_green(ui: Browser) -> bool:
     ui.open_lineage()
     nodes = ui.nodes()
-    return "100% filled" in nodes["rows"] and "6 / 6 Passed" in nodes["dataset"]
+    return "100% filled" in nodes["rows"] and "7 / 7 Passed" in nodes["dataset"]
 
 
 def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
