@@ -29,8 +29,10 @@ def send(engine: Served, name: str, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def long_requests(engine: Served, count: int, answers: list[Answer], **fields: object) -> list[threading.Thread]:
-    """Requests that run for a while, each in a thread; their answers go to the list."""
+def long_requests(
+    engine: Served, count: int, answers: list[Answer], *, wait: bool = True, **fields: object
+) -> list[threading.Thread]:
+    """Requests that run for a while, each in a thread; answers go to the list. `wait`: until the engine has them."""
 
     def ask(number: int) -> None:
         prompt = [9 + number, 10, 11]
@@ -40,7 +42,7 @@ def long_requests(engine: Served, count: int, answers: list[Answer], **fields: o
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 30
-    while engine.total("num_requests_running") == 0:
+    while wait and engine.total("num_requests_running") == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return threads
@@ -73,7 +75,8 @@ def test_a_dead_engine_process_fails_its_requests_and_then_the_server_exits(mort
     engine = mortal_engine
     plain: list[Answer] = []
     streams: list[Answer] = []
-    threads = long_requests(engine, 10, plain) + long_requests(engine, 10, streams, stream=True)
+    # All at once: a quick engine would have done the first before the second are there.
+    threads = long_requests(engine, 30, plain, wait=False) + long_requests(engine, 30, streams, stream=True)
     server = engine.processes()
     if engine.kind == "simulator":
         faults(engine, {"kind": "engine_dead", "exit_after": 1})
