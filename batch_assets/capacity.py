@@ -250,9 +250,11 @@ def _with_standing(
         engines = around.config.engines_for(question.spec.model, endpoint)
     except FleetConfigError:
         engines = ()
+    if not engines or command.pause:
+        return command
     others = {beat.run_id for beat in book.runs() if beat.dataset != dataset}
     usable = [one for one in engines if book.holder(one.name) not in others]
-    if not usable or command.pause:
+    if not usable:
         return command
     presses = wanted.deadline is not None or wanted.objective == "fastest"
     standing = min(len(usable), wanted.max_instances, question.open.units) if presses else 1

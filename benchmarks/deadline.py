@@ -50,7 +50,7 @@ SHORTEST = HOUR
 SAME = 1.001  # ratio up to which two costs count as equal
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE.parent.parent / "shared" / "data" / "prices" / "history.csv"
-EXCERPT = HERE.parent / "tests" / "prices" / "history.csv"
+INVENTED = HERE.parent / "tests" / "prices" / "invented.csv"
 SLACKS = ((1.0, 1.3), (1.3, 2.0), (2.0, 4.0), (4.0, 1e9))
 
 
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--prices", type=Path, default=RECORDED, help="recorded prices; else the tests' excerpt")
+    parser.add_argument("--prices", type=Path, default=RECORDED, help="recorded prices; else the invented ones of the tests")
     parser.add_argument("--shortest", type=float, default=SHORTEST / HOUR, help="hours that a deadline has at least")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--processes", type=int, default=2)
@@ -176,8 +176,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prices = options.prices
     if not prices.exists():
-        print(f"{prices}: no recorded prices, the excerpt of the tests instead")
-        prices = EXCERPT
+        print(f"{prices}: no recorded prices, the invented ones of the tests instead")
+        prices = INVENTED
     began = time.monotonic()
     jobs = [
         (prices, options.seed, number, options.shortest * HOUR, tuple(options.policies))

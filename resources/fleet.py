@@ -51,7 +51,7 @@ DOWN_ROUNDS = 8
 SIMULATED_CONTEXT = 16_384
 
 
-class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]
+class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's generic has no use here
     """Leases engines. `database` is a SQLAlchemy URL; `home` keeps engine logs and the simulated cloud."""
 
     database: str

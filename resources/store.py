@@ -411,7 +411,7 @@ def _checksum(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]
 
 
-class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]
+class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's generic has no use here
     """The store as a Dagster resource. `root` is a folder or s3://bucket/prefix; keys come from the environment."""
 
     root: str

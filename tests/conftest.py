@@ -1,13 +1,16 @@
-"""Stores for tests: a folder, and a bucket of moto's S3 server on loopback."""
+"""Stores for tests (a folder, a bucket of moto's S3 server on loopback) and books of fleets (SQLite, Postgres)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fleet_books import Clock, postgres_url, sqlite_url
 
+from gpu_runner.fleet import FleetBook
 from resources.objects import Objects, open_objects
 
 
@@ -53,3 +56,35 @@ def any_objects(request: pytest.FixtureRequest) -> Objects:
     """The same test on a folder and on S3."""
     objects: Objects = request.getfixturevalue(f"{request.param}_objects")
     return objects
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """URL of a Postgres server that lives as long as the tests."""
+    from benchmarks.postgres import postgres, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with postgres(durable=False) as server:
+        yield server.url()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Of an empty database for a fleet's book: on SQLite, then on Postgres."""
+    sqlite = request.param == "sqlite"
+    with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
+        yield url
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """What the book takes for the database's clock."""
+    return Clock()
+
+
+@pytest.fixture
+def book(url: str, clock: Clock) -> Iterator[FleetBook]:
+    """An empty book on each kind of database."""
+    with contextlib.closing(FleetBook(url, now=clock)) as book:
+        yield book

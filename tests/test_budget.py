@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
-from fleet_books import OFFER, Clock, intended, postgres_url, ready, sqlite_url
+from fleet_books import OFFER, Clock, intended, ready
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,34 +20,6 @@ TTL = 10.0
 IDLE = 60
 PRICE = 60 * 3.6 / 3600  # of a real second of OFFER on a provider whose clock runs 60 times faster
 BOOT = 90 * 3.6 / 3600
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    from benchmarks.postgres import postgres, why_not
-
-    if reason := why_not():
-        pytest.skip(reason)
-    with postgres(durable=False) as server:
-        yield server.url()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    sqlite = request.param == "sqlite"
-    with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
-        yield url
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def book(url: str, clock: Clock) -> Iterator[FleetBook]:
-    with contextlib.closing(FleetBook(url, now=clock)) as book:
-        yield book
 
 
 def seconds(real: float, instances: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""The deadline benchmark on a few worlds over the excerpt of recorded prices that lies with the tests."""
+"""The deadline benchmark on a few worlds over the invented prices that lie with the tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.deadline import EXCERPT, Result, play, prepare, table
+from benchmarks.deadline import INVENTED, Result, play, prepare, table
 from benchmarks.deadline_oracle import bound_usd
 from benchmarks.deadline_policies import POLICIES, ours
 from benchmarks.deadline_replay import Replay, Wish
@@ -19,7 +19,7 @@ WORLDS = range(10)
 
 @cache
 def results() -> list[Result]:
-    return [play(EXCERPT, 1, number, HOUR, ("on demand", "ours")) for number in WORLDS]
+    return [play(INVENTED, 1, number, HOUR, ("on demand", "ours")) for number in WORLDS]
 
 
 def test_no_deadline_is_missed_and_no_budget_passed():
@@ -40,12 +40,12 @@ def test_the_table_has_a_line_for_each_policy():
 
 @pytest.mark.parametrize("number", WORLDS)
 def test_the_oracle_is_not_below_the_bound(number):
-    scenario, usd = prepare(EXCERPT, 1, number)
+    scenario, usd = prepare(INVENTED, 1, number)
     assert 0 < bound_usd(scenario) <= usd * (1 + 1e-9)
 
 
 def test_a_world_is_the_same_each_time_and_another_number_is_another_world():
-    one, again, other = draw(EXCERPT, 1, 3), draw(EXCERPT, 1, 3), draw(EXCERPT, 1, 4)
+    one, again, other = draw(INVENTED, 1, 3), draw(INVENTED, 1, 3), draw(INVENTED, 1, 4)
     assert (one.tokens, [t.speed for t in one.offers]) == (again.tokens, [t.speed for t in again.offers])
     assert one.tokens != other.tokens
 
@@ -56,7 +56,7 @@ def test_prices_are_paid_as_they_were():
 
 
 def test_the_bill_of_one_instance_is_its_price_times_its_life():
-    scenario, _ = prepare(EXCERPT, 1, 0)
+    scenario, _ = prepare(INVENTED, 1, 0)
     scenario.budget, scenario.deadline = None, scenario.horizon
     offer = next(truth for truth in scenario.offers if not truth.spot)
     offer.blackouts = ()
@@ -67,8 +67,8 @@ def test_the_bill_of_one_instance_is_its_price_times_its_life():
 
 
 def test_what_is_taken_loses_little_and_is_seen():
-    number = next(n for n in range(50) if any(truth.spot for truth in draw(EXCERPT, 1, n).offers))
-    scenario, _ = prepare(EXCERPT, 1, number)
+    number = next(n for n in range(50) if any(truth.spot for truth in draw(INVENTED, 1, n).offers))
+    scenario, _ = prepare(INVENTED, 1, number)
     scenario.budget = None
     offer = next(truth for truth in scenario.offers if truth.spot)
     offer.taken, offer.blackouts = 2.0, ()  # twice an hour
@@ -79,13 +79,13 @@ def test_what_is_taken_loses_little_and_is_seen():
 
 
 def test_every_policy_plays():
-    scenario, _ = prepare(EXCERPT, 1, 2)
+    scenario, _ = prepare(INVENTED, 1, 2)
     for make in POLICIES.values():
         assert Replay(scenario, make()).run().usd > 0
 
 
 def test_our_policy_says_why():
-    scenario, _ = prepare(EXCERPT, 1, 2)
+    scenario, _ = prepare(INVENTED, 1, 2)
     replay = Replay(scenario, ours(), [])
     replay.run()
     assert replay.log and all("$" in line for line in replay.log)

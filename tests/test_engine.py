@@ -210,7 +210,8 @@ def test_many_idle_connections_closed_at_once_cost_nothing() -> None:
         app = {"/v1/chat/completions": answer}
         async with http_server(app, keepalive_timeout=0.05) as url, EngineClient(url, CHAT) as engine:
             for _ in range(4):
-                await asyncio.gather(*(engine.generate(PROMPT) for _ in range(50)))
+                found = await asyncio.gather(*(engine.generate(PROMPT) for _ in range(50)))
+                assert len(found) == 50
                 await asyncio.sleep(0.05)  # the very moment in which the server closes
 
     asyncio.run(main())

@@ -193,8 +193,10 @@ def test_machines_without_a_living_fleet_end_and_those_with_one_do_not(home: Pat
 @pytest.mark.slow
 def test_machines_end_when_their_home_is_deleted(home: Path):
     machine_id = running(local_provider(home))
+    assert processes(machine_id)
     shutil.rmtree(home)
     eventually(lambda: not processes(machine_id))
+    assert not home.exists()  # nor does a dying host make it again
 
 
 @pytest.mark.slow

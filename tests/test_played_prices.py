@@ -12,7 +12,7 @@ from machines import ended_machines
 from gpu_runner.providers.base import EngineOrder
 from resources.fleet import GpuFleet
 
-HISTORY = Path(__file__).parent / "prices" / "history.csv"
+HISTORY = Path(__file__).parent / "prices" / "invented.csv"
 TWO_DAYS_IN_SECONDS = 2.0
 
 
@@ -38,7 +38,7 @@ def test_prices_change_as_they_were_recorded_and_machines_keep_theirs(fleet: Gpu
         def spot_price() -> float:
             (found,) = [one for one in provider.offers() if one.spot and one.gpu == "A100"]
             assert found.provider == "sim-alpha"
-            assert found.source == "simulated: history.csv"
+            assert found.source == "simulated: invented.csv"
             return found.price_per_hour
 
         assert spot_price() == 9.0

@@ -155,8 +155,8 @@ def test_a_download_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gpuhunt_is_imported_only_where_it_is_asked() -> None:
-    code = "import sys, resources.pricing; sys.exit('gpuhunt' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = "import sys, resources.pricing; print('gpuhunt' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "False\n"
 
 
 # private price lists
@@ -253,7 +253,7 @@ def test_a_list_that_is_not_there_is_an_error(name: str, tmp_path: Path) -> None
 
 
 def test_history_gives_the_prices_as_of_a_moment() -> None:
-    history = PriceHistory(PRICES / "history.csv")
+    history = PriceHistory(PRICES / "invented.csv")
     assert history.offers(moment("2026-03-01T08:00:00+00:00")) == []
     assert prices(history.offers(moment("2026-03-02T00:00:00+00:00"))) == {
         "alpha/a100.8x": 20.0,
@@ -270,7 +270,7 @@ def test_history_gives_the_prices_as_of_a_moment() -> None:
 
 
 def test_history_is_ordered_by_instant_and_not_by_its_text() -> None:
-    times = PriceHistory(PRICES / "history.csv").times()
+    times = PriceHistory(PRICES / "invented.csv").times()
     assert times == [
         moment("2026-03-01T09:00:00+00:00"),
         moment("2026-03-01T09:30:00+00:00"),
@@ -280,7 +280,7 @@ def test_history_is_ordered_by_instant_and_not_by_its_text() -> None:
 
 
 def test_what_history_does_not_know_is_refused_and_said() -> None:
-    history = PriceHistory(PRICES / "history.csv")
+    history = PriceHistory(PRICES / "invented.csv")
     kept, refused = collect_offers([history], moment("2026-03-11T00:00:00+00:00"))
     assert {offer.provider for offer in kept} == {"alpha"}
     assert sorted(one.reason for one in refused) == [
@@ -291,7 +291,7 @@ def test_what_history_does_not_know_is_refused_and_said() -> None:
 
 def test_history_with_a_time_without_zone_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
-    head = (PRICES / "history.csv").read_text().splitlines()[0]
+    head = (PRICES / "invented.csv").read_text().splitlines()[0]
     path.write_text(f"{head}\n2026-03-01T09:00:00,Alpha,,L4,1,24,,,1,\n")
     with pytest.raises(PricingError, match="line 2: observed_at: expected a time with its zone"):
         PriceHistory(path)
@@ -301,12 +301,12 @@ def test_the_sources_of_a_deployment_are_ranked_together(catalog: Path) -> None:
     config = PricingConfig(
         gpuhunt=["lambdalabs"],
         lists=[PRICES / "private.yaml"],
-        history=PRICES / "history.csv",
+        history=PRICES / "invented.csv",
         max_age_days=3650,
         conduct={"Beta Cloud": Conduct(boot_seconds=1)},
     )
     kept, refused = collect_offers(config.sources(), time.time(), config.sanity())
-    assert {offer.source for offer in kept} == {"gpuhunt", "private.yaml", "history.csv"}
+    assert {offer.source for offer in kept} == {"gpuhunt", "private.yaml", "invented.csv"}
     assert [one.reason for one in refused] == ["number of GPUs unknown"]
     assert {offer.boot_seconds for offer in kept if offer.provider == "beta-cloud"} == {1}
     facts = ModelFacts("llama-8b", 16.06e9, 8.03e9, 131_072)

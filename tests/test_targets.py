@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from fleet_books import Clock, intended, postgres_url, ready, sqlite_url
+from fleet_books import Clock, intended, ready
 
 from gpu_runner.fleet import FleetBook, Lease
 
 PRICE = 60 * 3.6 / 3600  # of a real second of OFFER on a provider whose clock runs 60 times faster
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    from benchmarks.postgres import postgres, why_not
-
-    if reason := why_not():
-        pytest.skip(reason)
-    with postgres(durable=False) as server:
-        yield server.url()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    sqlite = request.param == "sqlite"
-    with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
-        yield url
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def book(url: str, clock: Clock) -> Iterator[FleetBook]:
-    with contextlib.closing(FleetBook(url, now=clock)) as book:
-        yield book
 
 
 def test_a_dataset_without_a_row_may_lease_one_instance_and_has_no_target(book: FleetBook, clock: Clock):

@@ -131,7 +131,9 @@ def test_the_canary_proves_that_the_engine_generates(engine: Served, task: str) 
 
 
 def test_the_canary_proves_that_the_engine_embeds(embedder: Served) -> None:
+    before = embedder.total("prompt_tokens_total")
     with_client(embedder, lambda client: client.canary(), "embedding")
+    assert embedder.total("prompt_tokens_total") > before
 
 
 def test_load_and_health_are_read_while_rows_run(engine: Served) -> None:
