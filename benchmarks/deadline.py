@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--prices", type=Path, default=RECORDED, help="recorded prices; else the invented ones of the tests")
+    parser.add_argument("--prices", type=Path, default=RECORDED, help="recorded prices; else invented ones")
     parser.add_argument("--shortest", type=float, default=SHORTEST / HOUR, help="hours that a deadline has at least")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--processes", type=int, default=2)
