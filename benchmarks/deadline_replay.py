@@ -236,6 +236,7 @@ class Replay:
             spot=truth.spot,
             interruptions_per_hour=truth.taken_believed,
             spread=belief.spread,
+            machine=truth.machine,
         )
 
     def _note(self, words: str) -> None:

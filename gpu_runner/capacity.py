@@ -17,6 +17,7 @@ from dataclasses import replace
 from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
+from gpu_runner.openings import Opening, best_opening
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
 from gpu_runner.planner import (
     Candidate,
@@ -165,7 +166,10 @@ class _Tick:
             plan = self.course.early_plan(caution) or plan
         elif not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
-        return self._explore(self._change(plan, "is needed for the deadline", needed=True)), plan
+        usual = self._change(plan, "is needed for the deadline", needed=True)
+        if any(unsure(option) for option, _ in fleet_of(plan)):
+            usual = self._begin(usual, plan, caution)
+        return self._explore(usual), plan
 
     def _compare(self, stay: Candidate, caution: float) -> tuple[Command, Plan]:
         """What is held is good enough: it stays unless another fleet, early enough not to change again, is much better.
@@ -195,11 +199,13 @@ class _Tick:
         """
         if stay is not None:
             return self._same(f"speed not measured yet; {plan.reason}", "pilot")
-        if not self.held and (main := self._worth_waiting(plan, caution)) is not None:
-            return self._pilot(main, plan)
+        if not self.held:
+            main = self._worth_waiting(plan, caution)
+            usual = self._change(plan, "is needed for the deadline", needed=True) if main is None else self._pilot(main, plan)
+            return self._begin(usual, plan, caution)
         if self.held and not plan.met and not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible")
-        return self._change(plan, "is needed for the deadline", needed=True)
+        return self._begin(self._change(plan, "is needed for the deadline", needed=True), plan, caution)
 
     def _worth_waiting(self, plan: Plan, caution: float) -> Option | None:
         """The offer for a pilot, when the fleet may wait until its speed is known.
@@ -222,6 +228,27 @@ class _Tick:
         boots = sum(option.usd_per_hour / HOUR * option.boot_seconds * number for option, number in fleet)
         pilot = main.usd_per_hour / HOUR * wait
         return main if later is not None and usd(later) + pilot <= usd(fair) + boots / 2 else None
+
+    def _begin(self, usual: Command, plan: Plan, caution: float) -> Command:
+        """The fleet to begin with: the usual one, or what is expected to cost less in the end."""
+        if self.target.deadline is None or self.target.objective != "cheapest" or not plan.met:
+            return usual
+        known = {one.name: one for one in self.options}
+        kept = tuple(one for one in self.held if one.instance not in usual.retire)
+        there = dict(counts(kept))
+        new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
+        found = best_opening(self.course, Opening(kept, new), caution, self.pilots)
+        if found is None:
+            return usual
+        opening, outlook = found
+        words = f"is expected to cost {outlook.usd:.2f} $ in the end"
+        if opening.plan is not None:
+            return self._change(opening.plan, words, needed=True)
+        offers = (*counts(opening.kept), *((option.name, number) for option, number in opening.new))
+        number = sum(number for _, number in offers)
+        retire = tuple(one.instance for one in self.held if one not in opening.kept)
+        reason = f"{number} to begin with, which {words}; then {plan.reason}"
+        return Command(number, offers, retire, pilot=True, kind="pilot", reason=reason)
 
     def _pilot(self, main: Option, plan: Plan) -> Command:
         fleet = [(main, 1)]

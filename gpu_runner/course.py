@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gpu_runner.pilots import BOOTS, Pace, booted, recoverable, unsure
-from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, make_plan, run_on
+from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, earliest_finish, make_plan, run_on
 
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
@@ -141,14 +142,14 @@ class Course:
             return True
         kept = dict(counts([one for one in self.held if one.instance in plan.keep]))
         boots = [o.boot_seconds for o, number in fleet_of(plan) if o.spot and number > kept.get(o.name, 0)]
-        return self._lead() - late >= max(boots, default=0.0) + self.pace.tick
+        return self._lead - late >= max(boots, default=0.0) + self.pace.tick
 
+    @cached_property
     def _lead(self) -> float:
         """Seconds from the earliest finish on reliable instances alone (as expected) to the deadline."""
         kept = [one for one in self.held if not one.option.spot]
-        free = replace(self.target, budget_usd=None)
-        plan = make_plan(self.work, self.sure, kept, free, detail=False, caution=0.0, anyway=False)
-        return -math.inf if plan.earliest is None else self.left - plan.earliest.finish.p50
+        earliest = earliest_finish(self.work, self.sure, kept, self.target, caution=0.0)
+        return -math.inf if earliest is None else self.left - earliest.finish.p50
 
     def stay(self, caution: float) -> Candidate | None:
         """What happens when all that are held work to the end; None when that is not good enough at this caution."""
@@ -160,7 +161,7 @@ class Course:
         plan = make_plan(
             self.work, (), self.held, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
         )
-        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead() < self.pace.tick):
+        if plan.earliest is None or (any(one.option.spot for one in self.held) and self._lead < self.pace.tick):
             return None
         if not plan.met and not recoverable(self.work, self.options, self.held, self.target, caution, self.pace):
             return None

@@ -42,10 +42,9 @@ def cheapest_cover(kinds: Sequence[Kind], most: int, quanta: int = QUANTA) -> tu
 
     Exact. The limit on the number is a second dimension, taken up only where the cheapest set without it breaks it.
     """
-    useful = [i for i, kind in enumerate(kinds) if kind.count > 0 and kind.room > 0]
-    rooms = sorted((room for i in useful for room in [kinds[i].room] * min(kinds[i].count, most)), reverse=True)
-    if most < 1 or sum(rooms[:most]) < quanta:
+    if not can_cover(kinds, most, quanta):
         return None
+    useful = [i for i, kind in enumerate(kinds) if kind.count > 0 and kind.room > 0]
     kept = _undominated([kinds[i] for i in useful], most)
     chosen = [useful[i] for i in kept]
     some = [kinds[i] for i in chosen]
@@ -56,6 +55,15 @@ def cheapest_cover(kinds: Sequence[Kind], most: int, quanta: int = QUANTA) -> tu
     for i, number in zip(chosen, found[1], strict=True):
         counts[i] = number
     return found[0], counts
+
+
+def can_cover(kinds: Sequence[Kind], most: int, quanta: int = QUANTA) -> bool:
+    """Whether at most `most` instances have room for all quanta."""
+    left = quanta
+    for kind in sorted(kinds, key=lambda kind: -kind.room):
+        number = min(max(0, kind.count), most)
+        left, most = left - number * kind.room, most - number
+    return left <= 0
 
 
 def _undominated(kinds: Sequence[Kind], most: int) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from gpu_runner.beliefs import KNOWN
 from gpu_runner.offers import HOUR
-from gpu_runner.planner import Held, Option, Target, Work, make_plan
+from gpu_runner.planner import Held, Option, Target, Work, possible
 
 BOOTS = 1.25  # a boot may take this much longer than expected
 MEASURING = 120.0  # seconds of work after which a speed is known
@@ -64,9 +64,7 @@ def recoverable(
     wait = max(waits)
     later = [replace(one, ready_in=max(0.0, one.ready_in - wait)) for one in fleet]
     sure = [one for one in options if not one.spot]
-    free = replace(target, deadline=target.deadline - wait, budget_usd=None, objective="cheapest")
-    plan = make_plan(work, sure, later, free, detail=False, caution=caution, anyway=False)
-    return plan.met
+    return possible(work, sure, later, replace(target, deadline=target.deadline - wait), caution=caution)
 
 
 def booted(fleet: Sequence[tuple[Option, int]], held: Sequence[Held]) -> list[Held]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.cover import QUANTA, Kind, cheapest_cover
+from gpu_runner.cover import QUANTA, Kind, can_cover, cheapest_cover
 from gpu_runner.offers import HOUR
 from gpu_runner.plans import Candidate, Held, Interval, Option, Target, Work
 
@@ -100,11 +100,23 @@ class Desk:
                 return found
         return self._soonest(earliest) if anyway or self.target.objective == "fastest" else None
 
-    def at(self, seconds: float) -> Found | None:
-        """The least cost of a finish within so many seconds."""
-        quanta = QUANTA if self.most <= MANY else 2 * QUANTA
+    def at(self, seconds: float, quanta: int = 0) -> Found | None:
+        """The least cost of a finish within so many seconds. `quanta` of work; 0: as many as an exact plan takes."""
+        quanta = quanta or self._quanta
+        found = cheapest_cover(self._kinds(seconds, quanta), self.most, quanta)
+        return None if found is None else self._found(found[1], found[0])
+
+    def possible(self, seconds: float) -> bool:
+        """Whether `at` finds anything."""
+        return can_cover(self._kinds(seconds, self._quanta), self.most, self._quanta)
+
+    @property
+    def _quanta(self) -> int:
+        return QUANTA if self.most <= MANY else 2 * QUANTA
+
+    def _kinds(self, seconds: float, quanta: int) -> list[Kind]:
         quantum = self.work.tokens / quanta
-        kinds = [
+        return [
             Kind(
                 count=group.count,
                 room=int(min(quanta, group.room(seconds) / quantum + 1e-9)),
@@ -113,8 +125,6 @@ class Desk:
             )
             for group in self.groups
         ]
-        found = cheapest_cover(kinds, self.most, quanta)
-        return None if found is None else self._found(found[1], found[0])
 
     def _affordable(self, found: Found) -> bool:
         return self.target.budget_usd is None or found.usd <= self.target.budget_usd

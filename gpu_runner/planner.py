@@ -28,9 +28,11 @@ __all__ = [
     "Plan",
     "Target",
     "Work",
+    "earliest_finish",
     "in_detail",
     "make_plan",
     "plan_to_stay",
+    "possible",
     "run_on",
     "say_fleet",
     "say_time",
@@ -78,6 +80,24 @@ def make_plan(
         keep=chosen.keep if chosen else (),
         met=met,
     )
+
+
+def possible(
+    work: Work, options: Sequence[Option], held: Sequence[Held], target: Target, *, caution: float = 1.0
+) -> bool:
+    """Whether some fleet meets the deadline at this caution, whatever it costs: `met` of such a plan, without it."""
+    desk = Desk(work, options, held, target, 0.0, caution)
+    deadline = ENDLESS if target.deadline is None else target.deadline
+    return work.tokens <= 0 or (desk.most > 0 and desk.possible(deadline))
+
+
+def earliest_finish(
+    work: Work, options: Sequence[Option], held: Sequence[Held], target: Target, *, caution: float = 1.0
+) -> Candidate | None:
+    """`earliest` of a plan, without the plan."""
+    desk = Desk(work, options, held, target, 0.0, caution)
+    found = desk.earliest() if desk.most > 0 else None
+    return found.candidate if found else None
 
 
 def run_on(work: Work, held: Sequence[Held]) -> Candidate | None:

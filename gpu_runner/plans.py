@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_runner.beliefs import Machine
 from gpu_runner.offers import HOUR, Objective
 
 
@@ -24,6 +25,7 @@ class Option:
     spot: bool = False
     interruptions_per_hour: float = 0.0
     spread: float = 0.0
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)

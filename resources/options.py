@@ -92,6 +92,7 @@ def _option(offer: Offer, speed: Belief, clock: float, failures: list[OfferFailu
         spot=offer.spot,
         interruptions_per_hour=_interruptions(offer, clock, failures) if offer.spot else 0.0,
         spread=speed.spread,
+        machine=Machine(*offer.hardware),
     )
 
 
