@@ -96,6 +96,7 @@ class _Tick:
         self.measured = measured
         self.pilots = pilots
         self.pace = pace
+        self.budget = target.budget_usd
         self.course = Course(work, self.options, self.held, target, pace)
 
     @property
@@ -167,9 +168,7 @@ class _Tick:
         elif not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible"), plan
         usual = self._change(plan, "is needed for the deadline", needed=True)
-        if any(unsure(option) for option, _ in fleet_of(plan)):
-            usual = self._begin(usual, plan, caution)
-        return self._explore(usual), plan
+        return self._explore(self._begin(usual, plan, caution)), plan
 
     def _compare(self, stay: Candidate, caution: float) -> tuple[Command, Plan]:
         """What is held is good enough: it stays unless another fleet, early enough not to change again, is much better.
@@ -231,13 +230,14 @@ class _Tick:
 
     def _begin(self, usual: Command, plan: Plan, caution: float) -> Command:
         """The fleet to begin with: the usual one, or what is expected to cost less in the end."""
-        if self.target.deadline is None or self.target.objective != "cheapest" or not plan.met:
+        unknown = any(unsure(one) for one in self.options)
+        if not unknown or self.target.deadline is None or self.target.objective != "cheapest":
             return usual
         known = {one.name: one for one in self.options}
         kept = tuple(one for one in self.held if one.instance not in usual.retire)
         there = dict(counts(kept))
         new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
-        found = best_opening(self.course, Opening(kept, new), caution, self.pilots)
+        found = best_opening(self.course, Opening(kept, new), caution, self.pilots, self.budget)
         if found is None:
             return usual
         opening, outlook = found

@@ -17,6 +17,7 @@ from gpu_runner.planner import Held, Option, Plan, make_plan
 from gpu_runner.rehearsal import Outlook, Rehearsal, machine
 
 CAUTIONS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)  # below 0: speeds are better than believed
+LATE = 3.0  # being late is as bad as paying so many times as much
 PROBES = 5  # offers that are cheap to try, at most
 
 
@@ -39,13 +40,17 @@ class Opening:
         return Opening(self.kept, (*(pair for pair in self.new if pair[0] != option), (option, number + 1)))
 
 
-def best_opening(course: Course, usual: Opening, caution: float, pilots: int) -> tuple[Opening, Outlook] | None:
+def best_opening(
+    course: Course, usual: Opening, caution: float, pilots: int, budget: float | None
+) -> tuple[Opening, Outlook] | None:
     """The best one and what to expect of it; None: the usual one. `pilots`: offers that may be tried beside a fleet.
 
-    `caution`: the way out must hold at half of it.
+    `caution`: the way out must hold at half of it. `budget`: US dollars, whatever the course's target says.
     """
-    rehearsal = Rehearsal(course.work, course.options, course.held, course.target, course.ramp, course.pace)
+    target = replace(course.target, budget_usd=budget)
+    rehearsal = Rehearsal(course.work, course.options, course.held, target, course.ramp, course.pace)
     best, least = usual, rehearsal.outlook(usual.kept, usual.new)
+    each = LATE * least.usd
 
     def better(one: Opening) -> bool:
         nonlocal best, least
