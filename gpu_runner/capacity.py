@@ -36,6 +36,8 @@ from gpu_runner.planner import (
 __all__ = ["Command", "Kind", "Memory", "decide"]
 
 CHURN = 5  # one in so many may be given up at once for others that save money
+STAY = 0.75  # share of the caution of a plan at which what is held is good enough
+HOLD = 0.25  # share of the caution at which a fleet that has begun on beliefs is left to work
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 
 
@@ -152,13 +154,13 @@ class _Tick:
     # The way there
 
     def _steer(self) -> tuple[Command, Plan]:
-        stay = self.course.stay(1.0) if self.measured else None
+        stay = self.course.stay(STAY) if self.measured else None
         if stay is not None:
             return self._compare(stay, 1.0)
         caution, plan = self.course.plan()
         if plan.chosen is None:
             return self._short_of_money(plan)
-        stay = self.course.stay(caution)
+        stay = self.course.stay((STAY if self.measured else HOLD) * caution)
         if not self.measured:
             return self._learn(stay, plan, caution), plan
         if stay is not None:
@@ -184,10 +186,18 @@ class _Tick:
             why = f"saves {now - then:.2f} of {now:.2f} $"
             if then > now:
                 why = f"takes {say_time(plan.chosen.finish.p50)} instead of {say_time(stay.finish.p50)}"
-            return self._explore(self._change(plan, why)), plan
+            change = self._change(plan, why)
+            if change.kind != "switch" or self.course.enough(self._after(change), STAY * caution):
+                return self._explore(change), plan
         plan = plan_to_stay(plan, stay, self.held, self.target)
         words = f"another fleet would save {max(0.0, now - then):.2f} of {now:.2f} $; {plan.reason}"
         return self._explore(self._same(words)), plan
+
+    def _after(self, command: Command) -> list[Held]:
+        """What is held once the command is carried out."""
+        known = {one.name: one for one in self.options}
+        kept = [one for one in self.held if one.instance not in command.retire]
+        return booted([(known[name], number) for name, number in command.offers if name in known], kept)
 
     # Speeds that are not known yet
 
@@ -198,10 +208,8 @@ class _Tick:
         """
         if stay is not None:
             return self._same(f"speed not measured yet; {plan.reason}", "pilot")
-        if not self.held:
-            main = self._worth_waiting(plan, caution)
-            usual = self._change(plan, "is needed for the deadline", needed=True) if main is None else self._pilot(main, plan)
-            return self._begin(usual, plan, caution)
+        if not self.held and (main := self._worth_waiting(plan, caution)) is not None:
+            return self._begin(self._pilot(main, plan), plan, caution)
         if self.held and not plan.met and not self.course.sooner(plan):
             return self._same(f"no fleet is much sooner; {plan.reason}", "infeasible")
         return self._begin(self._change(plan, "is needed for the deadline", needed=True), plan, caution)
@@ -241,14 +249,17 @@ class _Tick:
         if found is None:
             return usual
         opening, outlook = found
-        words = f"is expected to cost {outlook.usd:.2f} $ in the end"
+        words = f"expected to cost {outlook.usd:.2f} $ in the end, tight in {outlook.late:.0%} of the cases"
+        if opening.kept == self.held and not opening.new:
+            return self._same(f"that is {words}; {plan.reason}", "pilot")
         if opening.plan is not None:
-            return self._change(opening.plan, words, needed=True)
-        offers = (*counts(opening.kept), *((option.name, number) for option, number in opening.new))
-        number = sum(number for _, number in offers)
-        retire = tuple(one.instance for one in self.held if one not in opening.kept)
-        reason = f"{number} to begin with, which {words}; then {plan.reason}"
-        return Command(number, offers, retire, pilot=True, kind="pilot", reason=reason)
+            command = self._change(opening.plan, "", needed=True)
+        else:
+            offers = (*counts(opening.kept), *((option.name, number) for option, number in opening.new))
+            retire = tuple(one.instance for one in self.held if one not in opening.kept)
+            command = Command(sum(number for _, number in offers), offers, retire, pilot=True, kind="pilot")
+        fleet = " + ".join(f"{number} × {name}" for name, number in command.offers)
+        return replace(command, reason=f"{fleet} to begin with: {words}; by the estimates {plan.reason}")
 
     def _pilot(self, main: Option, plan: Plan) -> Command:
         fleet = [(main, 1)]

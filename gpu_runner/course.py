@@ -167,9 +167,11 @@ class Course:
             return None
         return rest
 
-    def enough(self, fleet: Sequence[Held]) -> bool:
-        """Whether such a fleet makes the deadline at full caution, without any other."""
-        return make_plan(self.work, (), fleet, self.target, detail=False, ramp=self.ramp, anyway=False).met
+    def enough(self, fleet: Sequence[Held], caution: float = 1.0) -> bool:
+        """Whether such a fleet makes the deadline at this caution, without any other."""
+        return make_plan(
+            self.work, (), fleet, self.target, detail=False, ramp=self.ramp, caution=caution, anyway=False
+        ).met
 
     def worth(self, one: Candidate) -> float:
         """What the objective compares; less is better."""

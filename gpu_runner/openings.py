@@ -1,23 +1,25 @@
 """Which fleet to begin with while speeds are not known: a search over first fleets (`gpu_runner.rehearsal`). Pure.
 
 Thought about are the fleets that would be right if speeds were this or that, and offers that are cheap to try, alone
-and beside such a fleet. What is chosen is expected to cost least in the end, is late in no more draws than the fleet
-that a cautious plan orders, and leaves a way out if it turns out slow (`gpu_runner.pilots.recoverable`).
+and beside such a fleet. What is chosen is expected to cost least in the end among those that are hardly ever
+late and leave a way out if they turn out slow (`gpu_runner.pilots.recoverable`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from gpu_runner.beliefs import Machine
 from gpu_runner.course import Course, fleet_of
 from gpu_runner.offers import HOUR
 from gpu_runner.pilots import booted, recoverable, unsure
 from gpu_runner.planner import Held, Option, Plan, make_plan
-from gpu_runner.rehearsal import Outlook, Rehearsal, machine
+from gpu_runner.rehearsal import DRAWS, Outlook, Rehearsal, machine
 
 CAUTIONS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)  # below 0: speeds are better than believed
-LATE = 3.0  # being late is as bad as paying so many times as much
+CLEARLY = 0.2  # if so many draws are late, what leaves no way out is thought about, too
+HARDLY = 1.5 / DRAWS  # one draw more may be late
 PROBES = 5  # offers that are cheap to try, at most
 
 
@@ -27,7 +29,7 @@ class Opening:
 
     kept: tuple[Held, ...]
     new: tuple[tuple[Option, int], ...]
-    plan: Plan | None = None
+    plan: Plan | None = field(default=None, compare=False)
 
     @property
     def instances(self) -> int:
@@ -45,50 +47,79 @@ def best_opening(
 ) -> tuple[Opening, Outlook] | None:
     """The best one and what to expect of it; None: the usual one. `pilots`: offers that may be tried beside a fleet.
 
-    `caution`: the way out must hold at half of it. `budget`: US dollars, whatever the course's target says.
+    `caution`: the highest at which a plan meets the deadline. The way out must hold at it, or at half of it where there
+    is time to spare. `budget`: US dollars, whatever the course's target says.
     """
-    target = replace(course.target, budget_usd=budget)
-    rehearsal = Rehearsal(course.work, course.options, course.held, target, course.ramp, course.pace)
-    best, least = usual, rehearsal.outlook(usual.kept, usual.new)
-    each = LATE * least.usd
-
-    def better(one: Opening) -> bool:
-        nonlocal best, least
-        fleet = [*one.kept, *booted(one.new, ())]
-        if one.instances > course.most or not recoverable(
-            course.work, course.options, fleet, course.target, caution / 2, course.pace
-        ):
-            return False
-        found = rehearsal.outlook(one.kept, one.new)
-        if found.late > least.late or found.usd >= least.usd:
-            return False
-        best, least = one, found
-        return True
-
+    search = _Search(course, caution, budget)
+    search.look(usual, anyway=True)
     probes = _probes(course)
-    for one in [*_planned(course), *(Opening(course.held, ((option, 1),)) for option in probes)]:
-        better(one)
-    for _ in range(pilots - 1):
-        base = best
-        there = {machine(one.option) for one in base.kept} | {machine(option) for option, _ in base.new}
-        if not any([better(base.beside(option)) for option in probes if machine(option) not in there]):
+    going_on = [Opening(course.held, ())] if course.held else []
+    alone = [Opening(course.held, ((option, 1),)) for option in probes]
+    found = [*going_on, *_planned(course), *alone]
+    for one in found:
+        search.look(one)
+    if search.floor > CLEARLY:
+        for one in found:
+            search.look(one, anyway=True)
+    while len(tried := _tried(search.best)) < pilots:
+        base = search.best
+        for option in probes:
+            if machine(option) not in tried:
+                search.look(base.beside(option))
+        if search.best is base:
             break
-    return None if best is usual else (best, least)
+    best = search.best
+    return None if best is usual else (best, search.seen[best])
+
+
+class _Search:
+    """Openings and what to expect of them."""
+
+    def __init__(self, course: Course, caution: float, budget: float | None) -> None:
+        target = replace(course.target, budget_usd=budget)
+        self._course = course
+        self._rehearsal = Rehearsal(
+            course.work, course.options, course.held, target, course.ramp, caution / 2, course.pace
+        )
+        self._caution = caution / 2 if caution >= 1 else caution
+        self.seen: dict[Opening, Outlook] = {}
+
+    def look(self, one: Opening, *, anyway: bool = False) -> None:
+        """Take it into account, if it is allowed and leaves a way out; `anyway`: even if it leaves none."""
+        course = self._course
+        if one in self.seen or one.instances > course.most:
+            return
+        fleet = [*one.kept, *booted(one.new, ())]
+        if anyway or recoverable(course.work, course.options, fleet, course.target, self._caution, course.pace):
+            self.seen[one] = self._rehearsal.outlook(one.kept, one.new)
+
+    @property
+    def floor(self) -> float:
+        """The least share of draws that are late."""
+        return min(outlook.late for outlook in self.seen.values())
+
+    @property
+    def best(self) -> Opening:
+        """The cheapest of those that are hardly more often late than need be."""
+        fair = [one for one, outlook in self.seen.items() if outlook.late <= self.floor + HARDLY]
+        return min(fair, key=lambda one: self.seen[one].usd)
 
 
 def _planned(course: Course) -> Iterator[Opening]:
     """What the plan would be if speeds were this or that, with and without spot."""
-    seen: set[tuple[tuple[Held, ...], tuple[tuple[Option, int], ...]]] = set()
     for caution in CAUTIONS:
         for options, ramp in ((course.options, course.ramp), (course.sure, 0.0)):
             plan = make_plan(
                 course.work, options, course.held, course.target, detail=False, ramp=ramp, caution=caution, anyway=False
             )
             if plan.chosen is not None:
-                one = opening_of(course, plan)
-                if (one.kept, one.new) not in seen:
-                    seen.add((one.kept, one.new))
-                    yield one
+                yield opening_of(course, plan)
+
+
+def _tried(opening: Opening) -> set[Machine]:
+    """The machines of unknown speed in it."""
+    options = [*(one.option for one in opening.kept), *(option for option, _ in opening.new)]
+    return {machine(one) for one in options if unsure(one)}
 
 
 def opening_of(course: Course, plan: Plan) -> Opening:

@@ -21,11 +21,9 @@ from gpu_runner.pilots import Pace
 from gpu_runner.plan_search import ENDLESS, Desk
 from gpu_runner.plans import Held, Option, Target, Work
 
-import os
-DRAWS = int(os.environ.get("DRAWS", "16"))
+DRAWS = 16
 SETTLED = 0.02  # relative standard deviation of the work once some of it was done
 QUANTA = 128  # of the plan for the rest
-CAUTION = float(os.environ.get("CAU2", "0.5"))  # of the plan for the rest
 
 Fleet = Sequence[tuple[Option, int]]
 
@@ -48,13 +46,15 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The state of things before anything is rented. `ramp`: as in `make_plan`."""
+    """The state of things before anything is rented. `ramp`: as in `make_plan`; so is `caution`, of the plan for the
+    rest."""
 
     work: Work
     options: tuple[Option, ...]
     held: tuple[Held, ...]
     target: Target
     ramp: float
+    caution: float
     pace: Pace
 
     @cached_property
@@ -103,7 +103,7 @@ class Rehearsal:
         options = [_sharper(one, beliefs, used.get(one.name, 0)) for one in self.options]
         held = [Held(str(i), _sharper(one, beliefs, 0)) for i, (one, _) in enumerate(fleet)]
         work = replace(self.work, tokens=tokens - done, spread=SETTLED)
-        desk = Desk(work, options, held, self.target, self.ramp, CAUTION)
+        desk = Desk(work, options, held, self.target, self.ramp, self.caution)
         found = desk.at(deadline - until, QUANTA)
         late = found is None or (self.target.budget_usd is not None and spent + found.usd > self.target.budget_usd)
         if found is None and (found := desk.earliest()) is None:
