@@ -250,8 +250,6 @@ class _Tick:
             return usual
         opening, outlook = found
         words = f"expected to cost {outlook.usd:.2f} $ in the end, tight in {outlook.late:.0%} of the cases"
-        if opening.kept == self.held and not opening.new:
-            return self._same(f"that is {words}; {plan.reason}", "pilot")
         if opening.plan is not None:
             command = self._change(opening.plan, "", needed=True)
         else:

@@ -53,9 +53,8 @@ def best_opening(
     search = _Search(course, caution, budget)
     search.look(usual, anyway=True)
     probes = _probes(course)
-    going_on = [Opening(course.held, ())] if course.held else []
     alone = [Opening(course.held, ((option, 1),)) for option in probes]
-    found = [*going_on, *_planned(course), *alone]
+    found = [one for one in (*_planned(course), *alone) if one.new]
     for one in found:
         search.look(one)
     if search.floor > CLEARLY:

@@ -54,7 +54,7 @@ def test_while_the_pilot_boots_and_is_measured_nothing_is_added():
 
 
 def test_where_the_wait_would_endanger_the_deadline_all_start_at_once():
-    command, _, _ = tick([GUESS], [], Target(1.35 * HOUR), measured=False)
+    command, _, _ = tick([GUESS], [], Target(1.0 * HOUR), measured=False)
     assert command.instances >= 8 and not command.pilot
 
 
