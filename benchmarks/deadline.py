@@ -1,6 +1,6 @@
 """Deadlines and dollars: the platform's controller against other policies, over recorded prices and drawn misfortune.
 
-    python benchmarks/deadline.py [--scenarios 500] [--seed 1] [--prices FILE] [--shortest HOURS] [--json FILE]
+    python benchmarks/deadline.py [--scenarios 500] [--seed 1] [--prices FILE] [--shortest HOURS] [--knowing] [--json F]
 
 Each world is drawn from the seed and its number (benchmarks/deadline_world.py), and each policy is replayed in each
 world (benchmarks/deadline_replay.py). "ours" is gpu_runner.capacity.decide, the code that the sensor calls.
@@ -25,7 +25,8 @@ What is drawn (log-uniform where not said otherwise):
 
 A miss is a world whose work is not done at the deadline: late, or out of money. "On demand" is our own controller that
 sees no spot offers, which is the strongest baseline of that kind; it is also given in the plain way: the cheapest
-token, as many as needed with a quarter in reserve. $ ratios compare what was spent, missed or not.
+token, as many as needed with a quarter in reserve. $ ratios compare what was spent, missed or not. `--knowing` tells
+the policies all speeds and the amount of work: what is lost even then is lost to boots, interruptions and prices.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ from benchmarks.deadline_oracle import bound_usd, earliest, oracle_usd
 from benchmarks.deadline_policies import POLICIES
 from benchmarks.deadline_replay import Outcome, Replay
 from benchmarks.deadline_world import Scenario, draw
+from gpu_runner.beliefs import Belief
 from gpu_runner.offers import HOUR
 
 SHORTEST = HOUR
+TOLD = 0.02  # relative standard deviation of a speed that was told
 SAME = 1.001  # ratio up to which two costs count as equal
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE.parent.parent / "shared" / "data" / "prices" / "history.csv"
@@ -103,9 +106,15 @@ def prepare(path: Path, seed: int, number: int, shortest: float = SHORTEST) -> t
     return scenario, usd
 
 
-def play(path: Path, seed: int, number: int, shortest: float, policies: tuple[str, ...]) -> Result:
-    """All policies in one world."""
+def play(
+    path: Path, seed: int, number: int, shortest: float, policies: tuple[str, ...], knowing: bool = False
+) -> Result:
+    """All policies in one world. `knowing`: speeds and the amount of work are told beforehand."""
     scenario, usd = prepare(path, seed, number, shortest)
+    if knowing:
+        scenario.tokens_believed = scenario.tokens
+        for truth in scenario.offers:
+            truth.believed = Belief(truth.speed, TOLD)
     return Result(
         number=number,
         slack=scenario.slack,
@@ -170,6 +179,7 @@ def main() -> None:
     parser.add_argument("--prices", type=Path, default=RECORDED, help="recorded prices; else invented ones")
     parser.add_argument("--shortest", type=float, default=SHORTEST / HOUR, help="hours that a deadline has at least")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--knowing", action="store_true", help="tell the policies all speeds and the amount of work")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every world's figures here")
     options = parser.parse_args()
@@ -180,7 +190,7 @@ def main() -> None:
         prices = INVENTED
     began = time.monotonic()
     jobs = [
-        (prices, options.seed, number, options.shortest * HOUR, tuple(options.policies))
+        (prices, options.seed, number, options.shortest * HOUR, tuple(options.policies), options.knowing)
         for number in range(options.scenarios)
     ]
     with multiprocessing.Pool(options.processes) as pool:

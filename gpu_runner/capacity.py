@@ -1,7 +1,8 @@
 """What the fleet may do for a dataset, decided anew at each tick: the controller around the planner. Pure.
 
-It starts with one instance, the pilot, whose measured speed replaces the estimate before the fleet grows, unless even
-that wait endangers the deadline. Then it jumps to the planner's fleet and stays there while staying is good enough.
+While speeds are only estimated it begins with a pilot, or with the fleet that is expected to cost least in the end
+(`gpu_runner.openings`). Measured speeds replace the estimates. Then it jumps to the planner's fleet and stays there
+while staying is good enough.
 
 Spot instances are used as Uniform Progress does (Wu et al., NSDI 2024): as long as reliable instances alone could still
 finish everything by the deadline. Work on spot is to be done one reliable boot before the deadline. A plan that meets

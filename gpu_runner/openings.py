@@ -50,8 +50,7 @@ def best_opening(
     `caution`: the highest at which a plan meets the deadline. The way out must hold at it, or at half of it where there
     is time to spare. `budget`: US dollars, whatever the course's target says.
     """
-    search = _Search(course, caution, budget)
-    search.look(usual, anyway=True)
+    search = _Search(course, usual, caution, budget)
     probes = _probes(course)
     alone = [Opening(course.held, ((option, 1),)) for option in probes]
     found = [one for one in (*_planned(course), *alone) if one.new]
@@ -72,16 +71,16 @@ def best_opening(
 
 
 class _Search:
-    """Openings and what to expect of them."""
+    """Openings and what to expect of them. The usual one counts whatever it is."""
 
-    def __init__(self, course: Course, caution: float, budget: float | None) -> None:
+    def __init__(self, course: Course, usual: Opening, caution: float, budget: float | None) -> None:
         target = replace(course.target, budget_usd=budget)
         self._course = course
         self._rehearsal = Rehearsal(
             course.work, course.options, course.held, target, course.ramp, caution / 2, course.pace
         )
         self._caution = caution / 2 if caution >= 1 else caution
-        self.seen: dict[Opening, Outlook] = {}
+        self.seen: dict[Opening, Outlook] = {usual: self._rehearsal.outlook(usual.kept, usual.new)}
 
     def look(self, one: Opening, *, anyway: bool = False) -> None:
         """Take it into account, if it is allowed and leaves a way out; `anyway`: even if it leaves none."""

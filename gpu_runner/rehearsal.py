@@ -30,7 +30,7 @@ Fleet = Sequence[tuple[Option, int]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One way the world may be: tokens per second of each machine, and the work's amount over what is believed."""
+    """One way the world may be: true ÷ believed speed of each machine, and true ÷ believed amount of work."""
 
     speeds: Mapping[Machine, float]
     work: float
@@ -59,8 +59,9 @@ class Rehearsal:
 
     @cached_property
     def _beliefs(self) -> dict[Machine, Belief]:
+        """Relative to what is believed: providers may have clocks of their own."""
         known = (*self.options, *(one.option for one in self.held))
-        return {machine(one): Belief(one.tokens_per_second, one.spread) for one in known}
+        return {machine(one): Belief(1.0, one.spread) for one in known}
 
     @cached_property
     def _draws(self) -> list[Draw]:
@@ -76,7 +77,7 @@ class Rehearsal:
             if belief.spread > KNOWN:
                 card = row[2 + cards.index((one.gpu, one.memory_gib))]
                 own = COMMON**0.5 * row[1] + CARD**0.5 * card + (1 - COMMON - CARD) ** 0.5 * own
-            speeds[one] = belief.tokens_per_second * math.exp(belief.spread * own)
+            speeds[one] = math.exp(belief.spread * own)
         return Draw(speeds, math.exp(self.work.spread * row[0]))
 
     def outlook(self, kept: Sequence[Held], new: Fleet) -> Outlook:
@@ -93,9 +94,10 @@ class Rehearsal:
         fleet += [(one, one.boot_seconds) for one, count in new for _ in range(count)]
         until = max((wait for _, wait in fleet), default=0.0) + self.pace.measuring + self.pace.tick / 2
         rate = sum(one.usd_per_hour for one, _ in fleet) / HOUR
-        done = sum(draw.speeds[machine(one)] * (until - wait) for one, wait in fleet)
+        speeds = [one.tokens_per_second * draw.speeds[machine(one)] for one, _ in fleet]
+        done = sum(speed * (until - wait) for speed, (_, wait) in zip(speeds, fleet, strict=True))
         if done >= tokens:
-            until -= (done - tokens) / sum(draw.speeds[machine(one)] for one, _ in fleet)
+            until -= (done - tokens) / sum(speeds)
             return rate * until, until > deadline
         spent = rate * until
         beliefs = self._learned(number, frozenset(machine(one) for one, _ in fleet))
@@ -125,8 +127,9 @@ class Rehearsal:
 
 def _sharper(option: Option, beliefs: Mapping[Machine, Belief], used: int) -> Option:
     belief = beliefs[machine(option)]
+    speed = option.tokens_per_second * belief.tokens_per_second
     capacity = None if option.capacity is None else max(0, option.capacity - used)
-    return replace(option, tokens_per_second=belief.tokens_per_second, spread=belief.spread, capacity=capacity)
+    return replace(option, tokens_per_second=speed, spread=belief.spread, capacity=capacity)
 
 
 def machine(option: Option) -> Machine:

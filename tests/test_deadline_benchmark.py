@@ -33,6 +33,12 @@ def test_it_costs_little_more_than_with_all_knowledge_and_no_more_than_on_demand
     assert [one.number for one in results() if one.dearer("ours", "on demand")] == []
 
 
+def test_who_is_told_the_speeds_pays_no_more_for_them():
+    told = [play(INVENTED, 1, number, HOUR, ("ours",), knowing=True) for number in range(4)]
+    assert [one.number for one in told if one.missed("ours")] == []
+    assert statistics.mean(one.ratio("ours") for one in told) <= 1.08
+
+
 def test_the_table_has_a_line_for_each_policy():
     lines = table(results(), ["on demand", "ours"]).splitlines()
     assert lines[1].startswith("on demand") and lines[2].startswith("ours")

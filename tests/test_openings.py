@@ -79,6 +79,16 @@ def test_work_that_ends_before_anything_is_known_is_paid_to_its_end():
     assert found.usd == pytest.approx(4.0 / HOUR * (480.0 + 60.0), rel=1e-3) and found.late == 0
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_provider_with_a_faster_clock_keeps_it(turn):
+    """The same machine, five times as fast where the provider's clock is."""
+    here = replace(KNOWN, spread=1e-9)
+    there = replace(here, name="sim/l40s", tokens_per_second=50_000.0)
+    found = rehearsal(*[here, there][::turn], work=replace(WORK, tokens=600_000.0))
+    assert found.outlook((), [(here, 1)]).usd == pytest.approx(4.0 / HOUR * (480.0 + 60.0), rel=1e-3)
+    assert found.outlook((), [(there, 1)]).usd == pytest.approx(4.0 / HOUR * (480.0 + 12.0), rel=1e-3)
+
+
 def test_what_goes_on_counts_from_now():
     held = (Held("i0", ONE),)
     now = rehearsal(ONE, KNOWN, held=held).outlook(held, [])
