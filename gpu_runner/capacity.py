@@ -240,13 +240,13 @@ class _Tick:
     def _begin(self, usual: Command, plan: Plan, caution: float) -> Command:
         """The fleet to begin with: the usual one, or what is expected to cost less in the end."""
         unknown = any(unsure(one) for one in self.options)
-        if not unknown or self.target.deadline is None or self.target.objective != "cheapest":
+        if caution < 1 or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
             return usual
         known = {one.name: one for one in self.options}
         kept = tuple(one for one in self.held if one.instance not in usual.retire)
         there = dict(counts(kept))
         new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
-        found = best_opening(self.course, Opening(kept, new), caution, self.pilots, self.budget)
+        found = best_opening(self.course, Opening(kept, new), caution, self.pilots, self.budget) if new else None
         if found is None:
             return usual
         opening, outlook = found

@@ -51,6 +51,8 @@ def best_opening(
     is time to spare. `budget`: US dollars, whatever the course's target says.
     """
     search = _Search(course, usual, caution, budget)
+    if budget is not None and search.floor > CLEARLY:
+        return None
     probes = _probes(course)
     alone = [Opening(course.held, ((option, 1),)) for option in probes]
     found = [one for one in (*_planned(course), *alone) if one.new]
