@@ -83,15 +83,16 @@ def test_throughput_is_that_of_the_model_though_steps_are_shorter_than_a_sleep(s
 
 
 def test_a_request_costs_the_server_little_cpu() -> None:
-    # It must not be the bottleneck when clients are measured. Measured: 0.08 ms on a quiet machine.
+    # It must not be the bottleneck when clients are measured: it takes no more than the client that asks, whatever the
+    # machine. Measured: 0.08 ms on a quiet one.
     with simulated_engine("--speed", "1000", "--output-tokens", "fixed:32") as engine:
         process = psutil.Process(engine.process.pid)
         asyncio.run(many(engine.url, [f"warm {n}" for n in range(100)]))
-        before = process.cpu_times()
+        before, began = process.cpu_times(), time.process_time()
         for start in range(0, 3000, 200):
             asyncio.run(many(engine.url, [f"question {n}" for n in range(start, start + 200)]))
-        after = process.cpu_times()
-    assert (after.user + after.system - before.user - before.system) / 3000 <= 0.35e-3
+        after, asked_for = process.cpu_times(), time.process_time() - began
+    assert after.user + after.system - before.user - before.system <= asked_for
 
 
 def test_a_slower_engine_is_slower_by_the_speed_factor() -> None:
