@@ -32,7 +32,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, handler)  # what signal.signal returned
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._deferred and not self.asked:

@@ -135,7 +135,7 @@ def _location(parts: Sequence[str | int], data: object, *, keep_last: bool) -> l
             isinstance(data, Sequence) and not isinstance(data, str) and isinstance(part, int) and part < len(data)
         )
         if inside:
-            data = data[part]  # type: ignore[index]  # `inside` has looked
+            data = data[part]  # `inside` has looked
             kept.append(part)
         elif keep_last and index == len(parts) - 1:
             kept.append(part)

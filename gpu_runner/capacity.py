@@ -203,10 +203,7 @@ class _Tick:
     # Speeds that are not known yet
 
     def _learn(self, stay: Candidate | None, plan: Plan, caution: float) -> Command:
-        """One pilot where time allows; else the fleet for speeds as believed; else what makes it even if they are slow.
-
-        Nothing is given up for another offer before its speed is known.
-        """
+        """One pilot where time allows; else the fleet for speeds as believed; else what makes it if they are slow."""
         if stay is not None:
             return self._same(f"speed not measured yet; {plan.reason}", "pilot")
         if not self.held and (main := self._worth_waiting(plan, caution)) is not None:
@@ -238,7 +235,10 @@ class _Tick:
         return main if later is not None and usd(later) + pilot <= usd(fair) + boots / 2 else None
 
     def _begin(self, usual: Command, plan: Plan, caution: float) -> Command:
-        """The fleet to begin with: the usual one, or what is expected to cost less in the end."""
+        """The fleet to begin with: the usual one, or what is expected to cost less in the end.
+
+        Where no plan holds at full caution there is no time to try anything.
+        """
         unknown = any(unsure(one) for one in self.options)
         if caution < 1 or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
             return usual
@@ -246,7 +246,7 @@ class _Tick:
         kept = tuple(one for one in self.held if one.instance not in usual.retire)
         there = dict(counts(kept))
         new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
-        found = best_opening(self.course, Opening(kept, new), caution, self.pilots, self.budget) if new else None
+        found = best_opening(self.course, Opening(kept, new), self.pilots, self.budget) if new else None
         if found is None:
             return usual
         opening, outlook = found

@@ -7,18 +7,19 @@ late and leave a way out if they turn out slow (`gpu_runner.pilots.recoverable`)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from gpu_runner.beliefs import Machine
-from gpu_runner.course import Course, fleet_of
-from gpu_runner.offers import HOUR
-from gpu_runner.pilots import booted, recoverable, unsure
+from gpu_runner.course import Course, fleet_of, usd_per_token
+from gpu_runner.pilots import booted, machine, recoverable, unsure
 from gpu_runner.planner import Held, Option, Plan, make_plan
-from gpu_runner.rehearsal import DRAWS, Outlook, Rehearsal, machine
+from gpu_runner.rehearsal import DRAWS, Outlook, Rehearsal
 
 CAUTIONS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)  # below 0: speeds are better than believed
-CLEARLY = 0.2  # if so many draws are late, what leaves no way out is thought about, too
+WAY_OUT = 0.5  # caution at which the rest must still be possible, and is planned in the draws
+SHORT = 0.2  # where the usual fleet runs out of money in so many draws, there is none to try things with
 HARDLY = 1.5 / DRAWS  # one draw more may be late
 PROBES = 5  # offers that are cheap to try, at most
 
@@ -42,25 +43,19 @@ class Opening:
         return Opening(self.kept, (*(pair for pair in self.new if pair[0] != option), (option, number + 1)))
 
 
-def best_opening(
-    course: Course, usual: Opening, caution: float, pilots: int, budget: float | None
-) -> tuple[Opening, Outlook] | None:
-    """The best one and what to expect of it; None: the usual one. `pilots`: offers that may be tried beside a fleet.
+def best_opening(course: Course, usual: Opening, pilots: int, budget: float | None) -> tuple[Opening, Outlook] | None:
+    """The best one and what to expect of it; None: the usual one, which meets the deadline at full caution.
 
-    `caution`: the highest at which a plan meets the deadline. The way out must hold at it, or at half of it where there
-    is time to spare. `budget`: US dollars, whatever the course's target says.
+    `pilots`: offers that may be tried beside a fleet. `budget`: US dollars, whatever the course's target says.
     """
-    search = _Search(course, usual, caution, budget)
-    if budget is not None and search.floor > CLEARLY:
+    search = _Search(course, usual, budget)
+    if budget is not None and search.floor > SHORT:
         return None
     probes = _probes(course)
     alone = [Opening(course.held, ((option, 1),)) for option in probes]
     found = [one for one in (*_planned(course), *alone) if one.new]
     for one in found:
         search.look(one)
-    if search.floor > CLEARLY:
-        for one in found:
-            search.look(one, anyway=True)
     while len(tried := _tried(search.best)) < pilots:
         base = search.best
         for option in probes:
@@ -75,22 +70,19 @@ def best_opening(
 class _Search:
     """Openings and what to expect of them. The usual one counts whatever it is."""
 
-    def __init__(self, course: Course, usual: Opening, caution: float, budget: float | None) -> None:
+    def __init__(self, course: Course, usual: Opening, budget: float | None) -> None:
         target = replace(course.target, budget_usd=budget)
         self._course = course
-        self._rehearsal = Rehearsal(
-            course.work, course.options, course.held, target, course.ramp, caution / 2, course.pace
-        )
-        self._caution = caution / 2 if caution >= 1 else caution
+        self._rehearsal = Rehearsal(course.work, course.options, course.held, target, course.ramp, WAY_OUT, course.pace)
         self.seen: dict[Opening, Outlook] = {usual: self._rehearsal.outlook(usual.kept, usual.new)}
 
-    def look(self, one: Opening, *, anyway: bool = False) -> None:
-        """Take it into account, if it is allowed and leaves a way out; `anyway`: even if it leaves none."""
+    def look(self, one: Opening) -> None:
+        """Take it into account, if it is allowed and leaves a way out."""
         course = self._course
         if one in self.seen or one.instances > course.most:
             return
         fleet = [*one.kept, *booted(one.new, ())]
-        if anyway or recoverable(course.work, course.options, fleet, course.target, self._caution, course.pace):
+        if recoverable(course.work, course.options, fleet, course.target, WAY_OUT, course.pace):
             self.seen[one] = self._rehearsal.outlook(one.kept, one.new)
 
     @property
@@ -107,8 +99,11 @@ class _Search:
 
 def _planned(course: Course) -> Iterator[Opening]:
     """What the plan would be if speeds were this or that, with and without spot."""
+    ways = [(course.options, course.ramp)]
+    if len(course.sure) < len(course.options):
+        ways.append((course.sure, 0.0))
     for caution in CAUTIONS:
-        for options, ramp in ((course.options, course.ramp), (course.sure, 0.0)):
+        for options, ramp in ways:
             plan = make_plan(
                 course.work, options, course.held, course.target, detail=False, ramp=ramp, caution=caution, anyway=False
             )
@@ -125,23 +120,19 @@ def _tried(opening: Opening) -> set[Machine]:
 def opening_of(course: Course, plan: Plan) -> Opening:
     """What a plan keeps and orders."""
     kept = tuple(one for one in course.held if one.instance in plan.keep)
-    there: dict[Option, int] = {}
-    for one in kept:
-        there[one.option] = there.get(one.option, 0) + 1
-    new = tuple((option, number - there.get(option, 0)) for option, number in fleet_of(plan))
+    there = Counter(one.option for one in kept)
+    new = tuple((option, number - there[option]) for option, number in fleet_of(plan))
     return Opening(kept, tuple(pair for pair in new if pair[1] > 0), plan)
 
 
 def _probes(course: Course) -> list[Option]:
     """Of each machine of unknown speed the offer that costs least to try; the cheapest tokens first."""
-    found: dict[object, Option] = {}
-    for one in course.options:
+
+    def cost(option: Option) -> float:
+        return option.usd_per_hour * (option.boot_seconds + course.pace.measuring)
+
+    found: dict[Machine, Option] = {}
+    for one in sorted(course.options, key=cost):
         if unsure(one) and one.capacity != 0:
-            other = found.get(machine(one))
-            if other is None or _cost(one) < _cost(other):
-                found[machine(one)] = one
-    return sorted(found.values(), key=lambda one: one.usd_per_hour / one.tokens_per_second)[:PROBES]
-
-
-def _cost(option: Option) -> float:
-    return option.usd_per_hour / HOUR * (option.boot_seconds + 120.0)
+            found.setdefault(machine(one), one)
+    return sorted(found.values(), key=usd_per_token)[:PROBES]

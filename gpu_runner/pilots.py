@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpu_runner.beliefs import KNOWN
+from gpu_runner.beliefs import KNOWN, Machine
 from gpu_runner.offers import HOUR
 from gpu_runner.planner import Held, Option, Target, Work, possible
 
@@ -44,6 +44,11 @@ PACE = Pace()
 def unsure(option: Option) -> bool:
     """Whether its speed is an estimate."""
     return option.spread > KNOWN
+
+
+def machine(option: Option) -> Machine:
+    """What has one speed. Spot or not, it is as fast."""
+    return option.machine or Machine(option.name.removesuffix(" spot"), 0.0, 0)
 
 
 def recoverable(
@@ -103,10 +108,10 @@ def best_try(
         return None
     usd_per_token = sum(_usd_per_token(o) * o.tokens_per_second * n for o, n in base) / speed
     own = max((option.spread for option, _ in base if unsure(option)), default=0.0)
-    names = {_machine(option) for option, _ in base}
+    names = {machine(option) for option, _ in base}
     best: Try | None = None
     for one in options:
-        if not unsure(one) or one.capacity == 0 or _machine(one) in names:
+        if not unsure(one) or one.capacity == 0 or machine(one) in names:
             continue
         found = _worth(one, work, speed, usd_per_token, own, deadline, pace.measuring)
         if found is not None and (best is None or found.saves_usd - found.costs_usd > best.saves_usd - best.costs_usd):
@@ -153,8 +158,3 @@ def _normal(value: float) -> float:
 def _usd_per_token(option: Option) -> float:
     loss = option.interruptions_per_hour / HOUR * option.boot_seconds
     return option.usd_per_hour / HOUR * (1 + loss) / option.tokens_per_second
-
-
-def _machine(option: Option) -> str:
-    """Spot or not, it is as fast."""
-    return option.name.removesuffix(" spot")

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpu_runner.beliefs import CARD, COMMON, KNOWN, Belief, Machine, sharpen
 from gpu_runner.offers import HOUR
-from gpu_runner.pilots import Pace
+from gpu_runner.pilots import Pace, machine
 from gpu_runner.plan_search import ENDLESS, Desk
 from gpu_runner.plans import Held, Option, Target, Work
 
@@ -130,8 +130,3 @@ def _sharper(option: Option, beliefs: Mapping[Machine, Belief], used: int) -> Op
     speed = option.tokens_per_second * belief.tokens_per_second
     capacity = None if option.capacity is None else max(0, option.capacity - used)
     return replace(option, tokens_per_second=speed, spread=belief.spread, capacity=capacity)
-
-
-def machine(option: Option) -> Machine:
-    """What has one speed. Spot or not, it is as fast."""
-    return option.machine or Machine(option.name.removesuffix(" spot"), 0.0, 0)

@@ -52,7 +52,7 @@ def test_a_warm_instance_is_leased_only_if_the_budget_pays_for_its_end(book: Fle
     book.begin_request("d", "r", budget_usd=seconds(TTL + END_SECONDS) - 0.001)
     with pytest.raises(BudgetReached):
         book.try_lease("ba-1", "run", "d", TTL)
-    assert book.instance("ba-1").lease is None  # type: ignore[union-attr]
+    assert book.instance("ba-1").lease is None
     assert book.try_lease("an engine of our own", "run", "d", TTL)  # it costs nothing
     book.override("d", budget_usd=seconds(TTL + END_SECONDS) + 0.001)
     assert book.try_lease("ba-1", "run", "d", TTL)
@@ -74,7 +74,7 @@ def test_a_holder_is_told_to_leave_while_there_is_time_to_drain(book: FleetBook,
     clock.forward(9)
     assert book.renew(lease, TTL, drain_seconds=20)
     assert book.release(lease, retire=True)
-    assert book.instance("ba-1").state == "ending"  # type: ignore[union-attr]
+    assert book.instance("ba-1").state == "ending"
 
 
 def test_who_does_not_leave_is_refused_keeps_what_it_said_and_its_instance_ends_within_the_budget(
@@ -274,7 +274,7 @@ class World:
                 worker.lease = worker.leaves_at = None
             elif (
                 self.fate != "deaf" and worker.leaves_at is None and self.book.instance(worker.lease.instance).retiring
-            ):  # type: ignore[union-attr]
+            ):
                 worker.leaves_at = self.clock.now + self.drain
         if worker.lease is not None and worker.leaves_at is not None and self.clock.now >= worker.leaves_at:
             self.book.release(worker.lease, retire=event % 2 == 0)

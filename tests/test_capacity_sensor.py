@@ -179,9 +179,9 @@ def test_no_more_runs_may_be_under_way_than_there_are_batches(site: Site) -> Non
     from gpu_runner.capacity import Command
 
     found = type("Found", (), {"batches": 3})()
-    assert slots_for(Command(10, ()), found) == 3  # type: ignore[arg-type]
-    assert slots_for(Command(1, ()), found) == 2  # type: ignore[arg-type]
-    assert slots_for(Command(0, ()), found) == 1  # type: ignore[arg-type]  # one run waits, visibly
+    assert slots_for(Command(10, ()), found) == 3
+    assert slots_for(Command(1, ()), found) == 2
+    assert slots_for(Command(0, ()), found) == 1  # one run waits, visibly
 
 
 def test_when_all_is_done_the_story_stays_and_the_command_goes(site: Site) -> None:

@@ -111,8 +111,8 @@ class Job:
         self.said: list[str] = []
         self.decisions: list[Decision] = []
         self.crew = Crew(
-            renter,  # type: ignore[arg-type]
-            self.heart,  # type: ignore[arg-type]
+            renter,
+            self.heart,
             NEED,
             self.run,
             loop,
@@ -293,7 +293,7 @@ def test_ending_while_a_lease_is_asked_for_gives_it_back_also_when_it_comes_too_
             time.sleep(0.5)
             return leased
 
-        renter.acquire = slow  # type: ignore[method-assign]
+        renter.acquire = slow
         job.work(until=lambda: renter.asked)
         job.crew.end()
         assert renter.released == [("i1", "the run ended", False)]

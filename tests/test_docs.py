@@ -66,7 +66,7 @@ def test_every_command_of_the_readme_and_the_docs_exists() -> None:
 
     from batch_assets.cli import app
 
-    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    known = set(get_command(app).commands)
     written = {word for file in DOCUMENTS for word in re.findall(r"batch-assets ([a-z][a-z-]+)", file.read_text())}
     assert written <= known
     targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))

@@ -266,7 +266,7 @@ def test_a_stalled_engine_is_given_up_though_its_health_is_fine() -> None:
 def test_without_metrics_silence_is_borne_while_a_canary_answers(seconds: float) -> None:
     async def main() -> None:
         engine = FakeEngine(seconds=seconds, metrics=False)
-        engine.canary = FakeEngine().canary  # type: ignore[method-assign]
+        engine.canary = FakeEngine().canary
         feed = make_feed(batches(8), Sink())
         await feed.serve(engine, ORIGIN, 8)
         assert feed.finished and feed.counts.failures == 0

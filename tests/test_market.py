@@ -56,7 +56,7 @@ class FakeProvider:
     def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:
         raise AssertionError("the market rents nothing")
 
-    def list(self, tag: str) -> Sequence[Machine]:  # type: ignore[override]
+    def list(self, tag: str) -> Sequence[Machine]:
         raise AssertionError("the market rents nothing")
 
     def terminate(self, name: str) -> None:
@@ -68,11 +68,11 @@ def offline(name: str) -> ModelConfig:
 
 
 def market(*providers: FakeProvider, clock: Clock | None = None, prices: PricingConfig | None = None) -> Market:
-    return Market(providers, prices or PricingConfig(), models=Models(read=offline), clock=clock or Clock())  # type: ignore[arg-type]
+    return Market(providers, prices or PricingConfig(), models=Models(read=offline), clock=clock or Clock())
 
 
 def ask(there: Market, model: str = MODEL, **more: object) -> Ranking:
-    return there.ranking(model, "chat", MIX, 1e8, **more)  # type: ignore[arg-type]
+    return there.ranking(model, "chat", MIX, 1e8, **more)
 
 
 def reasons(ranking: Ranking) -> dict[str, str]:

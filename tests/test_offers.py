@@ -124,7 +124,7 @@ def test_each_objective_has_its_own_winner() -> None:
     ],
 )
 def test_a_refusal_says_why(change: dict[str, object], accept: OfferFilter, reason: str) -> None:
-    ranking = rank([replace(PLAIN, **change)], 1e6, known_speed, accept=accept)  # type: ignore[arg-type]
+    ranking = rank([replace(PLAIN, **change)], 1e6, known_speed, accept=accept)
     assert not ranking.ranked
     assert ranking.refused[0].reason == reason
 
@@ -160,7 +160,7 @@ def test_negative_work_is_an_error() -> None:
 )
 def test_a_price_that_cannot_be_believed_is_refused_and_said(change: dict[str, object], reason: str) -> None:
     others = [replace(PLAIN, instance_type=f"other-{number}") for number in range(3)]
-    strange = replace(PLAIN, **change)  # type: ignore[arg-type]
+    strange = replace(PLAIN, **change)
     kept, refused = screen([*others, strange], NOW)
     assert kept == others
     assert [(one.offer, one.reason) for one in refused] == [(strange, reason)]

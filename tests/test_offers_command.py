@@ -64,7 +64,7 @@ def fleet(patch: pytest.MonkeyPatch, offers: list[Offer], measured: tuple[Measur
     patch.setattr(
         offers_command,
         "fleet_market",
-        lambda: (Market([FakeProvider("north", fresh)]), list(measured)),  # type: ignore[list-item]
+        lambda: (Market([FakeProvider("north", fresh)]), list(measured)),
     )
 
 

@@ -100,7 +100,7 @@ def test_nothing_is_better_than_the_cheapest_known_offer():
     target = Target(6 * HOUR)
     plan = make_plan(WORK, [KNOWN], [], target)
     usual = opening_of(course(KNOWN, target=target), plan)
-    assert best_opening(course(KNOWN, target=target), usual, 1.0, 3, None) is None
+    assert best_opening(course(KNOWN, target=target), usual, 3, None) is None
 
 
 def test_a_cheap_try_comes_before_a_dear_guess():
@@ -108,7 +108,7 @@ def test_a_cheap_try_comes_before_a_dear_guess():
     options = (EIGHT, ONE, KNOWN)
     here = course(*options, target=Target(5 * HOUR))
     usual = Opening((), ((EIGHT, 3),))
-    found = best_opening(here, usual, 1.0, 3, None)
+    found = best_opening(here, usual, 3, None)
     assert found is not None
     opening, outlook = found
     assert outlook.usd < Rehearsal(WORK, options, (), here.target, 0.0, 0.5, PACE).outlook((), usual.new).usd
@@ -121,7 +121,7 @@ def test_an_opening_leaves_a_way_out():
     tight = Target(480.0 + 600.0 + WORK.tokens / (12 * 10_000.0), max_instances=12)
     here = course(ONE, way_out, target=tight)
     usual = Opening((), ((way_out, 12),))
-    found = best_opening(here, usual, 1.0, 3, None)
+    found = best_opening(here, usual, 3, None)
     begun = usual if found is None else found[0]
     assert dict(begun.new).get(way_out, 0) >= 10
 
@@ -129,7 +129,7 @@ def test_an_opening_leaves_a_way_out():
 def test_an_opening_keeps_to_the_limit_on_instances():
     target = Target(9 * HOUR, max_instances=2)
     here = course(EIGHT, ONE, OTHER, KNOWN, target=target)
-    found = best_opening(here, Opening((), ((EIGHT, 1),)), 1.0, 3, None)
+    found = best_opening(here, Opening((), ((EIGHT, 1),)), 3, None)
     assert found is None or found[0].instances <= 2
 
 

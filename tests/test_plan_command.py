@@ -110,7 +110,7 @@ def test_options_count_before_the_request_under_way_and_that_before_the_yaml(tmp
         request = book.target("d")
     assert request is not None
     under_way = wanted_of(spec, {}, request, Spend(1.5), 20, 0.0)
-    assert under_way == Target(pytest.approx(600, abs=5), 2.5, 2, "fastest")  # type: ignore[arg-type]
+    assert under_way == Target(pytest.approx(600, abs=5), 2.5, 2, "fastest")
     assert wanted_of(spec, tags, request, Spend(1.5), 20, 0.0) == Target(3600, 6.5, 2, "fastest")
     assert wanted_words(Target()) == "no deadline, no budget, cheapest, at most 20 instances"
 

@@ -21,7 +21,7 @@ class Ranked:
 
 
 def preferred(order: str, named: list[tuple[str, int]], **standing: int) -> str:
-    found = prefer([Ranked(name) for name in order], named, standing)  # type: ignore[arg-type]
+    found = prefer([Ranked(name) for name in order], named, standing)
     return "".join(one.offer.name for one in found)
 
 

@@ -84,7 +84,7 @@ def test_the_snippets_of_the_readme_open_the_table(
     names: dict[str, object] = {}
     for block in blocks("table"):
         exec(compile(block.text, block.name, "exec"), names)
-    assert len(names["rows"]) == 40  # type: ignore[arg-type]
+    assert len(names["rows"]) == 40
     assert "why the sky is blue" in capsys.readouterr().out
 
 

@@ -123,7 +123,7 @@ def test_a_machine_of_our_tag_that_the_book_does_not_know_is_ended_and_no_other(
 ):
     provider.create(OFFER, "ba-9", ORDER)
     provider.create(OFFER, "someone-else", ORDER)
-    provider.list = lambda tag: [provider._describe(one) for one in provider.machines.values()]  # type: ignore[method-assign]
+    provider.list = lambda tag: [provider._describe(one) for one in provider.machines.values()]
     assert swept(book, provider) == ["ba-9 is not in the book", "ba-9: told sim-north to end it"]
     assert provider.alive() == ["someone-else"]
 
@@ -176,7 +176,7 @@ def test_a_machine_that_is_not_listed_counts_as_gone_only_after_a_while_and_only
 ):
     lease = rented(book, provider, ttl=30)
     swept(book, provider)
-    provider.list = lambda tag: []  # type: ignore[method-assign]
+    provider.list = lambda tag: []
     for _ in range(20):
         clock.forward(1)
         assert swept(book, provider) == []
@@ -203,13 +203,13 @@ def test_a_list_that_lags_hides_nothing_from_the_reaper(book: FleetBook, clock: 
 def test_a_gone_machine_that_comes_back_is_ended_for_good(book: FleetBook, provider: FakeProvider, clock: Clock):
     book.release(rented(book, provider))
     swept(book, provider)
-    listed, provider.list = provider.list, lambda tag: []  # type: ignore[method-assign]
+    listed, provider.list = provider.list, lambda tag: []
     provider.machines["ba-1"].stubborn = 1
     for _ in range(2):
         swept(book, provider)
         clock.forward(16)
     assert row(book).state == "ended"
-    provider.list = listed  # type: ignore[method-assign]
+    provider.list = listed
     swept(book, provider)
     swept(book, provider)
     assert (row(book).state, provider.alive()) == ("ended", [])

@@ -122,7 +122,7 @@ def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what
     assert (taken.name, taken.epoch) == (leased.name, leased.epoch + 1)
     assert site.book.renew(leased.lease, TTL)  # its last rows are still being answered
     first.release(leased)
-    assert site.book.instance(taken.name).lease == taken.lease  # type: ignore[union-attr]
+    assert site.book.instance(taken.name).lease == taken.lease
 
 
 def test_without_capacity_the_next_offer_is_taken_and_the_failure_is_remembered(tmp_path: Path):
@@ -250,7 +250,7 @@ def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Sit
         assert site.book.holder(leased.name) == "run"
         assert heart.check(leased.lease)
     assert site.book.holder(leased.name) is None
-    assert site.book.instance(leased.name).state == "ready"  # type: ignore[union-attr]
+    assert site.book.instance(leased.name).state == "ready"
 
 
 def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: Site):
@@ -272,7 +272,7 @@ def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site:
     assert site.running() == []
     site.book.override("d", budget_usd=100)
     leased = site.acquire(renter)
-    assert not site.book.instance(leased.name).retiring  # type: ignore[union-attr]
+    assert not site.book.instance(leased.name).retiring
 
 
 def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: Site):

@@ -21,7 +21,7 @@ UNIT = StepModel(
 
 
 def unit(**changes: float) -> StepModel:
-    return StepModel(**{name: getattr(UNIT, name) for name in StepModel.__slots__} | changes)  # type: ignore[arg-type]
+    return StepModel(**{name: getattr(UNIT, name) for name in StepModel.__slots__} | changes)
 
 
 def run_dry(scheduler: Scheduler) -> list[Sequence]:

@@ -49,7 +49,7 @@ CONFIGS = {name: read_folder(MODELS / name) for name in NAMES}
 
 
 def config(name: str) -> dict[str, object]:
-    return json.loads((MODELS / name / "config.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((MODELS / name / "config.json").read_text())
 
 
 # parameters
@@ -197,16 +197,16 @@ def test_modules_that_the_checkpoint_skips_keep_their_width() -> None:
     stated = config("qwen3-8b-awq")
     whole = weight_bytes(parse(stated))
     for names in (["self_attn"], ["model.layers.*.self_attn"], ["re:.*self_attn.*"]):
-        quantization = {**stated["quantization_config"], "modules_to_not_convert": names}  # type: ignore[dict-item]
+        quantization = {**stated["quantization_config"], "modules_to_not_convert": names}
         assert weight_bytes(parse({**stated, "quantization_config": quantization})) > whole * 1.2
-    one_layer = {**stated["quantization_config"], "modules_to_not_convert": ["model.layers.1.mlp"]}  # type: ignore[dict-item]
+    one_layer = {**stated["quantization_config"], "modules_to_not_convert": ["model.layers.1.mlp"]}
     more = weight_bytes(parse({**stated, "quantization_config": one_layer})) - whole
     assert more == pytest.approx(3 * 4096 * 12288 * (2 - 4.15625 / 8), rel=1e-6)  # layer 1, not 10 to 19
 
 
 def test_an_fp8_kv_cache_stated_by_the_checkpoint_halves_it() -> None:
     stated = config("llama-3.1-70b-w8a8")
-    quantization = {**stated["quantization_config"], "kv_cache_scheme": {"num_bits": 8}}  # type: ignore[dict-item]
+    quantization = {**stated["quantization_config"], "kv_cache_scheme": {"num_bits": 8}}
     assert kv_bytes_per_token(parse({**stated, "quantization_config": quantization})) == 327_680 // 2
 
 
@@ -349,7 +349,7 @@ def test_catalog_memory_is_never_more_than_torch_sees() -> None:
 
 def test_a_missing_key_is_named_with_its_place() -> None:
     stated = config("gemma-3-27b")
-    del stated["text_config"]["hidden_size"]  # type: ignore[attr-defined]
+    del stated["text_config"]["hidden_size"]
     with pytest.raises(MissingKey, match=r"some/config\.json text_config: expected .* hidden_size, found nothing"):
         parse(stated, where="some/config.json")
 
@@ -450,10 +450,7 @@ light = settings(max_examples=40, deadline=None)
 @given(models, st.integers(0, 512), lengths, st.sampled_from(["auto", "fp8"]))
 def test_more_gpus_never_need_more_memory_each(model: ModelConfig, sequences: int, tokens: int, kv_dtype: str) -> None:
     sizes = tensor_parallel_sizes(model, 16)
-    totals = [
-        need(model, sequences, tokens, Serving(tensor_parallel=size, kv_dtype=kv_dtype)).total  # type: ignore[arg-type]
-        for size in sizes
-    ]
+    totals = [need(model, sequences, tokens, Serving(tensor_parallel=size, kv_dtype=kv_dtype)).total for size in sizes]
     assert totals == sorted(totals, reverse=True)
 
 

@@ -37,7 +37,7 @@ def outcomes_of(store: DatasetStore, manifest: SnapshotManifest, key: str) -> tu
 
 def footer_of(entry: BatchEntry, outcomes: Sequence[Outcome], **said: object) -> BatchFooter:
     named = {"snapshot": "s", "generation": 0, "epoch": 1, "run_id": "run-1", "root_run_id": "run-1", **said}
-    return BatchFooter.of("sums", entry, outcomes, **named)  # type: ignore[arg-type]
+    return BatchFooter.of("sums", entry, outcomes, **named)
 
 
 def test_a_snapshot_is_read_back_batch_by_batch(any_objects: Objects) -> None:

@@ -62,7 +62,7 @@ def test_the_same_request_keeps_its_beginning_command_and_overrides_and_takes_ne
     assert (found.age, found.instances, found.offers, found.memory) == (10, 3, (("x", 3),), {"a": 1})
     assert (found.budget_usd, found.deadline_in, found.max_instances) == (9, 70, 2)
     book.override("d", budget_usd=None)
-    assert book.target("d").budget_usd == 6  # type: ignore[union-attr]
+    assert book.target("d").budget_usd == 6
 
 
 def test_a_new_request_forgets_the_command_and_what_was_overridden(book: FleetBook, clock: Clock):
@@ -180,10 +180,10 @@ def test_a_retired_instance_takes_no_new_lease_and_ends_with_its_last_one(book: 
     book.drain(lease)
     assert book.try_lease("ba-1", "next", "d", 10) is None
     assert book.release(lease)
-    assert book.instance("ba-1").state == "ending"  # type: ignore[union-attr]
+    assert book.instance("ba-1").state == "ending"
     book.release(ready(book, "ba-2"))
     assert book.retire("ba-2", "nobody needs it")
-    assert book.instance("ba-2").state == "ending"  # type: ignore[union-attr]
+    assert book.instance("ba-2").state == "ending"
     assert not book.retire("ba-2", "again")
     assert not book.retire("unknown", "x")
 

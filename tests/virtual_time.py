@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Selector(selectors.DefaultSelector):
     skipped = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:

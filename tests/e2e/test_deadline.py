@@ -148,7 +148,7 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
         assert all(one["reason"] for one in told)
         eventually(lambda: on_time(site) == "SUCCEEDED", 60, "the check on_time")
         with contextlib.closing(site.book()) as book:
-            assert book.target("rhymes").instances == 1  # type: ignore[union-attr]
+            assert book.target("rhymes").instances == 1
             eventually(lambda: not book.fleet(), 150, "no instance is left", every=1.0)
 
 

@@ -98,7 +98,7 @@ def test_a_killed_engine_charges_no_try(tmp_path: Path, monkeypatch: pytest.Monk
         site.launch_job("gsm8k_refresh")
         for _ in range(2):
             before = sum(answered(site).values())
-            eventually(lambda: sum(answered(site).values()) > before + 1000, 60, "a thousand more answers")  # noqa: B023
+            eventually(lambda: sum(answered(site).values()) > before + 1000, 60, "a thousand more answers")  # noqa: B023 - called before `before` changes
             site.simulator.kill()
             time.sleep(1)
             site.simulator.start()
