@@ -39,6 +39,8 @@ __all__ = ["Command", "Kind", "Memory", "decide"]
 CHURN = 5  # one in so many may be given up at once for others that save money
 STAY = 0.75  # share of the caution of a plan at which what is held is good enough
 HOLD = 0.25  # share of the caution at which a fleet that has begun on beliefs is left to work
+import os
+MODE = int(os.environ.get("MODE","0"))
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 
 
@@ -189,6 +191,8 @@ class _Tick:
                 why = f"takes {say_time(plan.chosen.finish.p50)} instead of {say_time(stay.finish.p50)}"
             change = self._change(plan, why)
             if change.kind != "switch" or self.course.enough(self._after(change), STAY * caution):
+                if MODE:
+                    change = self._begin(change, plan, caution)
                 return self._explore(change), plan
         plan = plan_to_stay(plan, stay, self.held, self.target)
         words = f"another fleet would save {max(0.0, now - then):.2f} of {now:.2f} $; {plan.reason}"
@@ -250,6 +254,8 @@ class _Tick:
         if found is None:
             return usual
         opening, outlook = found
+        if not opening.new and opening.kept == self.held:
+            return self._same(f"expected to cost {outlook.usd:.2f} $; {plan.reason}")
         words = f"expected to cost {outlook.usd:.2f} $ in the end, tight in {outlook.late:.0%} of the cases"
         if opening.plan is not None:
             command = self._change(opening.plan, "", needed=True)

@@ -88,15 +88,14 @@ class Course:
 
     def _at(self, target: Target, caution: float) -> Plan | None:
         """The plan at this caution: with spot where reliable instances could still step in, else without."""
-        plan = self._make(target, ramp=self.ramp, caution=caution)
-        good = plan.met and self._safe(plan)
-        if good and not any(unsure(option) for option, _ in fleet_of(plan)):
-            return plan
+        good = self._with_spot(target, self.held, caution)
+        if good is not None and not any(unsure(option) for option, _ in fleet_of(good)):
+            return good
         fair = self._if_fair(target, caution)
-        if fair is not None and not (good and usd(plan) <= (1 + WORTH) * usd(fair)):
+        if fair is not None and not (good is not None and usd(good) <= (1 + WORTH) * usd(fair)):
             return fair
-        if good:
-            return plan
+        if good is not None:
+            return good
         plan = self._reliable(target, caution)
         if plan.met:
             return plan
@@ -129,9 +128,19 @@ class Course:
 
         A target with an earlier deadline than the course's own: the plan begins that much later, or ends earlier.
         """
-        plan = make_plan(self.work, self.options, held, target, detail=False, ramp=self.ramp, caution=0.0, anyway=False)
         late = (self.target.deadline or 0.0) - (target.deadline or 0.0)
-        return plan if plan.met and self._safe(plan, late) else None
+        return self._with_spot(target, held, 0.0, late)
+
+    def _with_spot(self, target: Target, held: Sequence[Held], caution: float, late: float = 0.0) -> Plan | None:
+        """The plan that counts on spot, if it is safe; else with the spot that is held and no more of it."""
+        spot = any(one.option.spot for one in held)
+        for options in (self.options, self.sure) if spot else (self.options,):
+            plan = make_plan(
+                self.work, options, held, target, detail=False, ramp=self.ramp, caution=caution, anyway=False
+            )
+            if plan.met and self._safe(plan, late):
+                return plan
+        return None
 
     def _safe(self, plan: Plan, late: float = 0.0) -> bool:
         """Whether reliable instances could still do everything if all spot instances were lost once they work.

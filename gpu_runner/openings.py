@@ -52,8 +52,11 @@ def best_opening(course: Course, usual: Opening, pilots: int, budget: float | No
     if budget is not None and search.floor > SHORT:
         return None
     probes = _probes(course)
-    alone = [Opening(course.held, ((option, 1),)) for option in probes]
+    wait = Opening(course.held, ())
+    alone = [wait.beside(option) for option in probes if machine(option) not in _tried(wait)]
     found = [one for one in (*_planned(course), *alone) if one.new]
+    if course.held:
+        found.append(wait)
     for one in found:
         search.look(one)
     while len(tried := _tried(search.best)) < pilots:
