@@ -18,7 +18,7 @@ from dataclasses import replace
 from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
-from gpu_runner.openings import Opening, best_opening
+from gpu_runner.openings import Opening, best_opening, HARDLY
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
 from gpu_runner.planner import (
     Candidate,
@@ -39,6 +39,7 @@ __all__ = ["Command", "Kind", "Memory", "decide"]
 CHURN = 5  # one in so many may be given up at once for others that save money
 STAY = 0.75  # share of the caution of a plan at which what is held is good enough
 HOLD = 0.25  # share of the caution at which a fleet that has begun on beliefs is left to work
+LEAST = 1.0
 import os
 MODE = int(os.environ.get("MODE","0"))
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
@@ -244,13 +245,13 @@ class _Tick:
         Where no plan holds at full caution there is no time to try anything.
         """
         unknown = any(unsure(one) for one in self.options)
-        if caution < 1 or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
+        if caution < LEAST or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
             return usual
         known = {one.name: one for one in self.options}
         kept = tuple(one for one in self.held if one.instance not in usual.retire)
         there = dict(counts(kept))
         new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
-        found = best_opening(self.course, Opening(kept, new), self.pilots, self.budget) if new else None
+        found = best_opening(self.course, Opening(kept, new), self.pilots, self.budget, HARDLY if caution >= 1 else 0.0) if new else None
         if found is None:
             return usual
         opening, outlook = found

@@ -43,12 +43,12 @@ class Opening:
         return Opening(self.kept, (*(pair for pair in self.new if pair[0] != option), (option, number + 1)))
 
 
-def best_opening(course: Course, usual: Opening, pilots: int, budget: float | None) -> tuple[Opening, Outlook] | None:
+def best_opening(course: Course, usual: Opening, pilots: int, budget: float | None, hardly: float = HARDLY) -> tuple[Opening, Outlook] | None:
     """The best one and what to expect of it; None: the usual one, which meets the deadline at full caution.
 
     `pilots`: offers that may be tried beside a fleet. `budget`: US dollars, whatever the course's target says.
     """
-    search = _Search(course, usual, budget)
+    search = _Search(course, usual, budget, hardly)
     if budget is not None and search.floor > SHORT:
         return None
     probes = _probes(course)
@@ -73,7 +73,8 @@ def best_opening(course: Course, usual: Opening, pilots: int, budget: float | No
 class _Search:
     """Openings and what to expect of them. The usual one counts whatever it is."""
 
-    def __init__(self, course: Course, usual: Opening, budget: float | None) -> None:
+    def __init__(self, course: Course, usual: Opening, budget: float | None, hardly: float) -> None:
+        self.hardly = hardly
         target = replace(course.target, budget_usd=budget)
         self._course = course
         self._rehearsal = Rehearsal(course.work, course.options, course.held, target, course.ramp, WAY_OUT, course.pace)
@@ -96,7 +97,7 @@ class _Search:
     @property
     def best(self) -> Opening:
         """The cheapest of those that are hardly more often late than need be."""
-        fair = [one for one, outlook in self.seen.items() if outlook.late <= self.floor + HARDLY]
+        fair = [one for one, outlook in self.seen.items() if outlook.late <= self.floor + self.hardly]
         return min(fair, key=lambda one: self.seen[one].usd)
 
 
