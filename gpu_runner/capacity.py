@@ -18,6 +18,7 @@ from dataclasses import replace
 from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.offers import HOUR
+from gpu_runner.long_shots import long_shot
 from gpu_runner.openings import Opening, best_opening, HARDLY
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
 from gpu_runner.planner import (
@@ -39,7 +40,7 @@ __all__ = ["Command", "Kind", "Memory", "decide"]
 CHURN = 5  # one in so many may be given up at once for others that save money
 STAY = 0.75  # share of the caution of a plan at which what is held is good enough
 HOLD = 0.25  # share of the caution at which a fleet that has begun on beliefs is left to work
-LEAST = 1.0
+LEAST = 0.2
 import os
 MODE = int(os.environ.get("MODE","0"))
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
@@ -116,7 +117,11 @@ class _Tick:
             return paused
         if not self.options:
             return self._blind()
-        return self._steer()
+        command, plan = self._steer()
+        if not plan.met:
+            poor = self.budget is not None and (plan.chosen is None or plan.chosen.usd.p50 > self.budget)
+            command = self._hope(command, frugal=poor)
+        return command, plan
 
     # The ends: nothing left, no money, no offers
 
@@ -315,6 +320,12 @@ class _Tick:
             reason=f"{words}; {command.reason}",
         )
 
+    def _hope(self, command: Command, *, frugal: bool = False) -> Command:
+        tried = {name for name in self.memory.tried if name not in dict(self.memory.offers)}
+        options = tuple(one for one in self.options if one.name not in tried)
+        course = replace(self.course, options=options, target=replace(self.target, budget_usd=self.budget))
+        return long_shot(course, command, self.pilots, frugal=frugal) if self.pilots > 1 else command
+
     # Commands
 
     def _same(self, words: str, kind: Kind = "steady") -> Command:
@@ -387,6 +398,7 @@ class _Tick:
             # It may yet: the speeds are not known well enough.
             self.course = replace(self.course, target=replace(self.target, budget_usd=None))
             command, hoped = self._steer()
+            command = self._hope(command)
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]
