@@ -26,26 +26,29 @@ def long_shot(course: Course, command: Command, most: int, *, frugal: bool) -> C
     """
     known = {one.name: one for one in (*(one.option for one in course.held), *course.options)}
     fleet = Counter({name: number for name, number in command.offers if name in known})
-    plan = _plan(course)
-    if plan is None or not fleet:
-        return command
-    lucky = [known[option.name] for option, _ in fleet_of(plan) if unsure(known[option.name])]
-    if not lucky:
+    luck, plan = _plan(course)
+    lucky = [known[option.name] for option, _ in fleet_of(plan) if unsure(known[option.name])] if plan else []
+    if plan is None or not lucky or not fleet:
         return command
     retire = set(command.retire)
     if frugal:
         kept = [one for one in course.held if one.instance in plan.keep or unsure(one.option)]
         fleet = Counter(one.option.name for one in kept if one.instance not in retire)
         retire |= {one.instance for one in course.held if one not in kept}
-    tried = {machine(known[name]) for name in fleet}
-    added = {machine(one): one.name for one in reversed(lucky) if machine(one) not in tried}
-    for name in [*added.values()][:most]:
-        if fleet.total() >= course.most:
-            largest, number = fleet.most_common(1)[0]
-            there = [one.instance for one in course.held if one.option.name == largest and one.instance not in retire]
-            retire |= set(there[number - 1 :])
-            fleet[largest] -= 1
-        fleet[name] += 1
+    there = {machine(known[name]) for name in fleet}
+    trying = {machine(one.option): one for one in course.held if unsure(one.option)}
+    wanted = {machine(one): one for one in reversed(lucky) if machine(one) not in there}
+    for one in [*wanted][:most]:
+        if one in trying:
+            retire.discard(trying[one].instance)
+            fleet[trying[one].option.name] += 1
+        elif luck > 0 or not trying:
+            fleet[wanted[one].name] += 1
+    while fleet.total() > course.most:
+        largest, number = max(fleet.items(), key=lambda pair: (not unsure(known[pair[0]]), pair[1]))
+        held = [one.instance for one in course.held if one.option.name == largest and one.instance not in retire]
+        retire |= set(held[number - 1 :])
+        fleet[largest] -= 1
     words = f"{' and '.join(one.name for one in lucky)} may be faster than believed; nothing else can do it in time"
     if frugal:
         words = words.replace("in time", "for this money")
@@ -59,8 +62,8 @@ def long_shot(course: Course, command: Command, most: int, *, frugal: bool) -> C
     )
 
 
-def _plan(course: Course) -> Plan | None:
-    """The plan that meets deadline and budget with the least luck."""
+def _plan(course: Course) -> tuple[float, Plan | None]:
+    """The plan that meets deadline and budget with the least luck, and how much that is."""
     for luck in LUCK:
         options = [_faster(one, luck) for one in course.options]
         held = [replace(one, option=_faster(one.option, luck)) for one in course.held]
@@ -68,8 +71,8 @@ def _plan(course: Course) -> Plan | None:
             course.work, options, held, course.target, detail=False, ramp=course.ramp, caution=0.0, anyway=False
         )
         if plan.met:
-            return plan
-    return None
+            return luck, plan
+    return LUCK[-1], None
 
 
 def _faster(option: Option, luck: float) -> Option:
