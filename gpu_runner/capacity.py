@@ -196,9 +196,11 @@ class _Tick:
             if then > now:
                 why = f"takes {say_time(plan.chosen.finish.p50)} instead of {say_time(stay.finish.p50)}"
             change = self._change(plan, why)
+            if change.kind == "switch" and not self.course.enough(self._after(change), STAY * caution):
+                had = {one.option.name for one in self.held}
+                new = {name for name, _ in change.offers} | {option.name for option, _ in fleet_of(plan)}
+                change = self._change(plan, why, needed=True) if new <= had else change
             if change.kind != "switch" or self.course.enough(self._after(change), STAY * caution):
-                if MODE:
-                    change = self._begin(change, plan, caution)
                 return self._explore(change), plan
         plan = plan_to_stay(plan, stay, self.held, self.target)
         words = f"another fleet would save {max(0.0, now - then):.2f} of {now:.2f} $; {plan.reason}"
