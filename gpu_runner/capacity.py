@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
-from gpu_runner.offers import HOUR
 from gpu_runner.long_shots import long_shot
-from gpu_runner.openings import Opening, best_opening, HARDLY
+from gpu_runner.offers import HOUR
+from gpu_runner.openings import HARDLY, Opening, best_opening
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
 from gpu_runner.planner import (
     Candidate,
@@ -40,9 +40,6 @@ __all__ = ["Command", "Kind", "Memory", "decide"]
 CHURN = 5  # one in so many may be given up at once for others that save money
 STAY = 0.75  # share of the caution of a plan at which what is held is good enough
 HOLD = 0.25  # share of the caution at which a fleet that has begun on beliefs is left to work
-LEAST = 0.2
-import os
-MODE = int(os.environ.get("MODE","0"))
 SHARE = 0.2  # share of a fleet's speed from which on an offer is a main one
 
 
@@ -120,7 +117,7 @@ class _Tick:
         command, plan = self._steer()
         if not plan.met:
             poor = self.budget is not None and (plan.chosen is None or plan.chosen.usd.p50 > self.budget)
-            command = self._hope(command, frugal=poor)
+            command = self._hope(command, poor)
         return command, plan
 
     # The ends: nothing left, no money, no offers
@@ -249,21 +246,22 @@ class _Tick:
     def _begin(self, usual: Command, plan: Plan, caution: float) -> Command:
         """The fleet to begin with: the usual one, or what is expected to cost less in the end.
 
-        Where no plan holds at full caution there is no time to try anything.
+        Where no plan holds at full caution nothing may be tried that makes it any later.
         """
         unknown = any(unsure(one) for one in self.options)
-        if caution < LEAST or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
+        if caution <= 0 or not unknown or self.target.deadline is None or self.target.objective != "cheapest":
             return usual
         known = {one.name: one for one in self.options}
         kept = tuple(one for one in self.held if one.instance not in usual.retire)
         there = dict(counts(kept))
         new = tuple((known[name], n - there.get(name, 0)) for name, n in usual.offers if n > there.get(name, 0))
-        found = best_opening(self.course, Opening(kept, new), self.pilots, self.budget, HARDLY if caution >= 1 else 0.0) if new else None
+        later = HARDLY if caution >= 1 else 0.0
+        found = best_opening(self.course, Opening(kept, new), self.pilots, self.budget, later) if new else None
         if found is None:
             return usual
         opening, outlook = found
-        if not opening.new and opening.kept == self.held:
-            return self._same(f"expected to cost {outlook.usd:.2f} $; {plan.reason}")
+        if not opening.new and len(opening.kept) == len(self.held):
+            return self._same(f"expected to cost {outlook.usd:.2f} $ in the end, any other fleet more; {plan.reason}")
         words = f"expected to cost {outlook.usd:.2f} $ in the end, tight in {outlook.late:.0%} of the cases"
         if opening.plan is not None:
             command = self._change(opening.plan, "", needed=True)
@@ -322,11 +320,14 @@ class _Tick:
             reason=f"{words}; {command.reason}",
         )
 
-    def _hope(self, command: Command, *, frugal: bool = False) -> Command:
+    def _hope(self, command: Command, poor: bool) -> Command:
+        """What to try when nothing that is known will do. `poor`: for want of money."""
+        if self.pilots < 2:
+            return command
         tried = {name for name in self.memory.tried if name not in dict(self.memory.offers)}
-        options = tuple(one for one in self.options if one.name not in tried)
+        options = tuple(one for one in self.options if one.name not in tried or not unsure(one))
         course = replace(self.course, options=options, target=replace(self.target, budget_usd=self.budget))
-        return long_shot(course, command, self.pilots, frugal=frugal) if self.pilots > 1 else command
+        return long_shot(course, command, self.pilots, frugal=poor)
 
     # Commands
 
@@ -400,7 +401,7 @@ class _Tick:
             # It may yet: the speeds are not known well enough.
             self.course = replace(self.course, target=replace(self.target, budget_usd=None))
             command, hoped = self._steer()
-            command = self._hope(command)
+            command = self._hope(command, False)
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]

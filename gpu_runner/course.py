@@ -19,7 +19,7 @@ from gpu_runner.planner import Candidate, Held, Option, Plan, Target, Work, earl
 WORTH = 0.05  # a change of the fleet must save this share of what is left to pay
 CAUTIONS = (1.0, 0.75, 0.5, 0.25)  # shares of P95's distance; less is only counted on where more cannot be had
 BARGAIN = 0.6  # at this share of the cost a little less caution is accepted while speeds are not measured
-EARLY = 0.05  # share of the time left that a changed fleet is to be early, so that it need not change again
+EARLY = 0.03  # share of the time left that a changed fleet is to be early, so that it need not change again
 
 
 @dataclass(frozen=True)

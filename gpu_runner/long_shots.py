@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpu_runner.command import Command
@@ -15,7 +16,7 @@ from gpu_runner.course import Course, fleet_of
 from gpu_runner.pilots import machine, unsure
 from gpu_runner.planner import Option, Plan, make_plan
 
-LUCK = (0.0, 0.5, 1.0, 1.5)  # standard deviations by which all speeds that are not known may be better than believed
+LUCK = (0.0, 0.5, 1.0, 1.5)  # standard deviations by which the speeds that are not known may be better than believed
 
 
 def long_shot(course: Course, command: Command, most: int, *, frugal: bool) -> Command:
@@ -49,17 +50,24 @@ def long_shot(course: Course, command: Command, most: int, *, frugal: bool) -> C
         held = [one.instance for one in course.held if one.option.name == largest and one.instance not in retire]
         retire |= set(held[number - 1 :])
         fleet[largest] -= 1
-    words = f"{' and '.join(one.name for one in lucky)} may be faster than believed; nothing else can do it in time"
-    if frugal:
-        words = words.replace("in time", "for this money")
+    kind = command.kind
+    if kind == "steady":
+        grown = fleet.total() + len(retire) > len(course.held)
+        kind = "switch" if grown and retire else "grow" if grown else "shrink" if retire else "steady"
+    for_what = "for this money" if frugal else "in time"
     return replace(
         command,
         instances=fleet.total(),
         offers=tuple(pair for pair in fleet.items() if pair[1]),
         retire=tuple(one.instance for one in course.held if one.instance in retire),
         pilot=True,
-        reason=f"{words}; {command.reason}",
+        kind=kind,
+        reason=f"{_names(lucky)} may be faster than believed, and nothing else can do it {for_what}; {command.reason}",
     )
+
+
+def _names(options: Sequence[Option]) -> str:
+    return " or ".join(one.name for one in options)
 
 
 def _plan(course: Course) -> tuple[float, Plan | None]:

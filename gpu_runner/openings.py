@@ -43,12 +43,15 @@ class Opening:
         return Opening(self.kept, (*(pair for pair in self.new if pair[0] != option), (option, number + 1)))
 
 
-def best_opening(course: Course, usual: Opening, pilots: int, budget: float | None, hardly: float = HARDLY) -> tuple[Opening, Outlook] | None:
+def best_opening(
+    course: Course, usual: Opening, pilots: int, budget: float | None, later: float = HARDLY
+) -> tuple[Opening, Outlook] | None:
     """The best one and what to expect of it; None: the usual one, which meets the deadline at full caution.
 
-    `pilots`: offers that may be tried beside a fleet. `budget`: US dollars, whatever the course's target says.
+    `pilots`: offers that may be tried beside a fleet. `budget`: US dollars, whatever the course's target says. `later`:
+    share of the draws that more than the least may be late.
     """
-    search = _Search(course, usual, budget, hardly)
+    search = _Search(course, usual, budget, later)
     if budget is not None and search.floor > SHORT:
         return None
     probes = _probes(course)
@@ -73,10 +76,10 @@ def best_opening(course: Course, usual: Opening, pilots: int, budget: float | No
 class _Search:
     """Openings and what to expect of them. The usual one counts whatever it is."""
 
-    def __init__(self, course: Course, usual: Opening, budget: float | None, hardly: float) -> None:
-        self.hardly = hardly
+    def __init__(self, course: Course, usual: Opening, budget: float | None, later: float) -> None:
         target = replace(course.target, budget_usd=budget)
         self._course = course
+        self._later = later
         self._rehearsal = Rehearsal(course.work, course.options, course.held, target, course.ramp, WAY_OUT, course.pace)
         self.seen: dict[Opening, Outlook] = {usual: self._rehearsal.outlook(usual.kept, usual.new)}
 
@@ -97,7 +100,7 @@ class _Search:
     @property
     def best(self) -> Opening:
         """The cheapest of those that are hardly more often late than need be."""
-        fair = [one for one, outlook in self.seen.items() if outlook.late <= self.floor + self.hardly]
+        fair = [one for one, outlook in self.seen.items() if outlook.late <= self.floor + self._later]
         return min(fair, key=lambda one: self.seen[one].usd)
 
 

@@ -269,3 +269,27 @@ def test_without_a_deadline_or_with_a_far_one_it_is_one_instance_of_the_cheapest
     fast = replace(A100, name="cloud/fast", tokens_per_second=40_000.0, usd_per_hour=9.0)
     command, _, _ = tick([A100, fast], [], Target(deadline))
     assert command.offers == (("cloud/a100", 1),)
+
+
+def test_spot_that_is_held_is_counted_on_where_no_more_of_it_may_be_ordered():
+    """Eleven work on spot, one was taken, and a reliable boot is most of what is left in hand: one more of those is
+    ordered. Giving up the eleven because their like may no longer be ordered would cost many times that."""
+    sure, spot = replace(A100, boot_seconds=900.0), replace(SPOT, boot_seconds=900.0)
+    work = replace(WORK, tokens=0.55 * 12 * 10_000.0 * HOUR)
+    held = [Held(f"i{i}", spot) for i in range(11)]
+    command, _, plan = tick([sure, spot], held, Target(0.8 * HOUR, max_instances=20), work=work)
+    assert command.retire == () and plan.met
+    assert dict(command.offers)[spot.name] == 11 and 12 <= command.instances <= 18
+
+
+def test_an_exchange_that_cannot_be_made_one_by_one_is_made_at_once():
+    """Eight small ones would do, at a third of the cost. With only the dearest one exchanged the deadline is missed."""
+    small = Option("cloud/small", 1.0, 10_000.0, 240.0, spread=0.05)
+    slow = Option("cloud/slow", 0.9, 2_000.0, 240.0, spread=0.05)
+    large = Option("cloud/large", 30.0, 60_000.0, 240.0, spread=0.05)
+    work = replace(WORK, tokens=8 * 10_000.0 * 8.5 * HOUR)
+    held = [Held("large", large), Held("slow", slow), Held("slow too", slow)]
+    held += [Held(f"i{i}", small) for i in range(5)]
+    command, _, _ = tick([small, slow, large], held, Target(10 * HOUR, max_instances=8), work=work)
+    assert dict(command.offers) == {"cloud/small": 8} and command.kind == "switch"
+    assert set(command.retire) == {"large", "slow", "slow too"}

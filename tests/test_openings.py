@@ -218,3 +218,12 @@ def test_the_longest_decision_takes_less_than_the_time_between_two_looks():
     took = time.process_time() - before
     print(f"first decision over 13 offers: {took:.2f} s of CPU, {command.reason[:80]}")
     assert "in the end" in command.reason and took < 10
+
+
+def test_what_is_being_tried_may_be_waited_for():
+    """The dollar is spent already: a dear boot waits until the one card has told what eight of them are worth."""
+    one, eight = replace(ONE, tokens_per_second=10.0, capacity=0), replace(EIGHT, boot_seconds=1800.0)
+    held = (Held("i0", one, 60.0),)
+    here = course(eight, one, KNOWN, target=Target(8 * HOUR), held=held)
+    found = best_opening(here, Opening(held, ((eight, 1),)), 1, None)
+    assert found is not None and (found[0].kept, found[0].new) == (held, ())

@@ -1,0 +1,125 @@
+"""What is tried when nothing that is known will do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_runner.beliefs import Machine
+from gpu_runner.capacity import Command, Memory, decide
+from gpu_runner.planner import Held, Option, Target, Work
+
+HOUR = 3600.0
+KNOWN = Option("cloud/l40s", 1.0, 10_000.0, 240.0, spread=0.05, machine=Machine("L40S", 48, 1))
+FAST = Option("cloud/h100", 6.0, 9_000.0, 240.0, spread=0.5, machine=Machine("H100", 80, 1))
+SLOW = Option("cloud/t4", 0.2, 500.0, 240.0, spread=0.5, machine=Machine("T4", 16, 1))
+WORK = Work(tokens=720e6, total_tokens=720e6, started_ago=0.0, units=1000, spread=0.02)  # 20 hours of a KNOWN
+NEW = Memory()
+
+
+def tick(
+    options: list[Option],
+    held: list[Held],
+    target: Target,
+    *,
+    memory: Memory = NEW,
+    measured: bool = True,
+    pilots: int = 3,
+    work: Work = WORK,
+) -> Command:
+    return decide(work, options, held, target, memory, 0.0, measured=measured, pilots=pilots, detail=False)[0]
+
+
+LATE = Target(1.6 * HOUR, max_instances=10)  # ten of KNOWN take two hours
+
+
+def test_a_machine_that_would_make_it_if_it_is_fast_is_tried_in_the_place_of_another():
+    command = tick([KNOWN, FAST, SLOW], [], LATE)
+    assert dict(command.offers) == {KNOWN.name: 9, FAST.name: 1} and command.instances == 10
+    assert "cloud/h100 may be faster" in command.reason and "in time" in command.reason and "too late" in command.reason
+
+
+def test_at_the_limit_one_that_is_held_makes_room():
+    held = [Held(f"i{i}", KNOWN) for i in range(10)]
+    command = tick([KNOWN, FAST, SLOW], held, LATE)
+    assert dict(command.offers) == {KNOWN.name: 9, FAST.name: 1}
+    assert len(command.retire) == 1 and command.retire[0] in {one.instance for one in held}
+
+
+def test_what_is_being_tried_is_left_to_work():
+    held = [*(Held(f"i{i}", KNOWN) for i in range(9)), Held("try", FAST, 100.0)]
+    command = tick([KNOWN, FAST, SLOW], held, LATE, memory=Memory(tried=(FAST.name,), offers=((FAST.name, 1),)))
+    assert dict(command.offers) == {KNOWN.name: 9, FAST.name: 1} and command.retire == ()
+
+
+def test_once_it_is_known_to_be_fast_the_fleet_changes_over_to_it():
+    fast = replace(FAST, tokens_per_second=20_000.0, spread=0.05)
+    held = [*(Held(f"i{i}", KNOWN) for i in range(9)), Held("try", fast)]
+    command = tick([KNOWN, fast, SLOW], held, LATE)
+    assert dict(command.offers)[FAST.name] >= 5 and "deadline" in command.reason
+
+
+def test_once_it_is_known_to_be_slow_it_is_not_tried_again():
+    slow = replace(FAST, tokens_per_second=9_000.0, spread=0.05)
+    command = tick([KNOWN, slow, SLOW], [Held(f"i{i}", KNOWN) for i in range(10)], LATE)
+    assert (dict(command.offers), command.retire) == ({KNOWN.name: 10}, ())
+
+
+def test_what_was_lost_before_it_was_measured_is_not_tried_again():
+    lost = Memory(tried=(FAST.name,), offers=((KNOWN.name, 10),))
+    command = tick([KNOWN, FAST, SLOW], [Held(f"i{i}", KNOWN) for i in range(10)], LATE, memory=lost)
+    assert FAST.name not in dict(command.offers)
+
+
+@pytest.mark.parametrize("target", [Target(3 * HOUR, max_instances=10), Target(0.5 * HOUR, max_instances=10)])
+def test_nothing_is_tried_for_luck_where_it_is_not_needed_or_cannot_help(target):
+    assert "faster than believed" not in tick([KNOWN, FAST, SLOW], [], target).reason
+
+
+def test_nothing_is_tried_where_speeds_may_be_learned_on_one_offer_only():
+    assert FAST.name not in dict(tick([KNOWN, FAST, SLOW], [], LATE, pilots=1).offers)
+
+
+CHEAP = Option("cloud/4090", 1.0, 9_500.0, 240.0, spread=0.5, machine=Machine("RTX 4090", 24, 1))
+
+
+def test_for_want_of_money_what_is_too_dear_for_it_ends_while_another_is_tried():
+    """16 $ are left. KNOWN takes 20, CHEAP 21 as believed, and 13 if it is a standard deviation faster."""
+    poor = Target(40 * HOUR, budget_usd=16.0, max_instances=10)
+    command = tick([KNOWN, CHEAP], [Held("i0", KNOWN)], poor)
+    assert (dict(command.offers), command.retire, command.kind) == ({CHEAP.name: 1}, ("i0",), "infeasible")
+    assert "for this money" in command.reason
+    then = tick([KNOWN, CHEAP], [Held("i1", CHEAP, 200.0)], poor, memory=Memory(tried=(CHEAP.name,)))
+    assert (dict(then.offers), then.retire) == ({CHEAP.name: 1}, ())
+
+
+def test_money_that_no_luck_makes_enough_is_spent_where_a_token_is_cheapest():
+    command = tick([KNOWN, CHEAP], [Held("i0", KNOWN)], Target(40 * HOUR, budget_usd=5.0, max_instances=10))
+    assert command.retire == () and "faster than believed" not in command.reason
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    hours=st.floats(0.3, 3.0),
+    budget=st.none() | st.floats(0.5, 40.0),
+    most=st.integers(1, 12),
+    here=st.integers(0, 14),
+    trying=st.booleans(),
+    capacity=st.sampled_from([None, 0, 1, 3]),
+)
+def test_no_command_passes_a_cap_or_ends_what_is_not_held(hours, budget, most, here, trying, capacity):
+    held = [Held(f"i{i}", KNOWN) for i in range(here)] + ([Held("try", FAST, 60.0)] if trying else [])
+    options = [KNOWN, replace(FAST, capacity=capacity), SLOW]
+    command = tick(options, held, Target(hours * HOUR, budget, most))
+    names = {one.instance for one in held}
+    kept = [one for one in held if one.instance not in command.retire]
+    assert set(command.retire) <= names and len(set(command.retire)) == len(command.retire)
+    assert command.instances == sum(number for _, number in command.offers) <= max(most, 0)
+    if not command.pause:
+        assert len(kept) <= command.instances
+    fleet = dict(command.offers)
+    new = fleet.get(FAST.name, 0) - sum(one.option.name == FAST.name for one in kept)
+    assert capacity is None or new <= capacity
