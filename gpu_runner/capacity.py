@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from gpu_runner.command import Command, Kind, Memory, trim
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
-from gpu_runner.long_shots import long_shot
+from gpu_runner.long_shots import Missing, long_shot
 from gpu_runner.offers import HOUR
 from gpu_runner.openings import HARDLY, Opening, best_opening
 from gpu_runner.pilots import PACE, Pace, best_try, booted, recoverable, unsure
@@ -31,6 +31,7 @@ from gpu_runner.planner import (
     in_detail,
     make_plan,
     plan_to_stay,
+    run_on,
     say_fleet,
     say_time,
 )
@@ -64,13 +65,17 @@ def decide(
     most = max(0, min(target.max_instances, work.units))
     useful = sorted(held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option)))
     held, surplus = useful[:most], tuple(one.instance for one in useful[most:])
-    command, plan = _Tick(work, options, held, target, memory, measured, pilots, pace).decide()
+    tick = _Tick(work, options, held, target, memory, measured, pilots, pace)
+    plain, plan = tick.decide()
+    command = tick.hope(plain, plan)
+    if target.budget_usd is not None:
+        bold, command = command, trim(command, options, held, target.budget_usd, pace)
+        if bold is not plain and command is not bold:  # a try that the budget cannot boot is none
+            command = trim(plain, options, held, target.budget_usd, pace)
     if surplus:
         kind: Kind = "shrink" if command.kind in ("steady", "pilot") else command.kind
         reason = f"{len(surplus)} more than the {most} that are allowed or have work are given up; {command.reason}"
         command = replace(command, retire=(*command.retire, *surplus), kind=kind, reason=reason)
-    if target.budget_usd is not None:
-        command = trim(command, options, held, target.budget_usd, pace)
     if detail:
         plan = in_detail(plan, work, options, held, target)
     changed = (command.instances, command.offers) != (memory.instances, memory.offers)
@@ -102,6 +107,7 @@ class _Tick:
         self.pace = pace
         self.budget = target.budget_usd
         self.course = Course(work, self.options, self.held, target, pace)
+        self._perhaps = False  # whether the budget may be enough after all
 
     @property
     def target(self) -> Target:
@@ -114,11 +120,25 @@ class _Tick:
             return paused
         if not self.options:
             return self._blind()
-        command, plan = self._steer()
-        if not plan.met:
-            poor = self.budget is not None and (plan.chosen is None or plan.chosen.usd.p50 > self.budget)
-            command = self._hope(command, poor)
-        return command, plan
+        return self._steer()
+
+    def hope(self, command: Command, plan: Plan) -> Command:
+        """What else to try when nothing that is known will do."""
+        missing: Missing | None = None
+        if self.budget is not None and (plan.chosen is None or plan.chosen.usd.p50 > self.budget):
+            missing = "perhaps money" if self._perhaps else "money"
+        elif not plan.met:
+            fleet = run_on(self.work, self._after(command))
+            missing = "time" if fleet is None or fleet.finish.p50 > self.course.left else None
+        if missing is None or self.pilots < 2 or not self.options or command.kind in ("paused", "done"):
+            return command
+        tried = {name for name in self.memory.tried if name not in dict(self.memory.offers)}
+        options = [
+            one for one in self.options if not unsure(one) or not tried & {one.name, one.name.removesuffix(" spot")}
+        ]
+        target = replace(self.target, budget_usd=self.budget)
+        course = replace(self.course, options=tuple(options), target=target)
+        return long_shot(course, command, self.pilots, missing)
 
     # The ends: nothing left, no money, no offers
 
@@ -196,7 +216,9 @@ class _Tick:
             if change.kind == "switch" and not self.course.enough(self._after(change), STAY * caution):
                 had = {one.option.name for one in self.held}
                 new = {name for name, _ in change.offers} | {option.name for option, _ in fleet_of(plan)}
-                change = self._change(plan, why, needed=True) if new <= had else change
+                whole = self._change(plan, why, needed=True)
+                if new <= had and not any(unsure(one.option) for one in self.held if one.instance in whole.retire):
+                    change = whole
             if change.kind != "switch" or self.course.enough(self._after(change), STAY * caution):
                 return self._explore(change), plan
         plan = plan_to_stay(plan, stay, self.held, self.target)
@@ -320,15 +342,6 @@ class _Tick:
             reason=f"{words}; {command.reason}",
         )
 
-    def _hope(self, command: Command, poor: bool) -> Command:
-        """What to try when nothing that is known will do. `poor`: for want of money."""
-        if self.pilots < 2:
-            return command
-        tried = {name for name in self.memory.tried if name not in dict(self.memory.offers)}
-        options = tuple(one for one in self.options if one.name not in tried or not unsure(one))
-        course = replace(self.course, options=options, target=replace(self.target, budget_usd=self.budget))
-        return long_shot(course, command, self.pilots, frugal=poor)
-
     # Commands
 
     def _same(self, words: str, kind: Kind = "steady") -> Command:
@@ -343,8 +356,8 @@ class _Tick:
     def _change(self, plan: Plan, why: str, *, needed: bool = False) -> Command:
         """From what is held to the plan's fleet. What is given up works on until what replaces it was to be had.
 
-        Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline,
-        else one, and a few at a time once the new offer was to be had.
+        Where the limit leaves no room for both, it goes first: all at once when the change is needed for the deadline
+        or to be made at once, else one, and a few at a time once the new offer was to be had.
         """
         fleet: dict[str, int] = {}
         for option, number in fleet_of(plan):  # held at another price than the one it is offered at: two options
@@ -400,8 +413,8 @@ class _Tick:
         if self.target.budget_usd is not None and interval.p50**2 / interval.p95 <= self.target.budget_usd:
             # It may yet: the speeds are not known well enough.
             self.course = replace(self.course, target=replace(self.target, budget_usd=None))
+            self._perhaps = True
             command, hoped = self._steer()
-            command = self._hope(command, False)
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]

@@ -74,17 +74,8 @@ class Course:
             return self._make(self.target, anyway=True)
         return self._at(replace(self.target, deadline=(1 - EARLY) * self.target.deadline), caution)
 
-    def _make(self, target: Target, *, ramp: float = 0.0, caution: float = 1.0, anyway: bool = False) -> Plan:
-        return make_plan(
-            self.work,
-            self.options,
-            self.held,
-            target,
-            detail=False,
-            ramp=ramp,
-            caution=caution,
-            anyway=anyway,
-        )
+    def _make(self, target: Target, *, caution: float = 1.0, anyway: bool = False) -> Plan:
+        return make_plan(self.work, self.options, self.held, target, detail=False, caution=caution, anyway=anyway)
 
     def _at(self, target: Target, caution: float) -> Plan | None:
         """The plan at this caution: with spot where reliable instances could still step in, else without."""

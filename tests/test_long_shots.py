@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu_runner.beliefs import Machine
@@ -101,9 +101,70 @@ def test_money_that_no_luck_makes_enough_is_spent_where_a_token_is_cheapest():
     assert command.retire == () and "faster than believed" not in command.reason
 
 
+def named(option: Option, name: str, **changes: object) -> Option:
+    return replace(option, name=name, machine=Machine(name, 80, 1), **changes)  # type: ignore[arg-type]
+
+
+def test_a_fleet_that_is_expected_to_make_it_gives_up_nothing_for_luck():
+    """Ten take two hours, the deadline is a minute later: not safe, but likelier than luck with one of them."""
+    held = [Held(f"i{i}", KNOWN) for i in range(10)]
+    command = tick([KNOWN, FAST], held, Target(2.02 * HOUR, max_instances=10))
+    assert (dict(command.offers), command.retire) == ({KNOWN.name: 10}, ())
+
+
+def test_what_makes_room_is_the_slowest_and_no_more_than_a_fifth_of_the_speed():
+    big = Option("cloud/big", 5.0, 40_000.0, 240.0, capacity=0, spread=0.05)
+    slow = Option("cloud/slow", 0.5, 2_000.0, 240.0, capacity=0, spread=0.05)
+    unknown = named(FAST, "cloud/f", tokens_per_second=2_500.0, usd_per_hour=1.0, capacity=2)
+    held = [*(Held(f"b{i}", big) for i in range(3)), Held("slow", slow)]
+    work = replace(WORK, tokens=500e6)
+    command = tick([big, slow, unknown], held, Target(1.13 * HOUR, max_instances=4), work=work)
+    assert set(command.retire) <= {"slow"} and dict(command.offers)[big.name] == 3
+    alone = tick([KNOWN, FAST], [Held("i0", KNOWN)], Target(15 * HOUR, max_instances=1))
+    assert (dict(alone.offers), alone.retire) == ({KNOWN.name: 1}, ())
+
+
+def test_the_cheapest_tokens_are_tried_first_and_no_more_kinds_than_allowed():
+    kinds = [named(FAST, f"cloud/u{i}", usd_per_hour=6.0 + 0.1 * i, capacity=1) for i in range(8)]
+    held = [Held(f"i{i}", KNOWN) for i in range(20)]
+    target, memory = Target(0.85 * HOUR, max_instances=20), Memory()
+    first, memory, _ = decide(WORK, [KNOWN, *kinds], held, target, memory, 0.0, measured=True, pilots=2, detail=False)
+    assert dict(first.offers) == {KNOWN.name: 18, "cloud/u0": 1, "cloud/u1": 1}
+    booting = [one for one in held if one.instance not in first.retire]
+    booting += [Held(f"u{i}", kinds[i], 200.0) for i in range(2)]
+    options = [KNOWN, *(replace(one, capacity=0) for one in kinds[:2]), *kinds[2:]]
+    then, _, _ = decide(WORK, options, booting, target, memory, 30.0, measured=True, pilots=2, detail=False)
+    assert (dict(then.offers), then.retire) == (dict(first.offers), ())
+
+
+def test_a_try_that_the_budget_cannot_boot_takes_nobodys_place():
+    """It would be cut from the command, and what it took the place of would be gone."""
+    held = [Held("h0", Option("c/2", 1.0, 10_000.0, 900.0, capacity=3, spread=0.05))]
+    dear = Option("c/3", 6.0, 30_000.0, 120.0, capacity=1, spread=0.5)
+    work = Work(1e7, 1e9, 0.0, 1000, 0.2)
+    command = tick([held[0].option, dear], held, Target(672.0, 0.665, 1), work=work)
+    assert (command.instances, command.retire) == (1, ())
+
+
+def test_where_money_may_yet_be_enough_tries_are_added_and_nothing_ends():
+    """Five cents are missing at the median. Giving up one of ten would miss the deadline."""
+    held = [Held(f"i{i}", KNOWN) for i in range(10)]
+    other = named(FAST, "cloud/f", usd_per_hour=1.0, tokens_per_second=9_500.0, boot_seconds=1200.0)
+    command = tick([KNOWN, other], held, Target(2.2 * HOUR, 19.95, 10))
+    assert command.retire == () and dict(command.offers)[KNOWN.name] == 10
+
+
+@pytest.mark.parametrize("deadline", [None, 0.0, -100.0])
+def test_without_a_deadline_or_after_it_the_work_goes_on(deadline):
+    command = tick([KNOWN, FAST], [Held("i0", KNOWN)], Target(deadline, max_instances=4))
+    assert command.instances >= 1 and command.retire == ()
+
+
 @settings(max_examples=150, deadline=None)
+@example(hours=0.19, budget=0.665, most=1, here=1, trying=False, capacity=1)
+@example(hours=1.0, budget=3.0, most=3, here=2, trying=True, capacity=0)
 @given(
-    hours=st.floats(0.3, 3.0),
+    hours=st.floats(0.1, 3.0),
     budget=st.none() | st.floats(0.5, 40.0),
     most=st.integers(1, 12),
     here=st.integers(0, 14),
@@ -116,6 +177,7 @@ def test_no_command_passes_a_cap_or_ends_what_is_not_held(hours, budget, most, h
     command = tick(options, held, Target(hours * HOUR, budget, most))
     names = {one.instance for one in held}
     kept = [one for one in held if one.instance not in command.retire]
+    assert command.instances > 0 or command.pause
     assert set(command.retire) <= names and len(set(command.retire)) == len(command.retire)
     assert command.instances == sum(number for _, number in command.offers) <= max(most, 0)
     if not command.pause:
