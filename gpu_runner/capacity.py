@@ -409,12 +409,17 @@ class _Tick:
         cheapest = make_plan(self.work, self.options, self.held, free, detail=False)
         if cheapest.chosen is None:
             return self._same(plan.reason, "infeasible"), plan
-        interval = cheapest.chosen.usd
-        if self.target.budget_usd is not None and interval.p50**2 / interval.p95 <= self.target.budget_usd:
+        interval, budget = cheapest.chosen.usd, self.target.budget_usd
+        if budget is not None and interval.p50**2 / interval.p95 <= budget:
             # It may yet: the speeds are not known well enough.
             self.course = replace(self.course, target=replace(self.target, budget_usd=None))
             self._perhaps = True
             command, hoped = self._steer()
+            dear = hoped.chosen is None or hoped.chosen.usd.p50 > budget
+            if dear and not self.measured:  # a fleet that is too dear would spend the budget on its boots
+                words = f"speed not measured yet; {hoped.reason}"
+                main = cheapest.chosen.fleet[0][0]
+                command = self._same(words, "pilot") if self.held else self._pilot(main, hoped)
             return replace(command, reason=f"{command.reason}; the budget may not last: {plan.reason}"), hoped
         least = usd_per_token(cheapest.chosen.fleet[0][0]) * (1 + WORTH)
         alike = [one for one in self.held if usd_per_token(one.option) <= least or unsure(one.option)]

@@ -164,6 +164,16 @@ def test_a_spent_budget_pauses_and_more_budget_resumes():
     assert resumed.pause == "" and resumed.instances == 1
 
 
+def test_a_fleet_that_is_too_dear_as_believed_waits_for_the_pilot():
+    """Seven boots at once would spend half of the budget, which is enough only if the speeds are better than believed."""
+    target = Target(1.5 * HOUR, 14.0, 20)
+    command, memory, _ = tick([GUESS], [], target, measured=False)
+    assert (command.instances, command.kind) == (1, "pilot") and "the budget may not last" in command.reason
+    booting = [Held("i0", GUESS, 100.0)]
+    still, _, _ = tick([GUESS], booting, replace(target, budget_usd=13.8), measured=False, memory=memory)
+    assert (still.instances, still.retire, still.kind) == (1, (), "pilot")
+
+
 def test_it_shrinks_before_it_pauses():
     rate = 2.0 / HOUR * PACE.reserve
     command, _, _ = tick([A100], ready(3), Target(20 * HOUR, 2.5 * rate))
