@@ -165,7 +165,7 @@ def test_a_spent_budget_pauses_and_more_budget_resumes():
 
 
 def test_a_fleet_that_is_too_dear_as_believed_waits_for_the_pilot():
-    """Seven boots at once would spend half of the budget, which is enough only if the speeds are better than believed."""
+    """Seven boots at once would spend much of the budget, which is enough only if speeds are better than believed."""
     target = Target(1.5 * HOUR, 14.0, 20)
     command, memory, _ = tick([GUESS], [], target, measured=False)
     assert (command.instances, command.kind) == (1, "pilot") and "the budget may not last" in command.reason
