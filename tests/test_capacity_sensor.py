@@ -599,7 +599,7 @@ def test_a_tick_takes_less_than_a_second_at_80_000_batches(tmp_path: Path, capsy
         report_in_bulk(site, keys[::2])
         site.request()
         ticks: list[tuple[float, float]] = []
-        for _ in range(5):
+        for _ in range(10):  # the best counts: machines have slow minutes
             wall, cpu = time.perf_counter(), time.process_time()
             site.tick("capacity")
             ticks.append((time.perf_counter() - wall, time.process_time() - cpu))
