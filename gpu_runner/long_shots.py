@@ -32,76 +32,111 @@ def long_shot(course: Course, command: Command, most: int, missing: Missing) -> 
     what is no part of the lucky plan ends. Where money may yet be enough they are only added. What is being measured
     stays in any case. Without any such machine: the command as it is.
     """
-    known = {one.name: one for one in (*(one.option for one in course.held), *course.options)}
-    fleet = Counter({name: number for name, number in command.offers if name in known})
+    fleet = _Fleet(course, command)
     luck, plan = _plan(course)
     lucky: dict[Machine, Option] = {}
     for option, _ in fleet_of(plan) if plan else ():
-        if unsure(known[option.name]):
+        if unsure(fleet.known[option.name]):
             lucky.setdefault(machine(option), option)
-    if plan is None or not lucky or not fleet:
+    if plan is None or not lucky or not fleet.numbers:
         return command
-    retire = [*command.retire]
     if missing == "money":
-        kept = [one for one in course.held if one.instance in plan.keep or unsure(one.option)]
-        retire += [one.instance for one in reversed(course.held) if one not in kept and one.instance not in retire]
-        fleet = Counter(one.option.name for one in course.held if one.instance not in retire)
+        fleet.end_all_but([one for one in course.held if one.instance in plan.keep or unsure(one.option)])
     trying: dict[Machine, Held] = {}
     for one in course.held:
         if machine(one.option) in lucky:
             trying.setdefault(machine(one.option), one)
-    spare = SACRIFICE * sum(known[name].tokens_per_second * number for name, number in fleet.items())
-    added: list[str] = []
+    spare = 0.0 if missing == "perhaps money" else SACRIFICE * fleet.speed
+    added = False
     for this, option in lucky.items():
-        there = {machine(known[name]) for name in fleet if unsure(known[name])}
+        there = fleet.machines_of_unknown_speed
         if this in there or len(there) >= most or (this not in trying and luck == 0 and trying):
             continue  # as believed it will do: what is being tried is waited for
-        if fleet.total() >= course.most:
-            slowest = _slowest(fleet, known, course.held, retire)
-            if slowest is None or missing == "perhaps money" or slowest.tokens_per_second > spare:
-                break
-            if slowest.tokens_per_second >= option.tokens_per_second:
-                continue
-            spare -= slowest.tokens_per_second
-            held = [one.instance for one in course.held if one.option.name == slowest.name]
-            held = [one for one in held if one not in retire]
-            retire += held[fleet[slowest.name] - 1 :]
-            fleet[slowest.name] -= 1
+        lost = fleet.make_room(option, spare)
+        if lost is None:
+            continue
+        spare -= lost
         if this in trying:
-            retire.remove(trying[this].instance)
-            fleet[trying[this].option.name] += 1
+            fleet.keep(trying[this])
         else:
-            fleet[option.name] += 1
-            added.append(option.name)
-    offers = tuple((name, number) for name, number in fleet.items() if number)
-    if not offers or (sorted(offers), retire) == (sorted(command.offers), [*command.retire]):
-        return command
-    kind = command.kind
-    if kind == "steady":
-        gone = len(retire) > len(command.retire)
-        kind = "switch" if added and gone else "grow" if added else "shrink" if gone else kind
-    words = f"{' or '.join(lucky_one.name for lucky_one in lucky.values())} may be faster than believed"
+            fleet.numbers[option.name] += 1
+            added = True
+    return fleet.command(_words(lucky, missing), added)
+
+
+def _words(lucky: Mapping[Machine, Option], missing: Missing) -> str:
+    names = " or ".join(one.name for one in lucky.values())
     what = "in time" if missing == "time" else "for this money"
-    return replace(
-        command,
-        instances=fleet.total(),
-        offers=offers,
-        retire=tuple(retire),
-        pilot=command.pilot or bool(added),
-        kind=kind,
-        reason=f"{words}, and nothing else is sure to do it {what}; {command.reason}",
-    )
+    return f"{names} may be faster than believed, and nothing else is sure to do it {what}"
 
 
-def _slowest(
-    fleet: Counter[str], known: Mapping[str, Option], held: Sequence[Held], retire: Sequence[str]
-) -> Option | None:
-    """What is given up first: known and slow. What is being measured is not."""
-    measuring = {one.option.name for one in held if unsure(one.option) and one.instance not in retire}
-    some = [
-        known[name] for name, number in fleet.items() if number and name not in measuring and not unsure(known[name])
-    ]
-    return min(some, key=lambda one: one.tokens_per_second, default=None)
+class _Fleet:
+    """A command's fleet while it is changed: how many of each offer, and which held instances go."""
+
+    def __init__(self, course: Course, command: Command) -> None:
+        self._course = course
+        self._command = command
+        self.known = {one.name: one for one in (*(one.option for one in course.held), *course.options)}
+        self.numbers = Counter({name: number for name, number in command.offers if name in self.known})
+        self._retire = [*command.retire]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all."""
+        return sum(self.known[name].tokens_per_second * number for name, number in self.numbers.items())
+
+    @property
+    def machines_of_unknown_speed(self) -> set[Machine]:
+        return {machine(self.known[name]) for name in self.numbers if unsure(self.known[name])}
+
+    def end_all_but(self, kept: Sequence[Held]) -> None:
+        """Nothing is ordered, and of what is held only these go on."""
+        here = [one.instance for one in reversed(self._course.held) if one not in kept]
+        self._retire += [name for name in here if name not in self._retire]
+        self.numbers = Counter(one.option.name for one in self._course.held if one.instance not in self._retire)
+
+    def keep(self, one: Held) -> None:
+        """It does not go after all."""
+        if one.instance in self._retire:
+            self._retire.remove(one.instance)
+            self.numbers[one.option.name] += 1
+
+    def make_room(self, option: Option, spare: float) -> float | None:
+        """Room for one of these: the speed given up for it, at most `spare`. None: there is none.
+
+        The slowest goes, if it is slower. What is being measured does not.
+        """
+        if self.numbers.total() < self._course.most:
+            return 0.0
+        here = [one for one in self._course.held if one.instance not in self._retire]
+        some = [self.known[name] for name, number in self.numbers.items() if number and not unsure(self.known[name])]
+        slowest = min(some, key=lambda one: one.tokens_per_second, default=None)
+        if slowest is None or slowest.tokens_per_second > min(spare, option.tokens_per_second):
+            return None
+        alike = [one.instance for one in here if one.option.name == slowest.name]
+        self._retire += alike[self.numbers[slowest.name] - 1 :]
+        self.numbers[slowest.name] -= 1
+        return slowest.tokens_per_second
+
+    def command(self, words: str, added: bool) -> Command:
+        """The command for this fleet; the old one where nothing is different, or nothing would be left."""
+        before = self._command
+        offers = tuple((name, number) for name, number in self.numbers.items() if number)
+        if not offers or (sorted(offers), self._retire) == (sorted(before.offers), [*before.retire]):
+            return before
+        kind = before.kind
+        if kind == "steady":
+            gone = len(self._retire) > len(before.retire)
+            kind = "switch" if added and gone else "grow" if added else "shrink" if gone else kind
+        return replace(
+            before,
+            instances=self.numbers.total(),
+            offers=offers,
+            retire=tuple(self._retire),
+            pilot=before.pilot or added,
+            kind=kind,
+            reason=f"{words}; {before.reason}",
+        )
 
 
 def _plan(course: Course) -> tuple[float, Plan | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -101,8 +102,8 @@ def test_money_that_no_luck_makes_enough_is_spent_where_a_token_is_cheapest():
     assert command.retire == () and "faster than believed" not in command.reason
 
 
-def named(option: Option, name: str, **changes: object) -> Option:
-    return replace(option, name=name, machine=Machine(name, 80, 1), **changes)  # type: ignore[arg-type]
+def named(option: Option, name: str, **changes: Any) -> Option:
+    return replace(option, name=name, machine=Machine(name, 80, 1), **changes)
 
 
 def test_a_fleet_that_is_expected_to_make_it_gives_up_nothing_for_luck():
