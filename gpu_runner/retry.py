@@ -2,7 +2,8 @@
 
 A try is charged only when the engine is proved alive after the failure: a dying engine or its network fails
 every row in flight, and none of them is to blame (facts of vLLM's deaths: kill of its core gives 500s first,
-/health turns 503 after 0.3-4.5 s, the process ends 2-6 s later).
+/health turns 503 after 0.3-4.5 s, the process ends 2-6 s later). Alive is the engine that failed, not another one
+that was started at its address meanwhile and answers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class RetryPolicy:
     a server's Retry-After beats it up to `retry_after_max`. A success proves life when its request was sent
     after the failure, or when it arrives `proof_lag` after it (an answer may sit in a buffer while the
     engine dies). Where nothing can prove life by success, an answering /health `proof_health` after the
-    failure does. `max_voids` uncharged failures on living engines at most, so that every row ends.
+    failure does. Either needs a look at /metrics after the failure that shows the same engine; while that page
+    cannot be had, an answer `proof_health` after the failure is enough. `max_voids` uncharged failures on living
+    engines at most, so that every row ends.
     """
 
     max_tries: int = 3
@@ -45,11 +48,15 @@ def backoff(policy: RetryPolicy, failures: int, retry_after: float | None, rng: 
 
 @dataclass(slots=True)
 class Proof:
-    """What is known of an engine's life: the latest success that was sent, arrived, and health answered."""
+    """What is known of an engine's life: the latest success that was sent, arrived, and health answered.
+
+    `same`: when it was last known to be the engine that it had been all along; +inf where nothing could tell.
+    """
 
     sent: float = float("-inf")
     arrived: float = float("-inf")
     health: float = float("-inf")
+    same: float = float("inf")
 
     def success(self, sent: float, arrived: float) -> None:
         """Notes an answer that only a living engine can give."""
@@ -76,6 +83,10 @@ def judge(
     """
     alive = proof.sent > failed_at or proof.arrived >= failed_at + policy.proof_lag
     if not alive and not (health_counts and proof.health >= failed_at + policy.proof_health):
+        return "undecided"
+    long_since = max(proof.arrived, proof.health) >= failed_at + policy.proof_health
+    # A refusal for want of room was written by a living server.
+    if not (error.overload or proof.same > failed_at or long_since):
         return "undecided"
     unlucky = error.overload and voids < by_chance - policy.max_tries + 1
     innocent = outage or error.unreached or unlucky

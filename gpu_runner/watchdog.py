@@ -63,13 +63,14 @@ class Watchdog:
     def __init__(self, engine: Engine, lane: Watched, window: Window, policy: FeedPolicy, rng: random.Random) -> None:
         self._engine, self._lane, self._window, self._policy, self._rng = engine, lane, window, policy, rng
         self._loop = asyncio.get_running_loop()
-        self.proof = Proof()
+        self.proof = Proof(same=float("-inf"))
         self.outage_at = float("-inf")
         self.canary_useless = False
         self.canaries = 0
         self.resting_until = 0.0
         self._progress_at = self._loop.time()
         self._tokens: int | None = None
+        self._seen: EngineLoad | None = None
         self._blind = False
         self._bad_health: list[float] = []
         self._trouble_since: float | None = None
@@ -135,20 +136,25 @@ class Watchdog:
 
     async def _read_load(self) -> bool:
         """Feeds the window; False when the engine could not be asked."""
+        asked = self._loop.time()
         try:
             load = await self._engine.load()
         except EngineError:
             return False
         self._blind = load is None
+        if load is None:
+            self.proof.same = float("inf")
         if self._loop.time() >= self._next_tick:
             self._next_tick = self._loop.time() + 0.9 * self._policy.poll_seconds
             self._window.on_tick(load, self._lane.rows_in_flight)
         if load is not None:
+            if self._seen is not None and _restarted(self._seen, load):
+                self._lane.end(EngineLost("restarted", "its counters began anew; its rows in flight are lost"))
+            else:
+                self.proof.same = asked
             if self._tokens is not None and load.generated_tokens > self._tokens:
                 self._progress_at = self._loop.time()
-            if self._tokens is not None and load.generated_tokens < self._tokens:
-                self._lane.end(EngineLost("restarted", "its counters began anew; its rows in flight are lost"))
-            self._tokens = load.generated_tokens
+            self._seen, self._tokens = load, load.generated_tokens
         return True
 
     async def _check_health(self) -> None:
@@ -226,3 +232,10 @@ class Watchdog:
         if not self._blind:
             self._lane.abort_rows(now - self._limit / 2)
         self._progress_at = now
+
+
+def _restarted(before: EngineLoad, now: EngineLoad) -> bool:
+    """Whether the second page is of another process than the first."""
+    if before.started_at is not None and now.started_at is not None:
+        return before.started_at != now.started_at
+    return now.generated_tokens < before.generated_tokens

@@ -247,13 +247,18 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """vLLM's own view of its load. `kv_usage` is 0..1; the last two are counters since its start."""
+    """vLLM's own view of its load. `kv_usage` is 0..1; the two after it are counters since its start.
+
+    `started_at`: when the server's process began, in Unix seconds of its machine; None where the page does not tell
+    (several API servers of one vLLM show a page of their sums).
+    """
 
     running: int
     waiting: int
     kv_usage: float
     generated_tokens: int
     preemptions: int
+    started_at: float | None = None
 
 
 # vLLM's metric names; gpu_cache_usage_perc is the name before 0.9.
@@ -262,6 +267,8 @@ _METRIC = re.compile(
     rb"|generation_tokens_total|num_preemptions_total)(?:\{[^\n]*\})? ([0-9.eE+-]+)",
     re.MULTILINE,
 )
+# Of Prometheus' own client library, on Linux.
+_STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+-]+)", re.MULTILINE)
 
 
 def parse_metrics(text: bytes) -> EngineLoad | None:
@@ -274,10 +281,12 @@ def parse_metrics(text: bytes) -> EngineLoad | None:
             sums[name] = sums.get(name, 0.0) + float(value)
     if b"num_requests_running" not in sums:
         return None
+    started = _STARTED.search(text)
     return EngineLoad(
         running=int(sums[b"num_requests_running"]),
         waiting=int(sums.get(b"num_requests_waiting", 0)),
         kv_usage=sums.get(b"kv", 0.0),
         generated_tokens=int(sums.get(b"generation_tokens_total", 0)),
         preemptions=int(sums.get(b"num_preemptions_total", 0)),
+        started_at=float(started[1]) if started else None,
     )

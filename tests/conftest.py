@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 from fleet_books import Clock, postgres_url, sqlite_url
+from pace import PATIENCE
 
 from gpu_runner.fleet import FleetBook
 from resources.objects import Objects, open_objects
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each test's time limit is `PATIENCE` times what its mark says."""
+    usual = float(config.getini("timeout"))
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(PATIENCE * (mark.args[0] if mark else usual)), append=False)
 
 
 @pytest.fixture(scope="session")

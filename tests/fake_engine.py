@@ -45,6 +45,7 @@ class FakeEngine:
         self._here: set[str] = set()
         self.repairs: list[Repair] = []
         self.kv_usage, self.preemptions = 0.1, 0
+        self.started_at: float | None = None
 
     def die(self) -> None:
         self.alive = False
@@ -119,7 +120,8 @@ class FakeEngine:
             raise Transient("connect_failed", taken=False)
         if not self.metrics:
             return None
-        return EngineLoad(self.running, self.open - self.running, self.kv_usage, self.tokens, self.preemptions)
+        waiting = self.open - self.running
+        return EngineLoad(self.running, waiting, self.kv_usage, self.tokens, self.preemptions, self.started_at)
 
     async def healthy(self) -> bool:
         return self.alive

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pace import PATIENCE
 
 from gpu_runner.offers import Offer
 from gpu_runner.providers.base import EngineOrder, Machine, Provider
@@ -68,7 +69,7 @@ def part(machine_id: str, module: str) -> psutil.Process:
 
 def eventually(true: Callable[[], object], seconds: float = 15.0) -> None:
     """Wait until the condition holds; fail when it does not in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.05)

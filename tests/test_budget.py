@@ -12,6 +12,7 @@ import pytest
 from fleet_books import OFFER, Clock, intended, ready
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pace import SOAK
 
 from gpu_runner.budget import END_SECONDS
 from gpu_runner.fleet import BudgetReached, FleetBook, Lease, Spent
@@ -336,9 +337,9 @@ def test_whatever_dies_or_dawdles_no_more_is_spent_than_the_budget(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(calm, max_examples=300)
+@settings(calm, max_examples=300 if SOAK else 50)
 @worlds
-def test_the_same_holds_in_three_hundred_worlds(events: list[int], budget: float, sweeps: int, drain: float, fate: str):
+def test_the_same_holds_in_many_more_worlds(events: list[int], budget: float, sweeps: int, drain: float, fate: str):
     live(events, budget, sweeps, drain, fate)
 
 

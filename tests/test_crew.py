@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pace import PATIENCE
 from simulated_engine import SimulatedEngine, simulated_engine
 from snapshots import MODEL, questions, write_snapshot
 
@@ -123,7 +124,7 @@ class Job:
 
     def work(self, until: Callable[[], object] | None = None, seconds: float = 30) -> str | None:
         """Steps until it ends or something is true; its answer."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE * seconds
         while (reason := self.crew.step()) is None:
             if until is not None and until():
                 return None

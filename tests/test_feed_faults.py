@@ -17,7 +17,7 @@ from virtual_time import run
 
 from gpu_runner.feed import Feed, FeedPolicy
 from gpu_runner.rows import Batch, Outcome
-from gpu_runner.wire import EngineLost, RowRejected, Transient
+from gpu_runner.wire import EngineLoad, EngineLost, RowRejected, Transient
 
 POLICY = FeedPolicy()
 RESET = Transient("connection_lost")
@@ -172,6 +172,59 @@ def test_an_engine_that_was_restarted_in_place_charges_nobody() -> None:
                 await feed.serve(engine, ORIGIN, 16)
             await feed.serve(engine, ORIGIN, 16)
             assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_a_restart_is_known_by_when_the_process_began() -> None:
+    class Quick(FakeEngine):
+        """Its pages are slow, and the next engine has caught up with the first one before they are read again."""
+
+        async def load(self) -> EngineLoad | None:
+            await asyncio.sleep(0.5)
+            return await super().load()
+
+        async def healthy(self) -> bool:
+            await asyncio.sleep(0.5)
+            return await super().healthy()
+
+        def revive(self) -> None:
+            super().revive()
+            self.started_at, self.tokens = 2.0, 10_000
+
+    async def main() -> None:
+        sink, engine = Sink(), Quick(slots=16)
+        engine.started_at = 1.0
+        feed = make_feed(batches(1000), sink)
+        loop = asyncio.get_running_loop()
+        loop.call_later(2.5, engine.die)
+        loop.call_later(2.6, engine.revive)
+        with pytest.raises(EngineLost, match="restarted"):
+            await feed.serve(engine, ORIGIN, 16)
+        await feed.serve(engine, ORIGIN, 16)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+def test_an_engine_that_is_back_when_the_canary_comes_charges_nobody() -> None:
+    class Back(FakeEngine):
+        """Is started anew in the moment between a look at its pages and the canary that follows."""
+
+        async def canary(self) -> None:
+            if not self.alive:
+                self.revive()
+            self.tokens += 1
+
+    async def main() -> None:
+        sink, engine = Sink(), Back(seconds=1)
+        feed = make_feed(batches(200), sink, dead_seconds=10)
+        asyncio.get_running_loop().call_later(2.5, engine.die)
+        with pytest.raises(EngineLost, match="restarted"):
+            await feed.serve(engine, ORIGIN, 16)
+        assert feed.counts.canaries == 1 and feed.counts.charged == 0
+        await feed.serve(engine, ORIGIN, 16)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
 
     run(main)
 

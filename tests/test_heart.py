@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from pace import PATIENCE
 
 from gpu_runner.fleet import FleetBook, Lease
 from gpu_runner.heart import Heart
@@ -34,7 +35,7 @@ def book(tmp_path: Path) -> Iterator[FleetBook]:
 
 
 def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 5 * PATIENCE
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.01)

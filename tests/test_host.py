@@ -260,7 +260,9 @@ def test_after_a_hundred_random_kills_every_bill_is_closed_and_nothing_runs(home
     rng = random.Random(3)
     provider = local_provider(home, capacity=6)
     orderers: list[subprocess.Popen[bytes]] = []
-    for step in range(100):
+    for step in range(400):
+        if step >= 100 and len(CloudMeter(home).bills()) > 10:  # a slow machine needs more steps for as many orders
+            break
         chance = rng.random()
         alive = [record for record in MachineRegister(home).machines() if record.gone_at is None]
         if chance < 0.35 or not alive:
@@ -287,9 +289,10 @@ def test_after_a_hundred_random_kills_every_bill_is_closed_and_nothing_runs(home
     for record in records:
         provider.terminate(record.name)
     # A host that was stopped is ended by force, 15 s after its machine's end, by whoever looks.
-    eventually(lambda: provider.list("") is not None and not list((home / "machines").glob("*.lock")), 40)
-    assert not hosts_of(home)
-    assert not any(processes(record.id) for record in records)
+    eventually(lambda: provider.list("") is not None and not list((home / "machines").glob("*.lock")), 60)
+    # A process is still there for a moment after its last act, and a host whose orderer was killed gives up by itself.
+    eventually(lambda: not hosts_of(home), 30)
+    eventually(lambda: not any(processes(record.id) for record in records), 30)
     bills = CloudMeter(home).bills()
     assert len({bill.name for bill in bills}) == len(bills) > 10
     assert all(bill.ended_at is not None for bill in bills)

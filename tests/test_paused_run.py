@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from machines import H100, ended_machines
+from pace import PATIENCE
 from snapshots import MODEL, questions, write_snapshot
 
 from batch_assets.crew import Crew
@@ -88,7 +89,7 @@ def a_run(folder: Path) -> RangeRun:
 
 def step_until(crew: Crew, what: Callable[[], bool], seconds: float = 60) -> None:
     """Until it is so, or nothing is left to do."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not what() and (reason := crew.step()) != "":
         assert reason is None, reason
         assert time.monotonic() < deadline

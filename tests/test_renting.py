@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from machines import H100, ended_machines, processes, simulated_cloud
+from pace import PATIENCE
 
 from gpu_runner.fleet import FleetBook
 from gpu_runner.heart import Heart
@@ -56,7 +57,7 @@ class Site:
 
     def acquire(self, renter: Renter, need: Requirement = NEED, **more: Any) -> LeasedEngine:
         """Wait at most 30 s for an engine."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * PATIENCE
 
         def pause(seconds: float) -> None:
             if time.monotonic() > deadline:

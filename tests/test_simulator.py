@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from pace import PATIENCE
 from simulated_engine import SimulatedEngine, simulated_engine
 
 from gpu_runner.simulator.text import prompt_digest
@@ -132,7 +133,7 @@ def test_running_waiting_and_kv_usage_show_in_the_metrics_while_requests_run() -
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "not within 10 s"
         time.sleep(0.02)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pace import PATIENCE
 
 from batch_assets.stack import LOGS, Stack, StackAddress, StackError, _Child, port_taken, prepare_home, running_stack
 
@@ -79,7 +80,7 @@ GUARD = [sys.executable, "-m", "gpu_runner.providers.guard", "--", "bash", "-c"]
 
 def descendants(pid: int, count: int) -> list[psutil.Process]:
     """The `count` descendants that the process will have within five seconds."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 5 * PATIENCE
     while len(found := psutil.Process(pid).children(recursive=True)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(found) == count
@@ -113,7 +114,7 @@ def test_killing_the_owner_of_a_guard_ends_its_command(tmp_path: Path):
         "time.sleep(300)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * PATIENCE
     while not (note.exists() and note.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.02)
     command = psutil.Process(int(note.read_text()))

@@ -80,8 +80,10 @@ _HISTOGRAM_NAMES = {
 }
 
 
-def render(model: str, scheduler: Scheduler, histograms: Histograms, reasons: Mapping[str, int]) -> bytes:
-    """The whole page. `reasons` counts finished requests by vLLM's finished_reason."""
+def render(
+    model: str, scheduler: Scheduler, histograms: Histograms, reasons: Mapping[str, int], started_at: float
+) -> bytes:
+    """The whole page. `reasons` counts finished requests by vLLM's finished_reason; `started_at` in Unix seconds."""
     labels = f'engine="0",model_name="{model}"'
     size = scheduler.model
     gauges = {
@@ -96,7 +98,7 @@ def render(model: str, scheduler: Scheduler, histograms: Histograms, reasons: Ma
         "prefix_cache_queries": scheduler.prompt_tokens,
         "prefix_cache_hits": 0,
     }
-    lines: list[str] = []
+    lines = ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {started_at}"]
     for name, value in gauges.items():
         lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{labels}}} {float(value)}"]
     lines.append("# TYPE vllm:num_requests_waiting_by_reason gauge")

@@ -66,7 +66,7 @@ class SimulatorServer:
         self.engine = engine
         self.plan = plan
         self.log = log
-        self.started = int(time.time())
+        self.started = time.time()
         self.speed = engine.clock.rate
         self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
         self._used: WeakSet[Any] = WeakSet()
@@ -315,7 +315,7 @@ class SimulatorServer:
         card = {
             "id": self.voice.model,
             "object": "model",
-            "created": self.started,
+            "created": int(self.started),
             "owned_by": "simulated",
             "root": self.voice.model,
             "parent": None,
@@ -331,7 +331,7 @@ class SimulatorServer:
         outcomes = self.log.outcomes
         reasons = {"stop": outcomes["stop"] + outcomes["embedding"], "length": outcomes["length"]}
         reasons |= {"abort": outcomes["aborted"], "error": outcomes["error"]}
-        page = metrics.render(self.voice.model, self.engine.scheduler, self.engine.histograms, reasons)
+        page = metrics.render(self.voice.model, self.engine.scheduler, self.engine.histograms, reasons, self.started)
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"})
 
     async def _stats(self, http: web.BaseRequest) -> web.Response:

@@ -420,6 +420,12 @@ def test_metrics_have_vllms_names_and_its_label(engine: Served) -> None:
     assert {"stop", "length", "abort", "error"} <= reasons
 
 
+def test_metrics_tell_when_the_process_began(engine: Served) -> None:
+    began = engine.metrics()["process_start_time_seconds"]
+    assert time.time() - 3600 < began < time.time()
+    assert engine.metrics()["process_start_time_seconds"] == began
+
+
 def test_bucket_borders_are_vllms_own(engine: Served) -> None:
     borders = {
         name: [float(le) for series in engine.metrics() if series.startswith(f"vllm:{name}_bucket")

@@ -17,6 +17,7 @@ from typing import Any
 import dagster as dg
 import psutil
 import yaml
+from pace import PATIENCE
 
 from e2e.harness import eventually
 from gpu_runner.fleet import FleetBook
@@ -77,7 +78,7 @@ class Command:
 
     def end(self, seconds: float = 120) -> tuple[int, str]:
         """Wait for its end; exit status and what it wrote to standard output."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE * seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.note()
             time.sleep(0.1)

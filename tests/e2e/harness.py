@@ -18,6 +18,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from pace import PATIENCE
 
 from batch_assets import ledger
 from batch_assets.stack import Stack, prepare_home
@@ -26,8 +27,6 @@ from gpu_runner.providers.local import free_port
 from resources.objects import open_objects
 from resources.store import DatasetStore
 
-# Full sizes of the longest tests: what docs/evidence.md shows. Without it they are shortened to fit a CI run.
-SOAK = bool(os.environ.get("BATCH_ASSETS_SOAK"))
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LAUNCH_BACKFILL = """mutation($p: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $p) {
@@ -51,13 +50,13 @@ def shared_data() -> Path:
 
 
 def eventually(check: Callable[[], Any], seconds: float, what: str, every: float = 0.2) -> Any:
-    """The first true value of `check`, within `seconds`."""
-    deadline = time.monotonic() + seconds
+    """The first true value of `check`, within `seconds`, or what they are on a slow machine."""
+    deadline = time.monotonic() + PATIENCE * seconds
     while time.monotonic() < deadline:
         if found := check():
             return found
         time.sleep(every)
-    raise AssertionError(f"not within {seconds:.0f} s: {what}")
+    raise AssertionError(f"not within {PATIENCE * seconds:.0f} s: {what}")
 
 
 @dataclass

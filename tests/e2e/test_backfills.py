@@ -9,8 +9,9 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
+from pace import SOAK
 
-from e2e.harness import SOAK, Platform, eventually, platform
+from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

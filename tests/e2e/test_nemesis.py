@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pace import SOAK
 
 from e2e import nemesis
 from e2e.customer import Customer
-from e2e.harness import SOAK, Platform, platform
+from e2e.harness import Platform, platform
 from e2e.nemesis import TTL, Nemesis
 from e2e.witness import (
     ObjectWatch,

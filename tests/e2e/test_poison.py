@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pace import SOAK
 
-from e2e.harness import SOAK, platform, shared_data
+from e2e.harness import platform, shared_data
 from e2e.test_losses import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
