@@ -246,25 +246,36 @@ class Renter:
         speed = None
         if spent.rows >= MEASURED_SLOTS * slots and spent.useful_seconds > 0:
             speed = (spent.prompt_tokens + spent.completion_tokens) / (spent.useful_seconds * leased.clock)
-        present = Present(
-            leased.name,
-            leased.offer,
-            speed,
-            work.tokens / max(1, allowed.instances),
-            rows_left * work.mix.tokens,
-        )
+        standing = self._held(need, None)
+        tokens = work.tokens / max(1, min(allowed.instances, standing.total()))
+        present = Present(leased.name, leased.offer, speed, tokens, rows_left * work.mix.tokens)
         warm = [instance_offer(one) for one in self._warm_instances(need) if one.name != leased.name]
         failures = self.book.offer_failures(MEMORY.horizon)
         ranked, estimated = self.ranking(need, work), self.ranking(need, work, ())
         if allowed.names is None:
             return find_move(present, ranked, estimated, warm, failures)
-        standing = self._held(need, None)
         must = allowed.successor(leased.name, standing)
         if must is not None:
             return find_move(present, ranked, estimated, warm, failures, {must}, must=f"the plan: {allowed.reason}")
-        if standing[leased.offer.name] <= dict(allowed.offers).get(leased.offer.name, 0):
-            return None  # the plan wants it here
+        wanted_here = standing[leased.offer.name] <= dict(allowed.offers).get(leased.offer.name, 0)
+        if wanted_here and not self._nobody_else(need, leased, len(allowed.missing(standing))):
+            return None
         return find_move(present, ranked, estimated, warm, failures, set(allowed.missing(standing)))
+
+    def _nobody_else(self, need: Requirement, leased: LeasedEngine, missing: int) -> bool:
+        """Whether no other run will take one of the offers that are `missing`, so that this one may change to it.
+
+        Without a deadline all batches may be in one run. With one they are in small runs, the next of which waits.
+        """
+        target = self.book.target(need.dataset)
+        if target is None or target.deadline_at is not None:
+            return False
+        others = [one for one in self.book.runs() if one.dataset == need.dataset and one.run_id != self.heart.run_id]
+        if any(one.state == "waiting" for one in others):
+            return False
+        held = [one for one in self.book.fleet() if one.lease is not None and one.lease.dataset == need.dataset]
+        dearest = sorted(held, key=lambda one: (-one.price_per_hour, one.name))[:missing]
+        return leased.name in [one.name for one in dearest]
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause

@@ -320,6 +320,26 @@ def test_a_move_goes_only_to_an_offer_that_the_command_names(site: Site):
     assert site.running() == [leased.name]
 
 
+def test_a_run_that_has_all_the_work_changes_to_what_the_command_wants_beside_its_instance(site: Site):
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    renter = site.renter()
+    leased = site.acquire(renter)
+    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
+    time.sleep(2.1)  # the market keeps an answer for two seconds
+    names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+    both = [(names["h100"], 1), (names["cheap"], 1)]
+    site.book.begin_request("d", "r")
+    site.book.command("d", "r", 2, both)
+    site.book.begin_run("next", "d", "00010", "00019")
+    assert renter.better(NEED, leased, 100_000) is None  # the run that waits will take it
+    site.book.end_run("next")
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None and decision.new.instance_type == "cheap"
+    site.book.begin_request("d", "in time", deadline_at=site.book.now() + 3600)
+    site.book.command("d", "in time", 2, both)
+    assert renter.better(NEED, leased, 100_000) is None  # with a deadline runs are small: the next one takes it
+
+
 def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=600_000) as site:
 

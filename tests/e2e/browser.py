@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from pace import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -96,7 +97,7 @@ class Browser:
         self.page.keyboard.press("Escape")
 
     def choose(self, which: str) -> int:
-        """Press All, Failed, Missing or "Failed and missing" in the dialog; returns how many partitions that are."""
+        """Press All, Failed, Missing or "Failed and missing" in the dialog; returns how many partitions it says."""
         dialog = self.launch_dialog()
         dialog.get_by_role("button", name=which, exact=True).click()
         self.page.wait_for_timeout(500)
@@ -135,9 +136,10 @@ def browser(url: str, dataset: str, folder: Path) -> Iterator[Browser]:
     pictures = Path(os.environ.get("BATCH_ASSETS_SCREENSHOTS") or folder / "screenshots")
     pictures.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=30_000 * PATIENCE)
         try:
             page = chromium.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+            page.set_default_timeout(30_000 * PATIENCE)
             yield Browser(page, url, dataset, pictures)
         finally:
             chromium.close()

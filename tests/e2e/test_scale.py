@@ -28,7 +28,7 @@ def test_every_row_is_asked_and_published_once_and_every_batch_is_one_ledger_ent
         pytest.skip(reason)
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "scale.py"), "--rows", str(ROWS), "--fast-disk"]
-    command += ["--database", database, "--batches-per-run", "25", "--minutes", "4", "--json", str(figures)]
+    command += ["--database", database, "--batches-per-run", "25", "--minutes", "10", "--json", str(figures)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = json.loads(figures.read_text())
     assert (found["rows"], found["batches"]) == (ROWS, 200)
