@@ -17,6 +17,7 @@ import dagster as dg
 import pytest
 import yaml
 from machines import processes
+from pace import PATIENCE
 
 from batch_assets import ledger
 from e2e.harness import Platform, eventually, platform
@@ -319,7 +320,7 @@ COST_KEYS = {
 def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True), provider("sim-sure", 0.8))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 2 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         run_id = in_the_middle(site)
@@ -345,7 +346,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 2 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         in_the_middle(site)
@@ -383,7 +384,7 @@ def test_a_cancel_while_an_instance_boots_ends_run_and_instance(
         eventually(lambda: not processes(booting.machine_id or ""), 15, "the end of its host")
         ended = time.monotonic() - asked_at
         print(f"canceled after {canceled:.1f} s, nothing left after {ended:.1f} s")
-        assert canceled < 20
+        assert canceled < 20 * PATIENCE
         time.sleep(8)  # a launcher's tick and a sweep later
         assert len(instances(site)) == 1
         assert len(site.rows_runs()) == 1
