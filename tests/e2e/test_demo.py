@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pace import PATIENCE
 
 from batch_assets.demo import REAL_MODEL
 from e2e.command_line import Site
@@ -18,7 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 VLLM = f"""#!{sys.executable}
 # A stand-in for `vllm serve MODEL …`: the simulator with the same options.
 import os, sys
-from pace import PATIENCE
 _, verb, model, _, _, *options = sys.argv
 assert verb == "serve"
 os.execv(sys.executable, [sys.executable, "-m", "gpu_runner.simulator", "--model", model, "--speed", "20", *options])
