@@ -345,11 +345,12 @@ class Lane:
     def judge(self) -> None:
         """Frees the slots of failures that can be judged now, oldest first."""
         judged = False
-        while self.undecided:
+        while self.undecided and not self.ended.is_set():
             failure = self.undecided[0]
             verdict = judge(
                 self.policy.retry,
-                self.watchdog.proof,
+                # A refusal for want of room was written by a server that lives.
+                self.watchdog.claims if failure.error.overload else self.watchdog.proof,
                 failure.at,
                 failure.error,
                 voids=failure.item.voids,

@@ -25,9 +25,7 @@ class RetryPolicy:
     a server's Retry-After beats it up to `retry_after_max`. A success proves life when its request was sent
     after the failure, or when it arrives `proof_lag` after it (an answer may sit in a buffer while the
     engine dies). Where nothing can prove life by success, an answering /health `proof_health` after the
-    failure does. Either needs a look at /metrics after the failure that shows the same engine; while that page
-    cannot be had, an answer `proof_health` after the failure is enough. `max_voids` uncharged failures on living
-    engines at most, so that every row ends.
+    failure does. `max_voids` uncharged failures on living engines at most, so that every row ends.
     """
 
     max_tries: int = 3
@@ -48,20 +46,21 @@ def backoff(policy: RetryPolicy, failures: int, retry_after: float | None, rng: 
 
 @dataclass(slots=True)
 class Proof:
-    """What is known of an engine's life: the latest success that was sent, arrived, and health answered.
-
-    `same`: when it was last known to be the engine that it had been all along; +inf where nothing could tell.
-    """
+    """What is known of an engine's life: the latest success that was sent, arrived, and health answered."""
 
     sent: float = float("-inf")
     arrived: float = float("-inf")
     health: float = float("-inf")
-    same: float = float("inf")
 
     def success(self, sent: float, arrived: float) -> None:
         """Notes an answer that only a living engine can give."""
         self.sent = max(self.sent, sent)
         self.arrived = max(self.arrived, arrived)
+
+    def add(self, more: Proof) -> None:
+        """Notes all that is known otherwise."""
+        self.success(more.sent, more.arrived)
+        self.health = max(self.health, more.health)
 
 
 def judge(
@@ -83,10 +82,6 @@ def judge(
     """
     alive = proof.sent > failed_at or proof.arrived >= failed_at + policy.proof_lag
     if not alive and not (health_counts and proof.health >= failed_at + policy.proof_health):
-        return "undecided"
-    long_since = max(proof.arrived, proof.health) >= failed_at + policy.proof_health
-    # A refusal for want of room was written by a living server.
-    if not (error.overload or proof.same > failed_at or long_since):
         return "undecided"
     unlucky = error.overload and voids < by_chance - policy.max_tries + 1
     innocent = outage or error.unreached or unlucky

@@ -2,7 +2,8 @@
 
 /health proves no progress, and neither does an open connection. What proves an engine
 alive is an answer: of a row, or of a canary, a request for one token that is sent when no row answers. The
-canary also tells rows that fail or hang from an engine that does.
+canary also tells rows that fail or hang from an engine that does. An answer is a claim until a later look at /metrics
+shows the engine that there was before: it may be that of the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from gpu_runner.policy import FeedPolicy
@@ -63,7 +65,8 @@ class Watchdog:
     def __init__(self, engine: Engine, lane: Watched, window: Window, policy: FeedPolicy, rng: random.Random) -> None:
         self._engine, self._lane, self._window, self._policy, self._rng = engine, lane, window, policy, rng
         self._loop = asyncio.get_running_loop()
-        self.proof = Proof(same=float("-inf"))
+        self.proof = Proof()
+        self.claims = Proof()
         self.outage_at = float("-inf")
         self.canary_useless = False
         self.canaries = 0
@@ -71,6 +74,7 @@ class Watchdog:
         self._progress_at = self._loop.time()
         self._tokens: int | None = None
         self._seen: EngineLoad | None = None
+        self._page_missing_since: float | None = None
         self._blind = False
         self._bad_health: list[float] = []
         self._trouble_since: float | None = None
@@ -88,7 +92,7 @@ class Watchdog:
     def succeeded(self, sent: float, now: float) -> None:
         """The engine generated something."""
         self._trouble_since = None
-        self.proof.success(sent, now)
+        self.claims.success(sent, now)
 
     def suspect(self) -> None:
         """A connection was refused or broken: looks soon instead of at the next poll."""
@@ -136,31 +140,49 @@ class Watchdog:
 
     async def _read_load(self) -> bool:
         """Feeds the window; False when the engine could not be asked."""
-        asked = self._loop.time()
+        asked, claims = self._loop.time(), replace(self.claims)
         try:
             load = await self._engine.load()
         except EngineError:
+            self._page_missing(asked)
             return False
         self._blind = load is None
-        if load is None:
-            self.proof.same = float("inf")
         if self._loop.time() >= self._next_tick:
             self._next_tick = self._loop.time() + 0.9 * self._policy.poll_seconds
             self._window.on_tick(load, self._lane.rows_in_flight)
-        if load is not None:
-            if self._seen is not None and _restarted(self._seen, load):
+        if load is None:
+            self._page_missing(asked)
+        else:
+            self._page_missing_since = None
+            if self._seen is not None and self._restarted(self._seen, load):
                 self._lane.end(EngineLost("restarted", "its counters began anew; its rows in flight are lost"))
             else:
-                self.proof.same = asked
+                self.proof.add(claims)
             if self._tokens is not None and load.generated_tokens > self._tokens:
                 self._progress_at = self._loop.time()
             self._seen, self._tokens = load, load.generated_tokens
         return True
 
+    def _restarted(self, before: EngineLoad, now: EngineLoad) -> bool:
+        """Whether the second page is of another process than the first.
+
+        Start times say nothing of embeddings: their counters stand still, so several servers may share the address.
+        """
+        began = before.started_at is not None and now.started_at is not None and before.started_at != now.started_at
+        return now.generated_tokens < before.generated_tokens or (began and before.generated_tokens > 0)
+
+    def _page_missing(self, asked: float) -> None:
+        """Without the page engines cannot be told apart: where it stays away, any answer counts as of the same one."""
+        if self._page_missing_since is None:
+            self._page_missing_since = asked
+        never = self._blind and self._seen is None
+        if never or self._loop.time() - self._page_missing_since >= self._policy.retry.proof_health:
+            self.proof.add(self.claims)
+
     async def _check_health(self) -> None:
         asked = self._loop.time()
         if await self._engine.healthy():
-            self.proof.health = asked
+            self.claims.health = asked
             broken_at = self._lane.oldest_break
             if self._bad_health and broken_at is not None and broken_at <= self._bad_health[-1]:
                 self._lane.end(EngineLost("restarted", "it was gone for a moment; its rows in flight are lost"))
@@ -232,10 +254,3 @@ class Watchdog:
         if not self._blind:
             self._lane.abort_rows(now - self._limit / 2)
         self._progress_at = now
-
-
-def _restarted(before: EngineLoad, now: EngineLoad) -> bool:
-    """Whether the second page is of another process than the first."""
-    if before.started_at is not None and now.started_at is not None:
-        return before.started_at != now.started_at
-    return now.generated_tokens < before.generated_tokens

@@ -258,24 +258,21 @@ class Renter:
         if must is not None:
             return find_move(present, ranked, estimated, warm, failures, {must}, must=f"the plan: {allowed.reason}")
         wanted_here = standing[leased.offer.name] <= dict(allowed.offers).get(leased.offer.name, 0)
-        if wanted_here and not self._nobody_else(need, leased, len(allowed.missing(standing))):
+        if wanted_here and (speed is None or not self._has_all_work(need)):
             return None
         return find_move(present, ranked, estimated, warm, failures, set(allowed.missing(standing)))
 
-    def _nobody_else(self, need: Requirement, leased: LeasedEngine, missing: int) -> bool:
-        """Whether no other run will take one of the offers that are `missing`, so that this one may change to it.
+    def _has_all_work(self, need: Requirement) -> bool:
+        """Whether nobody else will rent what is wanted beside this run's instance, so that this run may change to it.
 
-        Without a deadline all batches may be in one run. With one they are in small runs, the next of which waits.
+        Without a deadline all batches may be in one run. With one, or in a hurry, they are in small runs, the next of
+        which waits.
         """
         target = self.book.target(need.dataset)
-        if target is None or target.deadline_at is not None:
+        if target is None or target.deadline_at is not None or (target.objective or need.objective) != "cheapest":
             return False
         others = [one for one in self.book.runs() if one.dataset == need.dataset and one.run_id != self.heart.run_id]
-        if any(one.state == "waiting" for one in others):
-            return False
-        held = [one for one in self.book.fleet() if one.lease is not None and one.lease.dataset == need.dataset]
-        dearest = sorted(held, key=lambda one: (-one.price_per_hour, one.name))[:missing]
-        return leased.name in [one.name for one in dearest]
+        return not others
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause

@@ -16,7 +16,9 @@ from resources.objects import Objects, open_objects
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each test's time limit is `PATIENCE` times what its mark says."""
+    """Each test's time limit is `PATIENCE` times what its mark says, unless --timeout says one."""
+    if config.getoption("timeout") is not None:
+        return
     usual = float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")

@@ -229,6 +229,81 @@ def test_an_engine_that_is_back_when_the_canary_comes_charges_nobody() -> None:
     run(main)
 
 
+async def _fails_then_another_answers(engine: FakeEngine, sink: Sink) -> Feed:
+    """500s from 2.5 s on, while the pages of the dying engine still answer; then the engine does what its test says."""
+    feed = make_feed(batches(200), sink, dead_seconds=10)
+
+    def fail() -> None:
+        engine.outage = Transient("http_500")
+
+    asyncio.get_running_loop().call_later(2.5, fail)
+    with pytest.raises(EngineLost, match="restarted"):
+        await feed.serve(engine, ORIGIN, 16)
+    return feed
+
+
+@pytest.mark.parametrize("page", ["in time", "slow", "gone for a moment"])
+def test_another_engine_s_answer_is_no_proof_that_the_first_one_lives(page: str) -> None:
+    class Replaced(FakeEngine):
+        """The canary that follows the failures is answered by the next process."""
+
+        async def canary(self) -> None:
+            if self.outage is not None:
+                self.outage, self.started_at, self.tokens = None, 2.0, 10_000
+                self.replaced_at = asyncio.get_running_loop().time()
+
+        async def load(self) -> EngineLoad | None:
+            since = asyncio.get_running_loop().time() - self.replaced_at
+            if page == "slow" and since >= 0:
+                await asyncio.sleep(9)
+            return None if page == "gone for a moment" and 0 <= since < 2 else await super().load()
+
+    async def main() -> None:
+        sink, engine = Sink(), Replaced(seconds=1)
+        engine.started_at, engine.replaced_at = 1.0, float("inf")
+        feed = await _fails_then_another_answers(engine, sink)
+        assert feed.counts.charged == 0
+        await feed.serve(engine, ORIGIN, 16)
+        assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}
+
+    run(main)
+
+
+@pytest.mark.parametrize("page", ["none", "lost"])
+def test_failures_are_judged_where_no_page_tells_who_answers(page: str) -> None:
+    class Pageless(FakeEngine):
+        async def load(self) -> EngineLoad | None:
+            if page == "lost" and asyncio.get_running_loop().time() > 1:
+                raise Transient("http_500")
+            return await super().load()
+
+    async def main() -> None:
+        sink, engine = Sink(), Pageless({"r0": Transient("http_500")}, metrics=page != "none")
+        feed = make_feed(batches(100), sink)
+        await feed.serve(engine, ORIGIN, 16)
+        assert sink.dead() == {"r0": "http_500"} and feed.counts.engine_deaths == 0
+        assert asyncio.get_running_loop().time() < 60
+
+    run(main)
+
+
+def test_embeddings_may_come_from_several_servers_behind_one_address() -> None:
+    class Two(FakeEngine):
+        """Counters of tokens stand still; each look is at the other server's page."""
+
+        async def load(self) -> EngineLoad | None:
+            self.tokens, self.started_at = 0, 1.0 if self.started_at == 2.0 else 2.0
+            return await super().load()
+
+    async def main() -> None:
+        sink, engine = Sink(), Two(seconds=3)
+        feed = make_feed(batches(100), sink)
+        await feed.serve(engine, ORIGIN, 16)
+        assert sink.dead() == {} and feed.counts.engine_deaths == 0
+
+    run(main)
+
+
 def test_a_bad_row_and_a_slow_health_page_are_no_restart() -> None:
     class Hiccup(FakeEngine):
         async def healthy(self) -> bool:

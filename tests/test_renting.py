@@ -330,6 +330,10 @@ def test_a_run_that_has_all_the_work_changes_to_what_the_command_wants_beside_it
     both = [(names["h100"], 1), (names["cheap"], 1)]
     site.book.begin_request("d", "r")
     site.book.command("d", "r", 2, both)
+    assert renter.better(NEED, leased, 100_000) is None  # it does not know its own speed yet
+    leased.spending.begin(0.0)
+    for second in range(8 * 1024):
+        leased.spending.settle(200, 200, 256, second / 10)
     site.book.begin_run("next", "d", "00010", "00019")
     assert renter.better(NEED, leased, 100_000) is None  # the run that waits will take it
     site.book.end_run("next")
@@ -338,6 +342,9 @@ def test_a_run_that_has_all_the_work_changes_to_what_the_command_wants_beside_it
     site.book.begin_request("d", "in time", deadline_at=site.book.now() + 3600)
     site.book.command("d", "in time", 2, both)
     assert renter.better(NEED, leased, 100_000) is None  # with a deadline runs are small: the next one takes it
+    site.book.begin_request("d", "soon", objective="fastest")
+    site.book.command("d", "soon", 2, both)
+    assert renter.better(NEED, leased, 100_000) is None
 
 
 def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):

@@ -42,14 +42,6 @@ def test_a_later_success_charges_the_row(proof: Proof) -> None:
     assert verdict(proof) == "charged"
 
 
-def test_another_engine_s_success_charges_nobody() -> None:
-    success = {"sent": 100.1, "arrived": 100.2}
-    assert verdict(Proof(**success, same=99.9)) == "undecided"  # this page may be from before a restart
-    assert verdict(Proof(**success, same=100.1)) == "charged"
-    assert verdict(Proof(**success, same=99.9), Transient("http_429")) == "charged"  # said by who lives
-    assert verdict(Proof(sent=100.1, arrived=106.0, same=99.9)) == "charged"  # nobody can tell: there is no page
-
-
 def test_health_proves_life_only_where_success_cannot() -> None:
     proof = Proof(health=106.0)
     assert verdict(proof) == "undecided"
