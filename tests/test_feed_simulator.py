@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 import pytest
 from fake_engine import ORIGIN, Sink
+from pace import PATIENCE
 from simulated_engine import SimulatedEngine, simulated_engine
 
 from gpu_runner.engine import EngineClient, EngineLost, EngineRefused
@@ -55,7 +56,7 @@ def with_engine(main: Any, *arguments: str) -> None:
     with simulated_engine("--speed", "20", "--max-num-seqs", "64", *arguments) as engine:
 
         async def whole() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(60 * PATIENCE):
                 await main(engine)
 
         asyncio.run(whole())
@@ -193,7 +194,7 @@ def test_embeddings_come_as_vectors() -> None:
 def test_the_window_settles_at_four_times_the_slots() -> None:
     async def main(engine: SimulatedEngine) -> None:
         sizes = []
-        feed = make_feed(source(2500), Sink())
+        feed = make_feed(source(6000), Sink())
         serving = asyncio.create_task(serve(feed, engine.url, max_num_seqs=None))
         while not serving.done():
             sizes.append(feed.progress().window)
