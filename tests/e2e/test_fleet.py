@@ -320,7 +320,7 @@ COST_KEYS = {
 def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True), provider("sim-sure", 0.8))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", 2 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 3 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         run_id = in_the_middle(site)
@@ -336,9 +336,9 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
         again = {prompt for prompt, times in received(site).items() if times > 1}
         assert 0 < len(again) <= WINDOW
         assert max(received(site).values()) == 2
-        # Answers written by the engine whose last bytes went down with it.
-        assert len(again & answered(site, first.name)) < 50
-        assert answered(site, first.name) | answered(site, second.name) == set(received(site))
+        # Answers written by the engine whose last bytes went down with it, and answers whose lines in its log did.
+        assert len(again & answered(site, first.name)) < 100
+        assert len(set(received(site)) - answered(site, first.name) - answered(site, second.name)) < 100
         compare_bills(site)
         print(f"asked again: {len(again)} rows")
 
@@ -346,7 +346,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", 2 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 3 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         in_the_middle(site)
