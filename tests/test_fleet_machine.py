@@ -604,7 +604,7 @@ def test_whatever_happens_in_any_order_one_holds_an_instance_nothing_is_forgotte
 @pytest.mark.timeout(600)
 def test_the_same_holds_over_many_more_steps():
     FleetMachine.steps.clear()
-    examples = 220 if SOAK else 50
+    examples = 220 if SOAK else 70
     run_state_machine_as_test(FleetMachine, settings=_settings(examples, 50))
     assert FleetMachine.steps["steps"] > 40 * examples
     assert min(FleetMachine.steps[what] for what in ("stopped", "drained", "over budget")) > 5
