@@ -54,10 +54,12 @@ def vllm_server(python: str, model: Path, name: str, *flags: str, **variables: s
     # Sockets of vLLM lie in TMPDIR, are left behind even after a clean stop, and need a short path.
     scratch = Path(tempfile.mkdtemp(prefix="v"))
     port = free_port()
-    # --kv-cache-memory-bytes: the default wants nearly all memory of the machine.
+    # --kv-cache-memory-bytes: the default wants nearly all memory of the machine. --dtype: with bfloat16 the attention
+    # of vLLM's CPU build uses AMX where the CPU says that it has it, and was killed by an illegal instruction there.
     command = [sys.executable, "-m", "gpu_runner.providers.guard", "--"]
     command += [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
+    command += ["--dtype", "float32"]
     environment = {
         **os.environ,
         "VLLM_NO_USAGE_STATS": "1",

@@ -33,6 +33,6 @@ def test_every_row_is_asked_and_published_once_and_every_batch_is_one_ledger_ent
     found = json.loads(figures.read_text())
     assert (found["rows"], found["batches"]) == (ROWS, 100)
     # The refresh, one run per 25 batches, one publication; towards the end runs are smaller, so that all engines work.
-    assert 1 + 4 + 1 <= found["runs"] <= 1 + 8 + 1
+    assert 1 + 4 + 1 <= found["runs"] <= 1 + 12 + 1
     assert all(sensor["ticks"] and not sensor["failed"] for sensor in found["ticks"].values())
     assert max(process["peak_mib"] for process in found["processes"].values()) < 600

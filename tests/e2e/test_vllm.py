@@ -33,6 +33,7 @@ def machine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", "268435456", "--max-model-len", "2048", "--max-num-seqs", "128"]
+    command += ["--dtype", "float32"]  # as in tests/contract/vllm_server.py
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
