@@ -349,7 +349,7 @@ class Crew:
         if seen.succeeded and not shift.succeeded:
             shift.succeeded = True
             self.loop.call(lambda: shift.leased.spending.succeed(time.monotonic()))
-        if shift.stop.is_set():
+        if shift.retire:  # not `stop`: the loop sets that a little later
             return
         if seen.leave:
             shift.leaving = seen.leave

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -200,6 +201,28 @@ def test_on_a_notice_another_engine_is_leased_and_the_old_one_drained_first(tmp_
     name, reason, retire = renter.released[0]
     assert (name, retire) == ("i1", True)
     assert "taken away in 60 s" in reason
+
+
+def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(tmp_path: Path):
+    """The old engine's shift learns late that it is over; what it says of its notice meanwhile asks for nothing."""
+
+    class Late:
+        def __init__(self, loop: LoopThread) -> None:
+            self.loop = loop
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loop, name)
+
+        def call(self, callback: Callable[[], None]) -> None:
+            threading.Timer(1.0, self.loop.call, [callback]).start()
+
+    with engines(2, speed="1") as found, a_job(tmp_path, renter := Renter(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        job.crew.loop = Late(job.crew.loop)
+        renter.notices["i1"] = 60.0
+        job.work(until=lambda: renter.released)
+        assert renter.released[0][0] == "i1"
+        assert renter.asked == 2
 
 
 def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is_another(tmp_path: Path):
