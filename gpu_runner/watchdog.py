@@ -163,7 +163,8 @@ class Watchdog:
             self._seen, self._tokens = load, load.generated_tokens
         return True
 
-    def _restarted(self, before: EngineLoad, now: EngineLoad) -> bool:
+    @staticmethod
+    def _restarted(before: EngineLoad, now: EngineLoad) -> bool:
         """Whether the second page is of another process than the first.
 
         Start times say nothing of embeddings: their counters stand still, so several servers may share the address.

@@ -271,8 +271,7 @@ class Renter:
         target = self.book.target(need.dataset)
         if target is None or target.deadline_at is not None or (target.objective or need.objective) != "cheapest":
             return False
-        others = [one for one in self.book.runs() if one.dataset == need.dataset and one.run_id != self.heart.run_id]
-        return not others
+        return not any(one.dataset == need.dataset and one.run_id != self.heart.run_id for one in self.book.runs())
 
     def move(
         self, need: Requirement, leased: LeasedEngine, decision: Decision, *, say: Say, pause: Pause

@@ -229,19 +229,6 @@ def test_an_engine_that_is_back_when_the_canary_comes_charges_nobody() -> None:
     run(main)
 
 
-async def _fails_then_another_answers(engine: FakeEngine, sink: Sink) -> Feed:
-    """500s from 2.5 s on, while the pages of the dying engine still answer; then the engine does what its test says."""
-    feed = make_feed(batches(200), sink, dead_seconds=10)
-
-    def fail() -> None:
-        engine.outage = Transient("http_500")
-
-    asyncio.get_running_loop().call_later(2.5, fail)
-    with pytest.raises(EngineLost, match="restarted"):
-        await feed.serve(engine, ORIGIN, 16)
-    return feed
-
-
 @pytest.mark.parametrize("page", ["in time", "slow", "gone for a moment"])
 def test_another_engine_s_answer_is_no_proof_that_the_first_one_lives(page: str) -> None:
     class Replaced(FakeEngine):
@@ -261,7 +248,14 @@ def test_another_engine_s_answer_is_no_proof_that_the_first_one_lives(page: str)
     async def main() -> None:
         sink, engine = Sink(), Replaced(seconds=1)
         engine.started_at, engine.replaced_at = 1.0, float("inf")
-        feed = await _fails_then_another_answers(engine, sink)
+        feed = make_feed(batches(200), sink, dead_seconds=10)
+
+        def fail() -> None:  # while the pages of the dying engine still answer
+            engine.outage = Transient("http_500")
+
+        asyncio.get_running_loop().call_later(2.5, fail)
+        with pytest.raises(EngineLost, match="restarted"):
+            await feed.serve(engine, ORIGIN, 16)
         assert feed.counts.charged == 0
         await feed.serve(engine, ORIGIN, 16)
         assert {(outcome.ok, outcome.tries) for outcome in sink.outcomes().values()} == {(True, 1)}

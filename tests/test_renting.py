@@ -301,13 +301,19 @@ def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_tha
         assert site.acquire(site.renter("run-3")).instance_type == "cheap"
 
 
-def test_a_move_goes_only_to_an_offer_that_the_command_names(site: Site):
+def dearer_than_the_other(site: Site) -> tuple[Renter, LeasedEngine, dict[str, str]]:
+    """An h100 is leased when the other offer's price falls; with the names of the offers by type."""
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
     renter = site.renter()
     leased = site.acquire(renter)
     site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
     time.sleep(2.1)  # the market keeps an answer for two seconds
     names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+    return renter, leased, names
+
+
+def test_a_move_goes_only_to_an_offer_that_the_command_names(site: Site):
+    renter, leased, names = dearer_than_the_other(site)
     site.book.begin_request("d", "r")
     site.book.command("d", "r", 1, [(names["h100"], 1)])
     assert renter.better(NEED, leased, 100_000) is None
@@ -321,12 +327,7 @@ def test_a_move_goes_only_to_an_offer_that_the_command_names(site: Site):
 
 
 def test_a_run_that_has_all_the_work_changes_to_what_the_command_wants_beside_its_instance(site: Site):
-    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
-    renter = site.renter()
-    leased = site.acquire(renter)
-    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
-    time.sleep(2.1)  # the market keeps an answer for two seconds
-    names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+    renter, leased, names = dearer_than_the_other(site)
     both = [(names["h100"], 1), (names["cheap"], 1)]
     site.book.begin_request("d", "r")
     site.book.command("d", "r", 2, both)
