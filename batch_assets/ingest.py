@@ -260,7 +260,7 @@ class _Reading:
         if not self._spec.keep_columns:
             return None
         rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
-        kept = [orjson.dumps(row, default=_plain, option=orjson.OPT_NON_STR_KEYS) for row in rows]
+        kept = [_row_json(row, i, refused) for i, row in enumerate(rows)]
         for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
             refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
         return kept
@@ -344,6 +344,14 @@ def _row_ids(values: list[Any], refused: dict[int, str]) -> list[str]:
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
     return values if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def _row_json(row: tuple[Any, ...], place: int, refused: dict[int, str]) -> bytes:
+    try:
+        return orjson.dumps(row, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except orjson.JSONEncodeError as error:  # nested deeper than 254 levels, lone surrogates
+        refused.setdefault(place, f"the kept columns cannot be kept: {error}")
+        return b""
 
 
 def _plain(value: Any) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import io
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -141,24 +142,76 @@ def _format(name: str, given: str | None) -> tuple[str, str]:
 
 def find_files(path: str, base: Path) -> list[SourceFile]:
     """The files a source path names, sorted by name. Raises SourceError when there are none."""
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
-    if scheme and scheme[1].lower() != "s3":
-        raise SourceError(f"{path}: expected a local path or s3://bucket/key, found the scheme {scheme[1]}")
-    files = _s3_files(path) if scheme else _local_files(path, base)
+    remote = path.lower().startswith("s3://")
+    files = _s3_files(path) if remote else _local_files(path, base)
     if not files:
         raise SourceError(
-            f"{path}: no such file" + (f" below {base}" if not scheme and not Path(path).is_absolute() else "")
+            f"{path}: no such file" + (f" below {base}" if not remote and not Path(path).is_absolute() else "")
         )
     return files
 
 
 def _local_files(path: str, base: Path) -> list[SourceFile]:
-    whole = base / Path(path).expanduser()
-    if whole.is_dir():
-        raise SourceError(f"{path}: expected a file or a glob, found a folder; write for example {path}/*.parquet")
-    # A name that exists is meant as it is, also with brackets in it. Path.glob would also find hidden files.
-    found = [str(whole)] if whole.is_file() else sorted(glob.glob(str(whole), recursive=True))  # noqa: PTH207
-    return [_local_file(Path(name), base) for name in found if Path(name).is_file()]
+    try:
+        whole = base / Path(path).expanduser()
+        if whole.is_dir():
+            raise SourceError(f"{path}: expected a file or a glob, found a folder; write for example {path}/*.parquet")
+        # A name that exists is meant as it is, also with brackets in it. Path.glob would also find hidden files.
+        found = [whole] if whole.is_file() else _matching(whole)
+        files = [file for file in found if file.is_file()]
+        for file in files:
+            _refuse_system_file(path, file)
+    except RuntimeError as error:  # of expanduser
+        raise SourceError(f"{path}: expected a home folder that exists at its beginning, found none") from error
+    except (OSError, ValueError) as error:  # too long, a loop of links, a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SourceError(
+            f"{path}: expected the path of a file, found one that cannot be looked up ({reason})"
+        ) from error
+    return [_local_file(file, base) for file in files]
+
+
+def _refuse_system_file(path: str, file: Path) -> None:
+    """Raise SourceError for what the kernel makes up: /proc has the secrets of processes, /dev has no end."""
+    if file.resolve().is_relative_to("/proc") or file.resolve().is_relative_to("/sys"):
+        raise SourceError(f"{path}: expected a file with data, found one of the operating system's own")
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """The files and folders that a glob names, sorted, each real one once.
+
+    Links to folders are followed, but not to one that was seen: they may go round in circles.
+    """
+    parts = pattern.parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    if "**" not in parts[fixed:]:
+        names = sorted(glob.glob(str(pattern)))  # noqa: PTH207
+        return _once([Path(name) for name in names])
+    top = Path(*parts[:fixed])
+    matches = _glob_pattern("/".join(parts[fixed:])).fullmatch
+    hidden = any(part.startswith(".") for part in parts[fixed:])
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(top, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        for name in files:
+            file = Path(folder) / name
+            if (hidden or not name.startswith(".")) and matches(file.relative_to(top).as_posix()):
+                found.append(file)
+    return _once(sorted(found))
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """The files without those that are another one under the name of a link."""
+    real: dict[Path, Path] = {}
+    for file in files:
+        real.setdefault(Path(os.path.realpath(file)), file)
+    return list(real.values())
 
 
 def _local_file(file: Path, base: Path) -> SourceFile:

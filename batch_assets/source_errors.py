@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LISTED = 20
+SHOWN_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,16 @@ class SourceError(Exception):
         return cls(f"{count}:\n{listed}{more}\n{hint}", rejects[:LISTED])
 
 
+def shown(name: str) -> str:
+    """A column name as an error shows it. What stands where a header should be may be a row: only its beginning."""
+    return repr(name if len(name) <= SHOWN_NAME else name[:SHOWN_NAME] + "…")
+
+
 def no_column(file: str, wanted: Sequence[str], there: Sequence[str]) -> None:
     """Raise SourceError when a wanted column is not there; it names the columns there are."""
-    missing = [name for name in wanted if name not in there]
+    known = set(there)
+    missing = [name for name in wanted if name not in known]
     if missing:
-        names = ", ".join(map(repr, there[:50])) + (f" and {len(there) - 50} more" if len(there) > 50 else "")
+        names = ", ".join(map(shown, there[:50])) + (f" and {len(there) - 50} more" if len(there) > 50 else "")
         plural = "columns" if len(missing) > 1 else "column"
         raise SourceError(f"{file}: expected {plural} {', '.join(map(repr, missing))}, found {names or 'no columns'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -14,6 +15,11 @@ from batch_assets.source_errors import Reject, SourceError, no_column
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
 READ_BYTES = 1 << 20
+# What a batch of rows may take when their columns are as large in memory as in the file.
+BATCH_BYTES = 16 << 20
+# A page is unpacked whole, and its values are copied out of it. Writers end a page after 1 MB, but some only look after
+# 1,024 values, so that large cells make pages of gigabytes.
+MAX_PAGE = 256 << 20
 # Columns whose values take less than this in the file are read as dictionaries, so that repeated values stay shared.
 _REPEATED_BYTES = 8
 
@@ -30,22 +36,23 @@ class ParquetReader:
         try:
             with pq.ParquetFile(stream) as first:
                 metadata, schema = first.metadata, first.schema_arrow
+            self._check(file, schema)
+            _refuse_encryption(file, stream, metadata)
+            _refuse_large_pages(file, stream, metadata, self._columns)
             stream.seek(0)
-            shared = _repeated(metadata, schema, self._columns)
-            # Without these two, pyarrow holds the whole file, or a whole row group, before it gives the first row.
+            # Without the last two, pyarrow holds the whole file, or a whole row group, before it gives the first row.
             reader = pq.ParquetFile(
                 stream,
-                read_dictionary=shared,
+                read_dictionary=_repeated(metadata, schema, self._columns),
                 page_checksum_verification=True,
                 pre_buffer=False,
                 buffer_size=READ_BYTES,
             )
         except (pa.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
-        self._check(file, schema)
         optional.clear()
         number = 1
-        batches = reader.iter_batches(READ_ROWS, columns=self._columns, use_threads=False)
+        batches = reader.iter_batches(_batch_rows(metadata, self._columns), columns=self._columns, use_threads=False)
         while True:
             try:
                 batch = next(batches)
@@ -85,6 +92,76 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def plain(array: pa.Array) -> pa.Array:
     """An array as the snapshot keeps it: without dictionary encoding, extension or 64-bit offsets."""
     return array.cast(plain_type(array.type))
+
+
+def _refuse_encryption(file: str, stream: BinaryIO, metadata: Any) -> None:
+    """Raise SourceError for a file with encrypted columns: Arrow aborts the process when it looks at one without a key.
+
+    Such a file has a plain footer with a signature after it, so that the footer is longer than its metadata (Parquet
+    Modular Encryption, section 5.4). An encrypted footer is refused by Arrow itself.
+    """
+    stream.seek(-8, io.SEEK_END)
+    if int.from_bytes(stream.read(4), "little") != metadata.serialized_size:
+        raise SourceError(
+            f"{file}: expected a Parquet file without encryption, found a signed footer; decrypt it first"
+        )
+
+
+def _chunks(metadata: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """The wanted columns' chunks, of nested columns each leaf's."""
+    wanted = set(columns)
+    places = [i for i in range(metadata.num_columns) if _column(metadata.schema.column(i).path, wanted) in wanted]
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        yield from (row_group.column(i) for i in places)
+
+
+def _column(path: str, wanted: set[str]) -> str:
+    """The column that a leaf belongs to."""
+    return path if path in wanted else path.partition(".")[0]
+
+
+def _batch_rows(metadata: Any, columns: Sequence[str]) -> int:
+    """Rows to read at once: fewer where the cells are large."""
+    row_bytes = 0
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        row_bytes = max(row_bytes, row_group.total_byte_size // max(1, row_group.num_rows))
+    if row_bytes * READ_ROWS > BATCH_BYTES:  # many columns that are not read do not count
+        by_rows = [chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in _chunks(metadata, columns)]
+        row_bytes = min(row_bytes, int(max(by_rows, default=0)) * len(columns))
+    return max(1, min(READ_ROWS, BATCH_BYTES // max(1, row_bytes)))
+
+
+def _refuse_large_pages(file: str, stream: BinaryIO, metadata: Any, columns: Sequence[str]) -> None:
+    """Raise SourceError where the first page of a large column chunk is larger than MAX_PAGE when unpacked."""
+    for chunk in _chunks(metadata, columns):
+        if chunk.total_uncompressed_size <= MAX_PAGE:
+            continue
+        for offset in (chunk.dictionary_page_offset, chunk.data_page_offset):
+            size = 0 if offset is None else _page_bytes(stream, offset)
+            if size > MAX_PAGE:
+                raise SourceError(
+                    f"{file}: expected pages of at most {MAX_PAGE >> 20} MiB in column {chunk.path_in_schema!r}, found "
+                    f"one of {size >> 20} MiB, which must be in memory whole; write the file again with smaller pages "
+                    "(pyarrow: write_batch_size=16; Spark: parquet.page.size.row.check.min=1)"
+                )
+
+
+def _page_bytes(stream: BinaryIO, offset: int) -> int:
+    """Unpacked size of the page at this place: the second field of its header (parquet.thrift, PageHeader), after its
+    type. Both are 32-bit whole numbers in Thrift's compact protocol: 0x15, then a zigzag varint. 0 where they are not.
+    """
+    stream.seek(offset)
+    header = stream.read(16)
+    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:  # a type takes one byte
+        return 0
+    number = 0
+    for place, byte in enumerate(header[3:8]):
+        number |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return number >> 1
 
 
 def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[str]:

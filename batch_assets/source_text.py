@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import orjson
 
 from batch_assets.source import BLOCK_ROWS, Block
-from batch_assets.source_errors import Reject, SourceError, no_column
+from batch_assets.source_errors import Reject, SourceError, no_column, shown
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
+# Lines that a record that is no CSV may take with it. More means that a quote was never closed: nobody can tell which
+# of the lines after it are rows.
+MAX_LOST_LINES = 100
 _BOM = b"\xef\xbb\xbf"
+# orjson reads a whole number beyond 64 bits as a float with other digits. A line without a run of 19 digits has none.
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _TOO_LONG = f"the line is longer than {MAX_LINE >> 20} MiB"
 _KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
 
@@ -54,8 +62,8 @@ def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: se
             if not line or line.isspace():
                 continue
             try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                row = _loads(line)
+            except ValueError as error:
                 rejects.append(Reject(file, number, _json_reason(line, error)))
                 continue
             if type(row) is dict:
@@ -71,7 +79,25 @@ def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: se
         yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
 
 
-def _json_reason(line: bytes, error: orjson.JSONDecodeError) -> str:
+def _loads(line: bytes) -> Any:
+    """The value of a JSON text, with whole numbers of any size as they are written.
+
+    Raises ValueError: orjson's for what is no JSON, else one that says what Python cannot read.
+    """
+    value = orjson.loads(line)
+    if not _LONG_NUMBER.search(line):
+        return value
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+    except ValueError:
+        raise ValueError("a whole number of more than 4,300 digits") from None
+
+
+def _json_reason(line: bytes, error: ValueError) -> str:
+    if not isinstance(error, orjson.JSONDecodeError):
+        return str(error)
     try:
         line.decode()
     except UnicodeDecodeError as bad:
@@ -85,6 +111,7 @@ class _CsvLines:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.number = 0
+        self.ended = False
         self.bad: dict[int, str] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -92,6 +119,7 @@ class _CsvLines:
             for line in lines:
                 self.number += 1
                 yield self._text(line)
+        self.ended = True
 
     def _text(self, line: bytes | None) -> str:
         if line is None:
@@ -105,7 +133,11 @@ class _CsvLines:
 
 
 def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
-    """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null."""
+    """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null.
+
+    A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than
+    MAX_LOST_LINES, or all that is left of the file: a quote was opened and not closed.
+    """
     csv.field_size_limit(MAX_LINE)
     lines = _CsvLines(stream)
     reader = csv.reader(iter(lines), strict=True)
@@ -116,10 +148,7 @@ def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[
     optional.clear()
     places = [header.index(name) for name in columns]
     block = Block(file, [], {name: [] for name in columns})
-    for number, fields in _csv_rows(file, reader, lines, block):
-        if len(fields) != len(header):
-            block.rejects.append(Reject(file, number, f"expected {len(header)} fields, found {len(fields)}"))
-            continue
+    for number, fields in _csv_rows(file, reader, lines, block, len(header)):
         block.lines.append(number)
         for name, place in zip(columns, places, strict=True):
             block.columns[name].append(fields[place] or None)
@@ -139,25 +168,42 @@ def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
         raise SourceError(f"{file}, line 1: expected a header line, found text that is no CSV ({error})") from error
     if lines.bad:
         raise SourceError(f"{file}, line 1: expected a header line; {next(iter(lines.bad.values()))}")
-    if repeated := {name for name in header if header.count(name) > 1}:
-        raise SourceError(f"{file}, line 1: expected each column name once, found {sorted(repeated)[0]!r} twice")
+    name, times = Counter(header).most_common(1)[0] if header else ("", 0)
+    if times > 1:
+        raise SourceError(f"{file}, line 1: expected each column name once, found {shown(name)} {times} times")
     return header
 
 
-def _csv_rows(file: str, reader: Any, lines: _CsvLines, block: Block) -> Iterator[tuple[int, list[str]]]:
-    """(line number, fields) of each record; what csv refuses, or what touches a bad line, goes to the rejects."""
+def _csv_rows(file: str, reader: Any, lines: _CsvLines, block: Block, width: int) -> Iterator[tuple[int, list[str]]]:
+    """(line number, fields) of each record; every line of what cannot be used goes to the rejects."""
     while True:
-        first = lines.number + 1
+        first, reason = lines.number + 1, ""
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            block.rejects.append(Reject(file, first, f"not valid CSV: {error}"))
-            lines.bad.clear()
-            continue
+            fields, reason = [], f"not valid CSV: {error}"
         if lines.bad:
-            block.rejects.append(Reject(file, first, next(iter(lines.bad.values()))))
+            reason = next(iter(lines.bad.values()))
             lines.bad.clear()
+        elif fields and len(fields) != width:
+            reason = f"expected {width} fields, found {len(fields)}"
+        if reason:
+            _reject_lines(file, first, lines, reason, block)
         elif fields:
             yield first, fields
+
+
+def _reject_lines(file: str, first: int, lines: _CsvLines, reason: str, block: Block) -> None:
+    """Reject each line of a record: those after the first may have been rows, swallowed by a quote."""
+    last = lines.number
+    if last > first and (lines.ended or last - first >= MAX_LOST_LINES):
+        raise SourceError(
+            f"{file}, line {first}: expected the quote that opens in this record to be closed, found no end of it in "
+            f"{'the rest of the file' if lines.ended else 'its place'} ({last - first + 1} lines, to line {last}); "
+            "close or double it. No row can be told from text after it, so on_bad_row: skip does not help here."
+        )
+    block.rejects.append(Reject(file, first, reason))
+    swallowed = f"within the record of line {first}, which cannot be used ({reason})"
+    block.rejects += [Reject(file, number, swallowed) for number in range(first + 1, last + 1)]

@@ -30,6 +30,7 @@ from batch_assets.spec_fields import (
     Name,
     Rate,
     Scalar,
+    SourcePath,
     Strict,
     Text,
     encodable,
@@ -64,7 +65,7 @@ def _extra(value: dict[str, Any]) -> dict[str, Any]:
 class GridColumn(Strict):
     """One list of a grid, read from a column of a CSV file."""
 
-    csv: str = Field(min_length=1, description="CSV file with a header line.")
+    csv: SourcePath = Field(description="CSV file with a header line.")
     column: Column = Field(description="Column of that file; every line is one value.")
 
 
@@ -80,9 +81,8 @@ GridValues = Annotated[
 class SourceSpec(Strict):
     """Where the rows come from: exactly one of `path` and `grid`."""
 
-    path: str | None = Field(
+    path: SourcePath | None = Field(
         default=None,
-        min_length=1,
         description="Parquet, JSONL or CSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
     )
     grid: dict[Column, GridValues] | None = Field(

@@ -22,6 +22,7 @@ _NOT_PER_ROW = re.compile(
     re.IGNORECASE,
 )
 _SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 
 
@@ -37,6 +38,17 @@ def _name(value: str) -> str:
             "1 to 63 characters of a-z, 0-9 and _, starting with a letter or digit",
             show(value),
             "It becomes the asset group, the pool and a folder in the store.",
+        )
+    return value
+
+
+def _source_path(value: str) -> str:
+    scheme = _SCHEME.match(value)
+    if scheme and scheme[1].lower() != "s3":
+        raise Unusable(
+            "a local path or s3://bucket/key",
+            f"the scheme {show(scheme[1])}",
+            "Copy the files to disk or S3, or mount their store.",
         )
     return value
 
@@ -140,6 +152,7 @@ Scalar = Annotated[
     WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
 ]
 Name = Annotated[str, AfterValidator(_name)]
+SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
 Cron = Annotated[str, AfterValidator(_cron)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import decimal
 import gzip
 import json
 import os
+import re
+import resource
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batch_assets import source as source_module
-from batch_assets import source_text
+from batch_assets import source_parquet, source_text
 from batch_assets.source import read_source
 from batch_assets.source_errors import Reject, SourceError
 from batch_assets.source_parquet import plain
@@ -151,6 +157,20 @@ def test_blocks_do_not_depend_on_where_lines_fall(tmp_path: Path, monkeypatch: p
         assert jsonl(tmp_path, data) == whole
 
 
+@pytest.mark.parametrize("digits", [str(2**63), str(2**64), "12345678901234567890123", "-" + "9" * 300])
+def test_a_whole_number_keeps_all_its_digits(tmp_path: Path, digits: str) -> None:
+    rows, _ = jsonl(tmp_path, f'{{"q": {digits}}}\n{{"q": [{{"n": {digits}}}]}}\n'.encode())
+    assert [row[2] for row in rows] == [int(digits), [{"n": int(digits)}]]
+
+
+def test_a_number_that_cannot_be_read_is_a_bad_row(tmp_path: Path) -> None:
+    rows, rejects = jsonl(tmp_path, b'{"q": ' + b"9" * 5000 + b'}\n{"q": 1}\n')
+    assert [row[2] for row in rows] == [1]
+    assert [reject.reason.partition(" at")[0] for reject in rejects] == [
+        "not valid JSON: number is infinity when parsed as double"
+    ]
+
+
 # CSV
 
 
@@ -181,19 +201,60 @@ def test_a_bad_csv_record_is_refused_with_its_line(tmp_path: Path, record: bytes
     assert [(reject.line, reject.reason.startswith(reason)) for reject in rejects] == [(3, True)]
 
 
-def test_a_quote_that_never_closes_is_one_bad_row(tmp_path: Path) -> None:
-    rows, rejects = csv(tmp_path, b'id,q\n0,first\n1,"open\n2,x\n3,y\n')
-    assert [row[1] for row in rows] == [2]
+def test_a_quote_that_never_closes_stops_the_source_and_names_its_line(tmp_path: Path) -> None:
+    data = b'id,q\n0,first\n1,"open\n' + b"2,x\n" * 5000
+    with pytest.raises(SourceError, match=r"a\.csv, line 3: .*the rest of the file \(5001 lines, to line 5003\)"):
+        csv(tmp_path, data)
+
+
+def test_each_line_that_a_bad_record_swallows_is_a_reject(tmp_path: Path) -> None:
+    rows, rejects = csv(tmp_path, b'id,q\n0,first\n1,"open\n2,x\n3,"closed"\n4,last\n')
+    assert [row[1:] for row in rows] == [(2, "first"), (6, "last")]
+    assert [reject.line for reject in rejects] == [3, 4, 5]
+    assert rejects[1].reason.startswith("within the record of line 3, which cannot be used (not valid CSV")
+
+
+def test_a_record_with_wrong_fields_rejects_all_its_lines(tmp_path: Path) -> None:
+    rows, rejects = csv(tmp_path, b'id,q\n1,"open\n2,x\n3,",end\n4,last\n')
+    assert [row[1:] for row in rows] == [(5, "last")]
+    assert [reject.line for reject in rejects] == [2, 3, 4]
+
+
+def test_a_quote_that_closes_hundreds_of_lines_later_stops_the_source(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"line 2: .* in its place \(301 lines, to line 302\)"):
+        csv(tmp_path, b'id,q\n1,"open' + b"\n2,x" * 300 + b'",3\n4,last\n')
+
+
+def test_text_of_many_lines_in_good_quotes_is_one_row(tmp_path: Path) -> None:
+    text = "\n".join(map(str, range(2000)))
+    rows, rejects = csv(tmp_path, f'id,q\n1,"{text}"\n2,x\n'.encode())
+    assert [row[1:] for row in rows] == [(2, text), (2002, "x")]
+    assert not rejects
+
+
+def test_an_over_long_csv_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_text, "MAX_LINE", 2000)
+    monkeypatch.setattr(source_text, "READ_BYTES", 500)
+    rows, rejects = csv(tmp_path, b"id,q\n1,a\n2," + b"x" * 5000 + b"\n4,d\n")
+    assert [row[2] for row in rows] == ["a", "d"]
     assert [reject.line for reject in rejects] == [3]
 
 
-def test_an_over_long_csv_line_or_field_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_over_long_csv_field_stops_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_text, "MAX_LINE", 2000)
-    monkeypatch.setattr(source_text, "READ_BYTES", 500)
-    many_lines = b'3,"' + b"y\n" * 1500 + b'"'
-    rows, rejects = csv(tmp_path, b"id,q\n1,a\n2," + b"x" * 5000 + b"\n" + many_lines + b"\n4,d\n")
-    assert [row[2] for row in rows][:1] == ["a"]
-    assert [reject.line for reject in rejects][:2] == [3, 4]
+    with pytest.raises(SourceError, match=r"line 2: expected the quote .* to be closed"):
+        csv(tmp_path, b'id,q\n3,"' + b"y\n" * 1500 + b'"\n4,d\n')
+
+
+def test_a_hundred_thousand_csv_columns_take_linear_time(tmp_path: Path) -> None:
+    def seconds(columns: int) -> float:
+        names = ",".join(f"c{i}" for i in range(columns))
+        began = time.process_time()
+        assert csv(tmp_path, f"{names},q\n{',' * columns}x\n".encode())[0][0][2] == "x"
+        return time.process_time() - began
+
+    seconds(1000)  # what comes once
+    assert seconds(100_000) < 200 * max(seconds(5_000), 0.005)  # 20 times the columns; quadratic is 400 times
 
 
 def test_an_empty_csv_field_is_null_and_other_text_stays_as_it_is(tmp_path: Path) -> None:
@@ -203,7 +264,7 @@ def test_an_empty_csv_field_is_null_and_other_text_stays_as_it_is(tmp_path: Path
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"id,id\n1,2\n", "expected each column name once, found 'id' twice"),
+        (b"id,id\n1,2\n", "expected each column name once, found 'id' 2 times"),
         (b"i\xffd,q\n1,2\n", "not valid UTF-8"),
         (b"id,x\n1,2\n", "expected column 'q', found 'id', 'x'"),
         (b'"id,q\n1,2\n', "expected a header line"),
@@ -332,20 +393,44 @@ def test_a_glob_is_read_in_name_order_and_names_are_relative(tmp_path: Path) -> 
         ("nothing.jsonl", "no such file"),
         ("*.csv.gz", "no such file"),
         ("folder", "found a folder"),
-        ("http://169.254.169.254/a.jsonl", "expected a local path or s3://bucket/key"),
-        ("file:///etc/passwd", "expected a local path or s3://bucket/key"),
         ("s3://bucket", "expected s3://bucket/key"),
         ("data.txt", "expected a file ending in"),
         ("data.parquet.gz", "Parquet compresses itself"),
         ("mixed.*", "expected files of one format, found csv and jsonl"),
+        ("x" * 5000, "cannot be looked up (File name too long)"),
+        ("x" * 300 + "/*.jsonl", "cannot be looked up (File name too long)"),
+        ("a\0b.jsonl", "no such file"),
+        ("~nosuchuser/a.jsonl", "expected a home folder that exists"),
+        ("loop.jsonl", "no such file"),
+        ("/proc/self/environ", "one of the operating system's own"),
+        ("/proc/self/envir*", "one of the operating system's own"),
+        ("link.jsonl", "one of the operating system's own"),
     ],
 )
 def test_a_path_that_leads_to_no_source_is_refused(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("data.txt", "data.parquet.gz", "mixed.csv", "mixed.jsonl"):
         (tmp_path / name).write_text("q\n")
-    with pytest.raises(SourceError, match=message):
-        rows_of(tmp_path, ["q"], path=path)
+    (tmp_path / "link.jsonl").symlink_to("/proc/self/environ")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(SourceError, match=re.escape(message)):
+        rows_of(tmp_path, ["q"], path=path, format="csv" if path.startswith("/proc") else None)
+
+
+def test_a_file_that_links_lead_to_twice_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.jsonl").write_text('{"q": 1}\n')
+    (tmp_path / "in" / "loop").symlink_to("..")
+    (tmp_path / "in" / "deep" / "again").symlink_to("..")
+    (tmp_path / "in" / "other.jsonl").symlink_to("deep/a.jsonl")
+    for pattern in ("in/**/*.jsonl", "**/*.jsonl", "in/*/*.jsonl", "in/*/a*.jsonl"):
+        assert [row[2] for row in rows_of(tmp_path, ["q"], path=pattern)[0]] == [1], pattern
+
+
+def test_a_header_that_is_a_row_is_not_shown_whole(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as refused:
+        csv(tmp_path, b"id," + b"secret " * 100 + b"\n")
+    assert len(str(refused.value)) < 200
 
 
 def test_format_can_be_named_when_the_ending_says_nothing(tmp_path: Path) -> None:
@@ -446,3 +531,98 @@ def test_a_bad_csv_of_a_grid_stops_it(tmp_path: Path) -> None:
     (tmp_path / "langs.csv").write_text("code\n")
     with pytest.raises(SourceError, match="at least one value of 'lang'"):
         rows_of(tmp_path, ["lang"], grid={"lang": {"csv": "langs.csv", "column": "code"}})
+
+
+# Hostile Parquet
+
+
+def run_in_small_memory(code: str, *arguments: str, megabytes: int = 4000) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, whose address space is bounded."""
+    limit = megabytes << 20
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+from batch_assets.source import read_source
+from batch_assets.source_errors import SourceError
+from batch_assets.spec import SourceSpec
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:-1]:
+    for column in sys.argv[-1].split(","):
+        rows = 0
+        try:
+            for block in read_source(SourceSpec(path=path), [column], Path(".")):
+                rows += len(block.lines)
+        except SourceError as error:
+            print(error)
+        else:
+            print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_an_encrypted_parquet_file_is_refused(tmp_path: Path) -> None:
+    encryption = pytest.importorskip("pyarrow.parquet.encryption", reason="pyarrow was built without encryption")
+
+    class Keys(encryption.KmsClient):
+        def wrap_key(self, key: bytes, master: str) -> bytes:
+            return base64.b64encode(key)
+
+        def unwrap_key(self, key: bytes, master: str) -> bytes:
+            return base64.b64decode(key)
+
+    table = pa.table({"secret": ["x"] * 10, "open": ["y"] * 10})
+    files = []
+    for plain_footer in (True, False):
+        factory = encryption.CryptoFactory(lambda _: Keys())
+        wanted = encryption.EncryptionConfiguration(
+            footer_key="footer", column_keys={"column": ["secret"]}, plaintext_footer=plain_footer
+        )
+        properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), wanted)
+        files.append(tmp_path / f"{plain_footer}.parquet")
+        with pq.ParquetWriter(files[-1], table.schema, encryption_properties=properties) as writer:
+            writer.write_table(table)
+    done = run_in_small_memory(READ, *map(str, files), "secret,open")
+    assert done.returncode == 0, done.stderr
+    assert [line.count("encrypt") > 0 for line in done.stdout.splitlines()] == [True] * 4
+
+
+def large_cells(file: Path, rows: int, *, write_batch_size: int) -> None:
+    """Cells of 1 MB in one row group."""
+    cells = [os.urandom(500_000).hex() for _ in range(4)]
+    table = pa.table({"q": [f"{i} {cells[i % 4]}" for i in range(rows)]})
+    pq.write_table(
+        table, file, use_dictionary=False, row_group_size=rows, write_batch_size=write_batch_size, compression="none"
+    )
+
+
+def test_large_cells_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    large_cells(tmp_path / "a.parquet", 200, write_batch_size=1)
+    done = run_in_small_memory(READ, str(tmp_path / "a.parquet"), "q")
+    rows, megabytes = done.stdout.split()
+    assert int(rows) == 200
+    assert int(megabytes) < 120
+
+
+def test_a_page_that_must_be_in_memory_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_parquet, "MAX_PAGE", 16 << 20)
+    large_cells(tmp_path / "a.parquet", 20, write_batch_size=1024)
+    with pytest.raises(SourceError, match=r"expected pages of at most 16 MiB in column 'q', found one of 19 MiB"):
+        rows_of(tmp_path, ["q"], path="a.parquet")
+    large_cells(tmp_path / "a.parquet", 20, write_batch_size=8)
+    assert len(rows_of(tmp_path, ["q"], path="a.parquet")[0]) == 20
+
+
+def test_parquet_columns_of_one_name_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["q", "q", "other"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert rows_of(tmp_path, ["other"], path="a.parquet")[0] == [("a.parquet", 1, "c")]
+    with pytest.raises(SourceError, match="expected one column 'q', found several"):
+        rows_of(tmp_path, ["q"], path="a.parquet")

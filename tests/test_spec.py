@@ -161,6 +161,14 @@ def test_exactly_one_of_path_and_grid_is_needed() -> None:
     assert "source.grid.a: expected at least one value" in problem(source={"grid": {"a": []}})
 
 
+@pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "gs://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])
+def test_a_source_that_cannot_be_read_is_refused_with_the_spec(path: str) -> None:
+    scheme = path.partition(":")[0]
+    expected = f"expected a local path or s3://bucket/key, found the scheme '{scheme}'"
+    assert f"source.path: {expected}" in problem(source={"path": path})
+    assert expected in problem(source={"grid": {"a": {"csv": path, "column": "c"}}})
+
+
 def test_grid_values_are_scalars_or_a_csv_column() -> None:
     grid = spec(source={"grid": {"a": [1, 2.5, "x", True, None], "b": {"csv": "b.csv", "column": "c"}}}).source.grid
     assert grid is not None and grid["a"] == [1, 2.5, "x", True, None]
