@@ -4,7 +4,9 @@ No postponed annotations in modules with Dagster decorators: Dagster reads the c
 """
 
 import datetime
+import functools
 import itertools
+import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -15,6 +17,7 @@ import dagster as dg
 from batch_assets import ledger
 from batch_assets.card import MEANING, Card
 from batch_assets.checks import check_results, check_specs
+from batch_assets.clock_scale import scale_words
 from batch_assets.curve import curve_markdown
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
@@ -28,6 +31,7 @@ from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy
 from batch_assets.work_in_hand import WorkInHand
+from gpu_runner.accounts import Split
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet import FleetConfigError, GpuFleet
@@ -139,6 +143,7 @@ def plan_metadata(
         "plan": found.plan.reason,
         "plan_curve": dg.MetadataValue.md(curve_markdown(found.plan, target.deadline, target.budget_usd)),
         "plan_feasible": found.plan.feasible,
+        **({"clock": scale} if (scale := scale_words(found.clocks)) else {}),
     }
     if chosen is not None:
         said["plan_instances"] = found.plan.instances
@@ -256,7 +261,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     def dataset(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:
         data = store.dataset(spec.name)
         manifest = current_manifest(data)
-        card = Card(spec.description or "", spec.owners, [f"{key}:{value}" for key, value in spec.tags.items()])
+        tags = [f"{key}:{value}" for key, value in spec.tags.items()]
         journal = data.ordinary_journal()  # garbage if the snapshot is complete now; what comes later is not ours
         try:
             with (
@@ -264,6 +269,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                 fleet.alive(context.run.run_id, spec.name, "publishing the table") as book,
             ):
                 target = book.target(spec.name)  # as it is when the last row is there
+                bill = bill_of(book, spec.name)
+                card = Card(spec.description or "", spec.owners, tags, bill)
                 table = publish(data, manifest, card=card, now=time.time(), workdir=folder)
                 versions = ledger.ledger_versions(context.instance, spec.name)
                 checks = check_results(spec, data, manifest, table, versions, target)
@@ -271,7 +278,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
             raise dg.Failure(str(error), allow_retries=False) from None
         data.objects.delete(journal)
         return dg.MaterializeResult(
-            data_version=dg.DataVersion(table.version), metadata=table_metadata(data, table), check_results=checks
+            data_version=dg.DataVersion(table.version), metadata=table_metadata(data, table, bill), check_results=checks
         )
 
     return dataset
@@ -288,8 +295,14 @@ def current_manifest(store: DatasetStore) -> SnapshotManifest:
     return store.manifest(snapshot)
 
 
-def table_metadata(store: DatasetStore, table: PublishedTable) -> dict[str, Any]:
-    """Counts, schema, cost and places of a published table."""
+def bill_of(book: FleetBook, dataset: str) -> Split | None:
+    """US dollars of all instances rented for a dataset, by what they went into; None when there were none."""
+    parts = [charge.usd for charge in book.charges() if charge.dataset == dataset]
+    return functools.reduce(operator.add, parts) if parts else None
+
+
+def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | None) -> dict[str, Any]:
+    """Counts, schema, cost and places of a published table. `usd` is the useful part of the bill."""
     counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
     columns = [
         dg.TableColumn(column.name, column.type, description=MEANING.get(column.name, "column of the source"))
@@ -304,7 +317,8 @@ def table_metadata(store: DatasetStore, table: PublishedTable) -> dict[str, Any]
         "files": dg.MetadataValue.path(table.glob(store.objects)),
         "simulated": table.simulated,
     }
-    return found | ({"usd": table.usd} if table.usd is not None else {})
+    billed = {} if bill is None else {"usd_billed": round(bill.total, 6), "usd_useful": round(bill.useful, 6)}
+    return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
 
 
 def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:

@@ -233,7 +233,19 @@ def _answer(
     idle = around.idle(spec.name, pace.tick) if _bounded(target) else ()
     room = max(0, around.config.max_instances - len(around.instances))
     report = Report(
-        spec.name, found, target, command, plan, asked.held, idle, room, wanted, spend, book.now(), rows_total
+        dataset=spec.name,
+        found=found,
+        target=target,
+        command=command,
+        plan=plan,
+        held=asked.held,
+        idle=idle,
+        room=room,
+        wanted=wanted,
+        spend=spend,
+        now=book.now(),
+        rows_total=rows_total,
+        clocks=around.clocks,
     )
     return _write(book, report, memory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import dagster as dg
 
 from batch_assets import ledger
 from batch_assets.checks import ON_TIME
+from batch_assets.clock_scale import scale_words
 from batch_assets.open_work import OpenWork
 from batch_assets.progress import duration
 from batch_assets.status import RequestStatus
@@ -39,6 +41,7 @@ class Report:
     spend: Spend
     now: float
     rows_total: int
+    clocks: Mapping[str, float]  # simulated seconds per real second, by provider
     memory: dict[str, Any] = field(default_factory=dict)  # what the books keep for the next tick
 
     @property
@@ -125,6 +128,7 @@ def observation(report: Report) -> dg.AssetObservation:
             "rows_left": dg.MetadataValue.int(work.rows),
             "tokens_left": dg.MetadataValue.int(round(work.tokens)),
             **{name: dg.MetadataValue.float(round(value, 6)) for name, value in numbers.items() if value is not None},
+            **({"clock": dg.MetadataValue.text(scale)} if (scale := scale_words(report.clocks)) else {}),
             "offers": dg.MetadataValue.text(offers_words(command.offers) or "none"),
             "held": dg.MetadataValue.text(held_words(report.held) or "none"),
             **({"retire": dg.MetadataValue.text(", ".join(command.retire))} if command.retire else {}),

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from batch_assets.scan import table_name
+from gpu_runner.accounts import Split
 from resources.store import SnapshotManifest
 
 if TYPE_CHECKING:
@@ -50,11 +51,12 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the dataset's owner says of it."""
+    """What the dataset's owner says of it. `bill`: US dollars of all instances rented for it; None: nothing was."""
 
     description: str = ""
     owners: Sequence[str] = ()
     tags: Sequence[str] = ()
+    bill: Split | None = None
 
 
 def card_text(
@@ -114,7 +116,9 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "duplicates": f"{table.duplicates:,}",
         "rejected source rows": f"{manifest.rejected:,} (not in the table)",
         "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
-        "cost": _dollars(table.usd) + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
+        "cost of these rows": _dollars(table.usd)
+        + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
+        **({"bill of the dataset": _bill_words(card.bill)} if card.bill is not None else {}),
         "files": f"{table.parts} Parquet, {table.bytes / 1e6:,.1f} MB",
         "snapshot, version": f"{table.snapshot}, {table.version}",
         "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -175,6 +179,12 @@ def _open_text() -> str:
         'datasets.load_dataset("parquet", data_files="part-*.parquet")  # or datasets.load_dataset(FOLDER)\n'
         "```"
     )
+
+
+def _bill_words(bill: Split) -> str:
+    """The rows' cost is the useful part of a bill; earlier outcomes of rows are in the bill too."""
+    parts = f"{_dollars(bill.useful)} useful, {_dollars(bill.booting)} boot, {_dollars(bill.idle)} idle"
+    return f"{_dollars(bill.total)} for all instances rented so far: {parts}, {_dollars(bill.wasted)} wasted"
 
 
 def _dollars(usd: float | None) -> str:

@@ -27,7 +27,7 @@ class BatchReport:
     """The newest ledger entry of a batch.
 
     `author` is the run that wrote the object; `reporter` the run that logged this entry, which for a batch that was
-    committed before is another one. `reported_at` is in Unix seconds.
+    committed before is another one. `reused`: rows with the outcome of an earlier object. `reported_at`: Unix seconds.
     """
 
     version: ledger.LedgerVersion
@@ -35,6 +35,7 @@ class BatchReport:
     rows: int
     ok: int
     dead: int
+    reused: int
     prompt_tokens: int
     completion_tokens: int
     author: str | None
@@ -118,7 +119,10 @@ def _value(data: Mapping[str, Any]) -> Any:
 
 
 def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, reported_at: float) -> BatchReport:
-    numbers = {name: int(values.get(name, 0)) for name in ("rows", "ok", "dead", "prompt_tokens", "completion_tokens")}
+    numbers = {
+        name: int(values.get(name, 0))
+        for name in ("rows", "ok", "dead", "reused", "prompt_tokens", "completion_tokens")
+    }
     return BatchReport(
         version=ledger.LedgerVersion.parse(tags.get(ledger.DATA_VERSION_TAG, "")),
         path=values.get("object"),

@@ -132,7 +132,7 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        lines += [Text(f"  {line}") for line in [*request_lines(status, now), *run_lines(status)]]
+        lines += [Text(f"  {line}") for line in [*_request_lines(status, now), *run_lines(status)]]
     if lines and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
@@ -144,6 +144,12 @@ def table_words(status: DatasetStatus) -> str:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"
     return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def _request_lines(status: DatasetStatus, now: float) -> list[str]:
+    """What is wanted, and what its seconds and dollars mean where a clock is scaled."""
+    wanted = request_lines(status, now)
+    return [*wanted, status.request.clock] if wanted and status.request.clock else wanted
 
 
 def request_lines(status: DatasetStatus, now: float) -> list[str]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batch_assets import settings
+from batch_assets.clock_scale import scale_words
 from batch_assets.progress import duration
 from batch_assets.report import print_json
 from batch_assets.stack import prepare_home
@@ -183,12 +184,24 @@ def show_fleet(*, as_json: bool) -> None:
         lines = [cost_json(line) for line in cost_lines(costs)]
         usd = _total([cost.usd for cost in costs])
         total = {"usd": usd.total, **{f"{name}_usd": getattr(usd, name) for name in PARTS}}
-        print_json({"instances": [instance_json(one) for one in instances], "costs": lines, "total": total})
+        told = {"costs": lines, "total": total, "clocks": _clocks(instances, costs)}
+        print_json({"instances": [instance_json(one) for one in instances], **told})
         return
     console = _console()
     console.print(instance_table(instances) if instances else "Nothing is rented now.")
     if costs:
         console.print(cost_table(costs))
+    _print_scale(console, instances, costs)
+
+
+def _clocks(instances: Sequence[Instance], costs: Sequence[InstanceCost]) -> dict[str, float]:
+    """Simulated seconds per real second of every provider that is shown."""
+    return {one.provider: one.clock for one in (*costs, *instances)}
+
+
+def _print_scale(console: Console, instances: Sequence[Instance], costs: Sequence[InstanceCost]) -> None:
+    if scale := scale_words(_clocks(instances, costs)):
+        console.print(scale, highlight=False)
 
 
 def end_fleet(*, force: bool) -> int:
@@ -217,3 +230,4 @@ def print_costs(book: FleetBook) -> None:
     """The bill, for the end of a demo."""
     if costs := book.costs():
         _console().print(cost_table(costs))
+        _print_scale(_console(), (), costs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from batch_assets.clock_scale import scale_words
 from resources.leased import LeasedEngine
 from resources.moving import Decision
 from resources.store import BatchFooter, BatchObject, DatasetStore
@@ -74,6 +75,7 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.A
         "rows": dg.MetadataValue.int(footer.rows),
         "ok": dg.MetadataValue.int(footer.ok),
         "dead": dg.MetadataValue.int(footer.dead),
+        "reused": dg.MetadataValue.int(footer.reused),
         "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
         "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
         "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),
@@ -164,12 +166,14 @@ def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObser
 
 def _instance(leased: LeasedEngine) -> dict[str, dg.MetadataValue]:
     assert leased.offer is not None
+    scale = scale_words({leased.offer.provider: leased.clock})
     return {
         "instance": dg.MetadataValue.text(leased.name),
         "epoch": dg.MetadataValue.int(leased.epoch),
         "offer": dg.MetadataValue.text(leased.offer.name),
         "gpu": dg.MetadataValue.text(f"{leased.offer.gpus}x {leased.offer.gpu}"),
         "usd_per_hour": dg.MetadataValue.float(leased.offer.price_per_hour),
+        **({"clock": dg.MetadataValue.text(scale)} if scale else {}),
     }
 
 

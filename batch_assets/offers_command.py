@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.clock_scale import scale_words
 from batch_assets.report import print_json
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
@@ -26,12 +27,16 @@ from resources.market import Market
 from resources.objects import StoreError, open_objects
 from resources.store import DatasetStore
 
+NO_CLOCKS: Mapping[str, float] = {}
 PLAIN_WIDTH = 180  # of output that goes into a file or a pipe
 
 
 @dataclass(frozen=True, slots=True)
 class OffersView:
-    """Everything that the command shows. `placements` belong to the ranked offers, in their order."""
+    """Everything that the command shows. `placements` belong to the ranked offers, in their order.
+
+    `clocks`: simulated seconds per real second, by provider. `not_rented`: those with prices here, but no provider.
+    """
 
     dataset: str
     model: KnownModel
@@ -40,6 +45,8 @@ class OffersView:
     ranking: Ranking
     placements: tuple[Placement | None, ...]
     problems: tuple[str, ...]
+    clocks: Mapping[str, float]
+    not_rented: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -64,6 +71,8 @@ class OffersView:
             ],
             "refused": [{**_offer_json(one.offer), "reasons": list(one.reasons)} for one in self.ranking.refused],
             "problems": list(self.problems),
+            "clocks": dict(self.clocks),
+            "not_rented": list(self.not_rented),
         }
 
 
@@ -73,6 +82,7 @@ def offers_view(
     market: Market,
     measurements: Sequence[Measurement] = (),
     gpus: Sequence[str] = (),
+    clocks: Mapping[str, float] = NO_CLOCKS,
 ) -> OffersView:
     """Rank what the market has for this work. `gpus` take the place of those in the spec."""
     hardware, declared = spec.hardware, spec.hardware.declared(spec.model)
@@ -100,7 +110,18 @@ def offers_view(
         **bounds,
     )
     placements = tuple(market.placement(one.offer, spec.model, spec.task, work.mix, **bounds) for one in ranking.ranked)
-    return OffersView(spec.name, market.model(spec.model, declared), work, accept, ranking, placements, stock.problems)
+    listed = {one.offer.provider for one in ranking.refused}
+    return OffersView(
+        dataset=spec.name,
+        model=market.model(spec.model, declared),
+        work=work,
+        accept=accept,
+        ranking=ranking,
+        placements=placements,
+        problems=stock.problems,
+        clocks=clocks,
+        not_rented=tuple(sorted(name for name in listed if not market.rents(name))),
+    )
 
 
 def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str], limit: int, as_json: bool) -> None:
@@ -113,7 +134,8 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
         work = WorkInHand(spec, store, folder).look()
     except SourceError as error:
         raise StoreError(f"{spec.name}: {error}") from None
-    view = offers_view(spec, work, *fleet_market(), gpus)
+    market, measured, clocks = fleet_market()
+    view = offers_view(spec, work, market, measured, gpus, clocks)
     if as_json:
         print_json(view.as_json())
         return
@@ -123,15 +145,16 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     console.print(report(view, limit, time.time()), highlight=False)
 
 
-def fleet_market() -> tuple[Market, list[Measurement]]:
-    """The market of this deployment's fleet, and the speeds in its books."""
+def fleet_market() -> tuple[Market, list[Measurement], dict[str, float]]:
+    """The market of this deployment's fleet, the speeds in its books, and its providers' clocks."""
     from batch_assets.fleet_command import the_fleet
 
     fleet = the_fleet()
     config = fleet.config()
     with fleet.open_book() as book:
         measured = list(book.measurements())
-    return fleet.market(config, fleet.providers(config)), measured
+    providers = fleet.providers(config)
+    return fleet.market(config, providers), measured, {name: one.clock for name, one in providers.items()}
 
 
 def report(view: OffersView, limit: int, now: float) -> Group:
@@ -145,7 +168,18 @@ def report(view: OffersView, limit: int, now: float) -> Group:
     if refused:
         parts += [Text(), Text(f"Refused: {len(refused):,}", style="bold")]
         parts += [_refused_table(refused[: limit or None]), *_more(len(refused), limit)]
+    if view.not_rented:
+        parts += [Text(), Text(_own_engine_words(view.not_rented))]
     return Group(*parts)
+
+
+def _own_engine_words(clouds: Sequence[str]) -> str:
+    """What to do about prices of clouds from which nothing can be rented."""
+    return (
+        f"No provider for {', '.join(clouds)}: these prices are for comparison. To use such a machine, rent it "
+        "yourself, start `vllm serve` on it, and name its address under `engines` in "
+        f"{settings.fleet_config()} or with `batch-assets run --endpoint`."
+    )
 
 
 def _head(view: OffersView) -> list[str]:
@@ -159,6 +193,7 @@ def _head(view: OffersView) -> list[str]:
         *(f"  assumed: {text}" for text in work.assumptions),
         f"model: {view.model.name}, {_knowledge(view.model)}",
         f"objective: {view.ranking.objective}; {_filter_words(view.accept)}",
+        *([f"{scale}; hours are theirs"] if (scale := scale_words(view.clocks)) else []),
         *(f"problem: {text}" for text in view.problems),
     ]
 

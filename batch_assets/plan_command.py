@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.clock_scale import scale_words
 from batch_assets.fleet_command import the_fleet
 from batch_assets.moments import Deadline
 from batch_assets.offers_command import PLAIN_WIDTH
@@ -51,6 +52,7 @@ def as_json(found: Proposal) -> dict[str, Any]:
         "next_best": [_candidate_json(one) for one in plan.next_best],
         "curve": [_candidate_json(one) for one in plan.curve],
         "problems": list(found.problems),
+        "clocks": dict(found.clocks),
     }
 
 
@@ -104,6 +106,7 @@ def report(view: Proposal) -> Group:
         *(f"  assumed: {text}" for text in work.assumptions),
         f"wanted: {wanted_words(view.target)}",
         *([f"held: {len(view.held)} instances; spent so far: {view.spend.usd:.2f} $"] if view.spend else []),
+        *([scale] if (scale := scale_words(view.clocks)) else []),
         *(f"problem: {text}" for text in view.problems),
     ]
     parts: list[Text | Table] = [Text(line) for line in head]

@@ -161,7 +161,10 @@ def _less(option: Option, taken: int) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any."""
+    """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any.
+
+    `clocks`: simulated seconds per real second, by provider.
+    """
 
     dataset: str
     work: Workload
@@ -171,6 +174,7 @@ class Proposal:
     request: str
     spend: Spend | None
     problems: tuple[str, ...]
+    clocks: Mapping[str, float]
 
 
 def propose(
@@ -201,7 +205,9 @@ def propose(
     )
     plan = make_plan(asked.work, asked.options, asked.held, wanted)
     name = request.request if request is not None else ""
-    return Proposal(spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems)
+    return Proposal(
+        spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks
+    )
 
 
 def wanted_of(

@@ -18,7 +18,8 @@ RECENT_SECONDS = 120.0
 class Figures:
     """Counts of one snapshot. `ok`, `dead` and tokens are those of committed batches.
 
-    `open_rows` are finished rows of batches that are not committed yet: they show that something moves.
+    `rows_reused` of the committed rows have the outcome of an earlier object. `open_rows` are finished rows of batches
+    that are not committed yet: they show that something moves.
     """
 
     rows: int
@@ -30,11 +31,17 @@ class Figures:
     prompt_tokens: int
     completion_tokens: int
     open_rows: int = 0
+    rows_reused: int = 0
 
     @property
     def rows_done(self) -> int:
         """Committed and open rows; never more than there are."""
         return min(self.rows, self.rows_committed + self.open_rows)
+
+    @property
+    def rows_generated(self) -> int:
+        """Committed rows that an engine was asked for when their batch was generated."""
+        return self.rows_committed - self.rows_reused
 
     @property
     def complete(self) -> bool:
@@ -68,6 +75,7 @@ def figures(
         prompt_tokens=sum(report.prompt_tokens for report in current.values()),
         completion_tokens=sum(report.completion_tokens for report in current.values()),
         open_rows=sum(max(0, rows - committed[run]) for run, rows in rows_of_runs.items()),
+        rows_reused=sum(report.reused for report in current.values()),
     )
 
 

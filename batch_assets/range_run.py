@@ -12,7 +12,7 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
@@ -154,6 +154,7 @@ class RangeRun:
         self._journal = _Journal()
         self._journaled: dict[str, dict[str, Outcome]] = {}
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
+        self._reused: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._writing: Future[None] | None = None
         self._feed = Feed(
@@ -268,11 +269,14 @@ class RangeRun:
         works = list(self._work.values())
         for entry, rows in self.store.rows(self.manifest, [work.entry for work in works]):
             keys = {row.row_id: row.row_key for row in rows}
-            known: dict[str, Outcome] = {}
-            for outcome in (*self._kept(self._work[entry.key]), *self._journaled.pop(entry.key, {}).values()):
-                if keys.get(outcome.row_id) == outcome.row_key:
-                    known[outcome.row_id] = outcome
-            yield Batch(entry.key, rows, known)
+
+            def of_this_batch(outcomes: Iterable[Outcome], keys: Mapping[str, str] = keys) -> dict[str, Outcome]:
+                return {one.row_id: one for one in outcomes if keys.get(one.row_id) == one.row_key}
+
+            kept = of_this_batch(self._kept(self._work[entry.key]))
+            journaled = of_this_batch(self._journaled.pop(entry.key, {}).values())
+            self._reused[entry.key] = len(kept.keys() - journaled.keys())
+            yield Batch(entry.key, rows, kept | journaled)
 
     def _kept(self, work: Work) -> Iterator[Outcome]:
         """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
@@ -343,6 +347,7 @@ class RangeRun:
             epoch=self.epoch,
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
+            reused=self._reused.get(key, 0),
         )
         return self.store.commit(footer, outcomes, self.generation.task)[0]
 

@@ -96,8 +96,8 @@ class Runner:
             looked = time.monotonic()
             moment = follower.look()
             if moment.figures is not None:
-                self._first = moment.figures.rows_committed if self._first is None else self._first
-                self.generated = max(0, moment.figures.rows_committed - self._first)
+                self._first = moment.figures.rows_generated if self._first is None else self._first
+                self.generated = max(0, moment.figures.rows_generated - self._first)
             self.display.show(moment)
             if moment.ending is not None:
                 return moment.ending

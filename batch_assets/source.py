@@ -66,9 +66,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source: `name` as shown to people, and how to open it and to see whether it was replaced."""
+    """One file of a source: its name for people, its size, how to open it, and what changes when it is replaced."""
 
     name: str
+    bytes: int
     open: Callable[[], BinaryIO]
     stamp: Callable[[], object]
 
@@ -96,7 +97,7 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: set
 
     assert source.path is not None
     files = find_files(source.path, base)
-    formats = [(file, *_format(file.name, source.format)) for file in files]
+    formats = [(file, *format_of(file.name, source.format)) for file in files]
     kinds = sorted({kind for _, kind, _ in formats})
     if len(kinds) > 1:
         raise SourceError(f"{source.path}: expected files of one format, found {' and '.join(kinds)}")
@@ -107,7 +108,7 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: set
                 yield from parquet.read(file.name, raw, optional)
             else:
                 read = read_csv if kind == "csv" else read_jsonl
-                yield from read(file.name, _unpacked(raw, packed, file.name), columns, optional)
+                yield from read(file.name, unpacked(raw, packed, file.name), columns, optional)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def _readable(file: SourceFile) -> Iterator[None]:
         raise SourceError(f"{file.name}: changed while it was read; run again when its writer has finished")
 
 
-def _format(name: str, given: str | None) -> tuple[str, str]:
+def format_of(name: str, given: str | None) -> tuple[str, str]:
     """(format, compression) of a file, from its ending."""
     path = PurePosixPath(name.lower())
     packed = path.suffix if path.suffix in (".gz", ".zst") else ""
@@ -161,6 +162,7 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         files = [file for file in found if file.is_file()]
         for file in files:
             _refuse_system_file(path, file)
+        return [_local_file(file, base) for file in files]
     except RuntimeError as error:  # of expanduser
         raise SourceError(f"{path}: expected a home folder that exists at its beginning, found none") from error
     except (OSError, ValueError) as error:  # too long, a loop of links, a NUL byte
@@ -168,7 +170,6 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         raise SourceError(
             f"{path}: expected the path of a file, found one that cannot be looked up ({reason})"
         ) from error
-    return [_local_file(file, base) for file in files]
 
 
 def _refuse_system_file(path: str, file: Path) -> None:
@@ -220,7 +221,7 @@ def _local_file(file: Path, base: Path) -> SourceFile:
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     name = str(file.relative_to(base)) if file.is_relative_to(base) else str(file)
-    return SourceFile(name, lambda: file.open("rb"), stamp)
+    return SourceFile(name, file.stat().st_size, lambda: file.open("rb"), stamp)
 
 
 def _s3_files(path: str) -> list[SourceFile]:
@@ -234,14 +235,14 @@ def _s3_files(path: str) -> list[SourceFile]:
     with _readable_store(path):
         found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
 
-    def file(name: str) -> SourceFile:
+    def file(name: str, size: int) -> SourceFile:
         def stamp() -> object:
             with objects.open(name) as stream:
                 return stream.seek(0, io.SEEK_END)
 
-        return SourceFile(f"s3://{bucket}/{name}", lambda: objects.open(name), stamp)
+        return SourceFile(f"s3://{bucket}/{name}", size, lambda: objects.open(name), stamp)
 
-    return [file(info.path) for info in found]
+    return [file(info.path, info.size) for info in found]
 
 
 @contextlib.contextmanager
@@ -299,7 +300,8 @@ class _Unpacked(io.RawIOBase):
         return data
 
 
-def _unpacked(raw: BinaryIO, packed: str, name: str) -> BinaryIO:
+def unpacked(raw: BinaryIO, packed: str, name: str) -> BinaryIO:
+    """The stream without its compression (".gz", ".zst", or "" for none)."""
     return cast(BinaryIO, _Unpacked(raw, packed, name)) if packed else raw
 
 

@@ -17,6 +17,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batch_assets.clock_scale import scale_words
 from gpu_runner.charges import SpendLine, by_day
 from gpu_runner.fleet import FleetBook
 from gpu_runner.fleet_reports import Billed
@@ -75,6 +76,7 @@ def write_spend(objects: Objects, book: FleetBook) -> dict[str, Any]:
         "dagster/uri": objects.uri(FOLDER),
         "files": dg.MetadataValue.path(objects.uri(f"{FOLDER}/*.parquet")),
         "instances": billed.standing,
+        **({"clock": scale} if (scale := scale_words({one.provider: one.clock for one in book.costs()})) else {}),
     }
 
 

@@ -16,6 +16,7 @@ import dagster as dg
 from batch_assets import ledger, settings
 from batch_assets.backfills import UNFINISHED
 from batch_assets.catalog import BatchReport, Catalog, current_reports
+from batch_assets.clock_scale import scale_words
 from batch_assets.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.publish import PublishedTable, published_table, table_version
 from batch_assets.stack import ensure_storage, prepare_home
@@ -77,7 +78,7 @@ class RequestStatus:
     Moments are Unix seconds by the fleet's database, money is in US dollars since the request began. `on_time`: is the
     deadline expected to be met, or was it; None without one. `finished_at`: None while it is under way. `p50`: the
     median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented. `missing`:
-    batches that were not there when it ended.
+    batches that were not there when it ended. `clock`: what seconds and dollars mean where a clock is scaled.
     """
 
     request: str | None = None
@@ -95,6 +96,7 @@ class RequestStatus:
     paused: str = ""
     reason: str = ""
     missing: int = 0
+    clock: str = ""
 
 
 def request_status(book: FleetBook, dataset: str) -> RequestStatus:
@@ -102,10 +104,10 @@ def request_status(book: FleetBook, dataset: str) -> RequestStatus:
     target = book.target(dataset)
     if target is None or (not target.request and not target.plan):
         return RequestStatus()
-    plan = target.plan
+    plan, clock = target.plan, scale_words({one.provider: one.clock for one in book.costs()})
     if not target.request:
         known = {name: plan[name] for name in RequestStatus.__dataclass_fields__ if name in plan}
-        return RequestStatus(**known)
+        return RequestStatus(**known | {"clock": clock})
     mine = [charge for charge in book.charges(target.since) if charge.dataset == dataset]
     return RequestStatus(
         request=target.request,
@@ -121,6 +123,7 @@ def request_status(book: FleetBook, dataset: str) -> RequestStatus:
         instances=target.instances,
         paused=target.pause,
         reason=plan.get("reason", ""),
+        clock=clock,
     )
 
 

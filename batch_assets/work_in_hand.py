@@ -20,6 +20,7 @@ import orjson
 
 from batch_assets.ingest import Prompts
 from batch_assets.source import Block, read_source
+from batch_assets.source_size import estimated_lines
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.where import Where
 from gpu_runner.rows import Generation
@@ -141,10 +142,13 @@ def spread_of(footers: Sequence[BatchFooter]) -> float:
 
 
 def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
-    """The work of a dataset without a snapshot: the first prompts are rendered, and rows counted up to a bound."""
+    """The work of a dataset without a snapshot: the first prompts are rendered, and the first blocks counted.
+
+    The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
+    """
     prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
     columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
-    rows, first, whole = 0, PromptLengths(0.0, 0.0), True
+    rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
     for number, block in enumerate(read_source(spec.source, columns, folder, set(columns) - prompts.required)):
         if number >= COUNTED_BLOCKS:
             whole = False
@@ -153,14 +157,22 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
         if rows == 0 and passing.lines:
             first = _estimate(_rendered(prompts, passing))
         rows += len(passing.lines)
+        lines += len(block.lines) + len(block.rejects)
         if spec.source.limit and rows >= spec.source.limit:
             rows = spec.source.limit
             break
     said = ["there is no snapshot yet: rows are those of the source, lengths those of its first rows"]
     if not whole:
-        rows = max(rows, spec.source.limit or 0)
-        said.append(f"the source has more than {rows:,} rows; the first {COUNTED_BLOCKS} blocks were counted")
+        rows = _estimated_rows(spec, folder, rows, lines)
+        said.append(f"the source has about {rows:,} rows: {lines:,} lines were read, the others count by their bytes")
     return work_of(spec.generation(), rows, rows, first, (), said)
+
+
+def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: int) -> int:
+    """Rows of a whole source, of whose first `lines` lines `rows` pass; never fewer than these."""
+    estimated = estimated_lines(spec.source, folder) * rows / max(1, lines)
+    found = rows if math.isnan(estimated) else max(rows, round(estimated))
+    return min(found, spec.source.limit or found)
 
 
 def _rendered(prompts: Prompts, block: Block) -> Iterator[bytes]:

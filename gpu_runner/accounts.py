@@ -28,6 +28,12 @@ class Split:
         """All four together."""
         return self.booting + self.useful + self.idle + self.wasted
 
+    def __add__(self, other: Split) -> Split:
+        """Part by part."""
+        return Split(
+            self.booting + other.booting, self.useful + other.useful, self.idle + other.idle, self.wasted + other.wasted
+        )
+
     def times(self, factor: float) -> Split:
         """Each part multiplied."""
         return Split(self.booting * factor, self.useful * factor, self.idle * factor, self.wasted * factor)

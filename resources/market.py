@@ -85,6 +85,10 @@ class Market:
         """Whether the provider only plays its machines."""
         return provider_name(provider) in self._simulated
 
+    def rents(self, provider: str) -> bool:
+        """Whether a provider of this name is configured."""
+        return provider_name(provider) in {provider_name(name) for name in self._own}
+
     def trusts(self, provider: str) -> bool:
         """Whether the provider is a machine of the user's own."""
         return provider_name(provider) in self._trusted

@@ -118,6 +118,7 @@ class BatchFooter(BaseModel):
     model: str
     engine: str
     usd: float | None = None
+    reused: int = 0
 
     @classmethod
     def of(
@@ -131,10 +132,12 @@ class BatchFooter(BaseModel):
         epoch: int,
         run_id: str,
         root_run_id: str,
+        reused: int = 0,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
-        `usd` is what the rows cost, of those whose price is known; None when none is.
+        `reused`: rows whose outcome is that of an earlier object. `usd` is what the rows cost, of those whose price is
+        known; None when none is.
         """
         dead = sum(not outcome.ok for outcome in outcomes)
         newest = max(outcomes, key=lambda outcome: outcome.started_at)
@@ -158,6 +161,7 @@ class BatchFooter(BaseModel):
             model=newest.origin.model,
             engine=newest.origin.engine,
             usd=sum(priced) if (priced := [o.usd for o in outcomes if o.usd is not None]) else None,
+            reused=reused,
         )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import yaml
 from snapshots import commit, questions, write_snapshot
 from test_market import H100, L4, T4, FakeProvider
 from typer.testing import CliRunner, Result
 
-from batch_assets import offers_command
+from batch_assets import offers_command, work_in_hand
 from batch_assets.cli import app
 from batch_assets.generated_dataset import spec_version
 from batch_assets.spec import GeneratedDatasetSpec, SpecError, load_spec
@@ -64,7 +67,7 @@ def fleet(patch: pytest.MonkeyPatch, offers: list[Offer], measured: tuple[Measur
     patch.setattr(
         offers_command,
         "fleet_market",
-        lambda: (Market([FakeProvider("north", fresh)]), list(measured)),
+        lambda: (Market([FakeProvider("north", fresh)]), list(measured), {"north": 1.0}),
     )
 
 
@@ -103,7 +106,9 @@ def test_before_any_snapshot_it_ranks_and_says_what_it_assumed(home: Path) -> No
 
 def test_the_keys_of_the_json_are_stable(home: Path) -> None:
     found = answer()
-    assert list(found) == ["dataset", "model", "objective", "filter", "work", "ranked", "refused", "problems"]
+    assert list(found) == [
+        "dataset", "model", "objective", "filter", "work", "ranked", "refused", "problems", "clocks", "not_rented",
+    ]  # fmt: skip
     offer = [
         "provider", "region", "instance_type", "gpu", "gpus", "gpu_memory_gib", "spot", "price_per_hour",
         "boot_seconds", "reliability", "observed_at", "source", "capacity",
@@ -183,7 +188,25 @@ def test_without_a_fleet_yaml_three_simulated_providers_compete(home: Path, monk
     assert len({one["provider"] for one in found["ranked"]}) == 3
     assert found["problems"] == []
     assert found["model"]["knowledge"] == "assumed"
-    assert "taken for an 8B where machines are simulated" in ask("haiku").stdout
+    said = ask("haiku").stdout
+    assert "taken for an 8B where machines are simulated" in said
+    assert set(found["clocks"].values()) == {60.0}
+    assert "run 60 × as fast as real time" in said
+
+
+def test_prices_of_a_cloud_without_a_provider_say_what_to_do(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers_command, "fleet_market", FLEET_MARKET)
+    monkeypatch.setenv("BATCH_ASSETS_FLEET", str(home / "fleet.yaml"))
+    prices = Path(__file__).parent / "prices" / "private.yaml"
+    (home / "fleet.yaml").write_text(
+        "simulated: {providers: [{name: sim, offers: [{instance_type: h, gpu: H100, price_per_hour: 2.0}]}]}\n"
+        f"prices: {{lists: [{prices}]}}\n"
+    )
+    clouds = answer()["not_rented"]
+    assert clouds and "sim" not in clouds
+    said = " ".join(ask("haiku").stdout.split())
+    assert f"No provider for {', '.join(clouds)}" in said
+    assert "start `vllm serve` on it, and name its address under `engines`" in said
 
 
 def test_a_broken_price_list_in_the_fleet_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +286,48 @@ def test_a_large_source_without_a_snapshot_is_counted_up_to_a_bound(store: Datas
     many = [f"topic {i}" for i in range(300)]
     source = {"grid": {"topic": many, "number": list(range(300))}}
     work = WorkInHand(spec(source=source), store, tmp_path).look()
-    assert work.rows == 64 * 1024
-    assert any("more than 65,536 rows" in text for text in work.assumptions)
+    assert work.rows == 90_000
+    assert any("has about 90,000 rows: 65,536 lines were read" in text for text in work.assumptions)
     limited = WorkInHand(spec(source={**source, "limit": 70_000}), store, tmp_path).look()
     assert limited.rows == 70_000
     assert WorkInHand(spec(source={**source, "limit": 7}), store, tmp_path).look().rows == 7
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "jsonl.gz", "parquet"])
+def test_rows_of_many_files_are_estimated_from_the_bytes_of_all(
+    store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(work_in_hand, "COUNTED_BLOCKS", 2)
+    rng = random.Random(1)
+    for name, rows in (("a", 3000), ("b", 500), ("c", 4500)):
+        texts = [f"topic {rng.random()}" for _ in range(rows)]
+        frame = pl.DataFrame({"topic": texts, "score": [i % 4 for i in range(rows)]})
+        file = tmp_path / f"{name}.{ending}"
+        if ending == "parquet":
+            frame.write_parquet(file)
+        elif ending == "csv":
+            frame.write_csv(file)
+        else:
+            packed = gzip.compress if ending.endswith("gz") else bytes
+            file.write_bytes(packed(frame.write_ndjson().encode()))
+
+    def rows(**source: Any) -> int:
+        return WorkInHand(spec(source={"path": f"*.{ending}", **source}), store, tmp_path).look().rows
+
+    assert rows() == pytest.approx(8000, rel=0.02)
+    condition = "CAST(score AS INT) > 0" if ending == "csv" else "score > 0"
+    assert rows(where=condition) == pytest.approx(6000, rel=0.02)
+    assert rows(limit=5000) == 5000
+
+
+def test_of_very_many_files_a_spread_is_looked_at(
+    store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_in_hand, "COUNTED_BLOCKS", 2)
+    for i in range(40):
+        (tmp_path / f"{i:02}.jsonl").write_text(f'{{"topic": "topic {i}"}}\n' * (50 + i))
+    work = WorkInHand(spec(source={"path": "*.jsonl"}), store, tmp_path).look()
+    assert work.rows == pytest.approx(sum(50 + i for i in range(40)), rel=0.05)
 
 
 def test_where_counts_only_the_rows_that_pass(store: DatasetStore, tmp_path: Path) -> None:

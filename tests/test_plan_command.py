@@ -66,6 +66,15 @@ def test_the_cheapest_fleet_that_makes_the_deadline_is_chosen(home: Path) -> Non
     assert found["earliest"]["usd"]["p50"] > found["chosen"]["usd"]["p50"]
 
 
+def test_a_scaled_clock_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(plan()[1]["clocks"].values()) == {1.0}
+    monkeypatch.delenv("BATCH_ASSETS_FLEET")
+    monkeypatch.setenv("DAGSTER_HOME", str(home / "new"))  # with the simulated providers that come with the project
+    (clock,) = set(plan()[1]["clocks"].values())
+    said = CliRunner().invoke(app, ["plan", "d"]).stdout
+    assert f"run {clock:g} × as fast as real time" in " ".join(said.split())
+
+
 def test_along_the_curve_time_costs_money(home: Path) -> None:
     curve = plan()[1]["curve"]
     assert len(curve) > 2

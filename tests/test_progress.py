@@ -16,7 +16,7 @@ ENTRIES = [BatchEntry(f"{i:05d}", 250, f"{i:016x}", 0, i) for i in range(4)]
 
 def report(*, author: str = "run", reporter: str | None = None, at: float = 0.0, dead: int = 0) -> BatchReport:
     version = LedgerVersion("0" * 16, 0)
-    return BatchReport(version, None, 250, 250 - dead, dead, 1000, 2000, author, reporter or author, at)
+    return BatchReport(version, None, 250, 250 - dead, dead, 0, 1000, 2000, author, reporter or author, at)
 
 
 def run(

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from snapshots import SourceRow, commit, current_path, outcome, overwrite, questions, write_snapshot
 
+from batch_assets.assets import table_metadata
 from batch_assets.card import Card
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import (
@@ -25,6 +26,7 @@ from batch_assets.publish import (
     published_table,
 )
 from batch_assets.spec import load_spec
+from gpu_runner.accounts import Split
 from gpu_runner.rows import Row
 from resources.objects import LocalObjects, Objects
 from resources.store import CorruptObject, DatasetStore, SnapshotManifest
@@ -331,6 +333,17 @@ def test_the_card_says_what_it_is_and_cuts_long_cells(store: DatasetStore, tmp_p
     assert 'path: "part-*.parquet"' in front
 
 
+def test_the_card_has_the_bill_and_its_useful_part(store: DatasetStore, tmp_path: Path) -> None:
+    manifest = write_snapshot(store, questions(5))
+    commit(store, manifest)
+    bill = Split(booting=0.5, useful=2.0, idle=0.25, wasted=0.125)
+    table = publish(store, manifest, card=Card(bill=bill), now=0.0, workdir=tmp_path)
+    said = "| bill of the dataset | $2.8750 for all instances rented so far: $2.0000 useful, $0.5000 boot, "
+    assert said + "$0.2500 idle, $0.1250 wasted |" in store.objects.get(f"{table.path}/README.md").decode()
+    metadata = table_metadata(store, table, bill)
+    assert (metadata["usd_billed"], metadata["usd_useful"]) == (2.875, 2.0)
+
+
 def test_a_price_that_is_unknown_stays_unknown(store: DatasetStore, tmp_path: Path) -> None:
     manifest = write_snapshot(store, questions(5))
     entry, rows = next(store.rows(manifest, store.entries(manifest.snapshot)))
@@ -343,7 +356,10 @@ def test_a_price_that_is_unknown_stays_unknown(store: DatasetStore, tmp_path: Pa
     store.commit(footer, outcomes, "chat")
     table = do_publish(store, manifest, tmp_path)
     assert (table.usd, table.unpriced) == (None, 5)
-    assert "| cost | not known; 5 rows without a known price |" in store.objects.get(f"{table.path}/README.md").decode()
+    assert (
+        "| cost of these rows | not known; 5 rows without a known price |"
+        in store.objects.get(f"{table.path}/README.md").decode()
+    )
 
 
 def test_a_snapshot_that_prompts_made_goes_all_the_way(store: DatasetStore, tmp_path: Path) -> None:

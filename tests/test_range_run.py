@@ -11,6 +11,7 @@ import pytest
 from simulated_engine import simulated_engine
 from snapshots import MODEL, commit, questions, write_snapshot
 
+from batch_assets import ledger
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet import Lease
 from gpu_runner.wire import EngineRefused
@@ -49,6 +50,20 @@ def test_a_range_is_generated_committed_and_then_only_reported(any_objects: Obje
     assert (len(again.done), again.todo) == (10, [])
     assert {footer.epoch for footer in again.done} == {7}
     assert {footer.model for footer in again.done} == {f"{MODEL} (simulated)"}
+
+
+def test_a_footer_tells_rows_that_were_asked_from_rows_that_were_there(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    commit(store, write_snapshot(store, questions(10)))
+    manifest = write_snapshot(store, questions(8) + questions(2, start=100))
+    with simulated_engine("--speed", "200", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        asyncio.run(generate(run, engine.url))
+        run.close()
+    (entry,) = store.entries(manifest.snapshot)
+    footer = store.footer(store.current_objects([entry])[entry.key])
+    assert (footer.rows, footer.reused, run.progress().ok) == (10, 8, 2)
+    assert ledger.batch_event(store, footer, manifest.snapshot).metadata["reused"].value == 8
 
 
 def test_what_a_stopped_run_had_journaled_is_not_asked_again(local_objects: Objects) -> None:
