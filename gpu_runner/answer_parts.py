@@ -7,8 +7,8 @@ type than the protocol says raises TypeError or ValueError, and the answer then 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -49,6 +49,30 @@ class TokenLogprob:
     top_logprobs: tuple[Alternative, ...] = ()
 
 
+@dataclass(slots=True)
+class EntryColumns:
+    """Tokens with their log-probabilities and bytes, a list of each."""
+
+    token: list[str] = field(default_factory=list)
+    logprob: list[float | None] = field(default_factory=list)
+    bytes: list[bytes | None] = field(default_factory=list)
+
+    def add(self, token: str, logprob: float | None, raw: list[int] | None) -> None:
+        """One more, as it was packed."""
+        self.token.append(token)
+        self.logprob.append(logprob)
+        self.bytes.append(_bytes(raw))
+
+
+@dataclass(slots=True)
+class TokenColumns(EntryColumns):
+    """The tokens of an answer; `alternatives` counts those of `top` that belong to each."""
+
+    text_offset: list[int | None] = field(default_factory=list)
+    alternatives: list[int] = field(default_factory=list)
+    top: EntryColumns = field(default_factory=EntryColumns)
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """The tokens of an answer, packed as JSON: twenty alternatives of a thousand tokens are 8 MB as objects."""
@@ -59,6 +83,17 @@ class Logprobs:
     def of(cls, tokens: Sequence[TokenLogprob]) -> Logprobs:
         """Pack them."""
         return cls(orjson.dumps([_packed(token) for token in tokens]))
+
+    def columns(self) -> TokenColumns:
+        """The same, column by column: what a table is made of."""
+        found = TokenColumns()
+        for token, logprob, raw, offset, top in orjson.loads(self.packed):
+            found.add(token, logprob, raw)
+            found.text_offset.append(offset)
+            found.alternatives.append(len(top))
+            for other in top:
+                found.top.add(*other)
+        return found
 
     def __iter__(self) -> Iterator[TokenLogprob]:
         for token, logprob, raw, offset, top in orjson.loads(self.packed):
@@ -103,7 +138,7 @@ def chat_parts(choice: Mapping[str, Any]) -> AnswerParts:
     tokens = given.get("content")
     if tokens is None:
         tokens = given.get("refusal")
-    logprobs = None if tokens is None else Logprobs.of([_chat_token(token) for token in _list(tokens)])
+    logprobs = None if tokens is None else Logprobs(orjson.dumps([_chat_token(token) for token in _list(tokens)]))
     refusal = _text(message.get("refusal"))
     if calls is None and reasoning is None and refusal is None and logprobs is None:
         return NO_PARTS
@@ -119,16 +154,16 @@ def completion_parts(choice: Mapping[str, Any]) -> AnswerParts:
     top = _list_or_nones(given.get("top_logprobs"), len(tokens))
     offsets = _list_or_nones(given.get("text_offset"), len(tokens))
     found = [
-        TokenLogprob(
+        [
             _str(token),
             _logprob(number),
             None,
             None if offset is None else _whole_number(offset),
-            _few(Alternative(_str(word), _logprob(value)) for word, value in (others or {}).items()),
-        )
+            [[_str(word), _logprob(value), None] for word, value in _few((others or {}).items())],
+        ]
         for token, number, others, offset in zip(tokens, numbers, top, offsets, strict=True)
     ]
-    return AnswerParts(logprobs=Logprobs.of(found))
+    return AnswerParts(logprobs=Logprobs(orjson.dumps(found)))
 
 
 def _tool_calls(calls: Any) -> tuple[ToolCall, ...] | None:
@@ -146,12 +181,17 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(_text(call.get("id")), kind, _str(called["name"]), _str(called[words]))
 
 
-def _chat_token(token: Mapping[str, Any]) -> TokenLogprob:
-    top = _few(
-        Alternative(_str(other["token"]), _logprob(other["logprob"]), _bytes(other.get("bytes")))
-        for other in token.get("top_logprobs") or ()
-    )
-    return TokenLogprob(_str(token["token"]), _logprob(token["logprob"]), _bytes(token.get("bytes")), None, top)
+def _chat_token(token: Mapping[str, Any]) -> list[Any]:
+    """A token as it is packed."""
+    top = [_chat_entry(other) for other in _few(token.get("top_logprobs") or ())]
+    return [*_chat_entry(token), None, top]
+
+
+def _chat_entry(entry: Mapping[str, Any]) -> list[Any]:
+    raw = entry.get("bytes")
+    if raw is not None:
+        bytes(_list(raw))  # of numbers from 0 to 255
+    return [_str(entry["token"]), _logprob(entry["logprob"]), raw]
 
 
 def _packed(token: TokenLogprob) -> list[Any]:
@@ -159,20 +199,17 @@ def _packed(token: TokenLogprob) -> list[Any]:
     return [token.token, token.logprob, _numbers(token.bytes), token.text_offset, top]
 
 
-def _few(alternatives: Iterator[Alternative]) -> tuple[Alternative, ...]:
-    found = []
-    for alternative in alternatives:
-        found.append(alternative)
-        if len(found) > MOST_ALTERNATIVES:
-            raise ValueError(f"expected at most {MOST_ALTERNATIVES} alternatives of a token, found more")
-    return tuple(found)
+def _few(alternatives: Collection[Any]) -> Collection[Any]:
+    if len(alternatives) > MOST_ALTERNATIVES:
+        raise ValueError(f"expected at most {MOST_ALTERNATIVES} alternatives of a token, found {len(alternatives)}")
+    return alternatives
 
 
 def _logprob(value: Any) -> float | None:
     """Null stands before the first token of an echoed prompt. vLLM writes -9999 for minus infinity, as JSON must."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not float and type(value) is not int:  # a bool is an int to isinstance
         raise TypeError("a log-probability is no number")
     number = float(value)
     if not isfinite(number) or abs(number) > _LARGEST_FLOAT:
