@@ -29,7 +29,11 @@ _SIZES = (
 MEANING = {
     "row_id": "the source's id, or the hash of the request and an occurrence number",
     "output": "what the model wrote; null for a row without a completion",
-    "finish_reason": "stop, or length when the answer was cut at the token limit",
+    "finish_reason": "stop, tool_calls, or length when the answer was cut at the token limit",
+    "tool_calls": "calls that the model asks for: id, type, name, and arguments as text; else null",
+    "reasoning": "what a reasoning model wrote before its answer; else null",
+    "refusal": "the words in which the model refused; else null",
+    "logprobs": "each token of the answer: token, logprob, bytes, text_offset, top_logprobs; null unless asked for",
     "prompt_tokens": "as the engine counted them",
     "completion_tokens": "as the engine counted them",
     "tries": "requests charged to the row",

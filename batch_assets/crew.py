@@ -32,6 +32,7 @@ FAILED_STARTS = 3
 LOOK_SECONDS = 1.0
 FAILED_MOVE_SECONDS = 15.0
 LONGEST_DRAIN = 300.0
+WAITS = "waits for batches that another run works on"
 
 Result = TypeVar("Result")
 
@@ -170,6 +171,7 @@ class Crew:
         self._fruitless = self._unused = self._failed_starts = self._failed_asks = 0
         self._rest_until = self._scout_at = self._replace_at = 0.0
         self._scouting: Errand[Decision | None] | None = None
+        self._preparing: Running[bool] | None = None
 
     def step(self) -> str | None:
         """Move on by one look. None: go on; "": nothing is left to do; else why the run cannot go on."""
@@ -181,12 +183,37 @@ class Crew:
         if not self.shifts and self.hire is None:
             if self.run.progress().finished:
                 return ""
-            if time.monotonic() >= self._rest_until:
+            if (reason := self._prepared()) is not None:
+                return reason
+            if self._preparing is None and time.monotonic() >= self._rest_until:
                 self.hire = Hire(lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause), self._drop)
         for shift in self.shifts:
             self._look(shift)
+            if self.run.waits and not shift.leaving:
+                self._stand_by(shift)
         self._roll_over()
         return None
+
+    def _stand_by(self, shift: Shift) -> None:
+        """Nothing to ask before another run has done its batches: it may need this very engine for them."""
+        shift.leaving = WAITS
+        self.say(f"gives {shift.leased.name} back: {WAITS}")
+        self.loop.call(shift.stop.set)
+
+    def _prepared(self) -> str | None:
+        """Without an engine, and while other runs hold what is left: wait for them. "" when they have done it all."""
+        if self._preparing is None:
+            if self.run.waits:
+                self.heart.note = WAITS
+                self._preparing = self.loop.submit(self.run.prepare())
+            return None
+        if self.heart.ended.is_set():
+            return str(RunEnded(self.heart.run_id))
+        if not self._preparing.wait(0):
+            return None
+        preparing, self._preparing = self._preparing, None
+        self.heart.note = ""
+        return None if preparing.result() else ""
 
     def wait(self, seconds: float) -> None:
         """Until something may have changed, or the time is over."""
@@ -194,6 +221,8 @@ class Crew:
             self.shifts[0].serving.wait(seconds)
         elif self.hire is not None:
             self.hire.wait(seconds)
+        elif self._preparing is not None:
+            self._preparing.wait(seconds)
         else:
             time.sleep(seconds)
 
@@ -202,6 +231,8 @@ class Crew:
         hire, self.hire = self.hire, None
         if hire is not None and (leased := hire.cancel()) is not None:
             self._drop(leased)
+        if self._preparing is not None:
+            self._preparing.cancel(CANCEL_SECONDS)
         for shift in self.shifts:
             shift.serving.cancel(0)
         for shift in list(self.shifts):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from batch_assets.scan import CommittedRows, pieces, read_ahead, table_name, threads_for
 from batch_assets.table_files import table_schema
 from resources.objects import temporary_folder
+from resources.part_columns import PART_COLUMNS
 from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
 
 FORMAT = 1
@@ -138,9 +139,10 @@ def _dead_rows(
     threads: int,
 ) -> Iterator[pa.Table]:
     committed = CommittedRows(store, manifest, current)
+    answer_parts = PART_COLUMNS if manifest.settings().task != "embedding" else ()
 
     def read(piece: list[BatchEntry]) -> pa.Table:
-        rows = committed.read(piece).drop_columns(["output"])
+        rows = committed.read(piece).drop_columns(["output", *answer_parts])
         return rows.filter(rows.column("error").is_valid())
 
     return read_ahead(read, pieces(dead), threads)

@@ -25,7 +25,7 @@ CHECKS: Mapping[str, str] = {
     "ids_unique": "No row id stands on two lines.",
     "dead_letter_rate": "Rows without a completion, per row that was asked.",
     "schema_valid_rate": "Outputs that fit the declared JSON schema, per output looked at.",
-    "empty_output_rate": "Outputs that are blank, or vectors that are empty, zero or not finite, per output.",
+    "empty_output_rate": "Outputs that are blank (tool calls aside), or vectors empty, zero or not finite, per output.",
     "repeated_output_rate": "Share of the most frequent output among all outputs; 0 when no two are alike.",
 }
 
@@ -61,7 +61,9 @@ def quality(
     Raises CorruptObject.
     """
     counted = Counted(table.rows, manifest.settings().json_schema)
-    for batch in table_batches(store, table, ["row_id", "output", "error", "duplicate_of"]):
+    # A table of an earlier version, or of embeddings, has no tool calls.
+    calls = [column.name for column in table.columns if column.name == "tool_calls"]
+    for batch in table_batches(store, table, ["row_id", "output", "error", "duplicate_of", *calls]):
         counted.add(batch)
     repeated = len(repeated_ids(store, table, counted.ids))
     return counted.figures(manifest.source_rows - manifest.rejected, repeated, thresholds)
@@ -78,7 +80,10 @@ class Counted:
         self._fits = _validator(json_schema) if json_schema is not None else None
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Count the lines of a batch with the columns row_id, output, error and duplicate_of."""
+        """Count the lines of a batch with the columns row_id, output, error, duplicate_of, and maybe tool_calls.
+
+        Where a tool call is the whole answer, there is no output to judge.
+        """
         self.ids.add(batch.column("row_id"))
         self.rows += batch.num_rows
         output, error = batch.column("output"), batch.column("error")
@@ -86,7 +91,7 @@ class Counted:
         asked = batch.column("duplicate_of").is_null()
         self.asked += pc.sum(asked).as_py() or 0
         self.dead += pc.sum(pc.and_(asked, error.is_valid())).as_py() or 0
-        outputs = output.filter(asked).drop_null()
+        outputs = output.filter(pc.and_(asked, pc.invert(_calls_only(batch)))).drop_null()
         if self._fits is not None:
             # Every k-th completion of the whole table, wherever the batches begin.
             for text in outputs[-len(self._outputs) % self._every :: self._every].to_pylist():
@@ -157,6 +162,14 @@ def _validator(json_schema: Mapping[str, Any]) -> Callable[[str], bool]:
             return False
 
     return fits
+
+
+def _calls_only(batch: pa.RecordBatch) -> pa.Array:
+    """True for lines whose answer is a tool call without a text."""
+    if "tool_calls" not in batch.schema.names:
+        return pa.repeat(False, batch.num_rows)
+    calls = pc.fill_null(pc.greater(pc.list_value_length(batch.column("tool_calls")), 0), False)
+    return pc.and_(calls, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(batch.column("output")), ""), False))
 
 
 def _empty(outputs: pa.Array) -> int:

@@ -12,105 +12,26 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from batch_assets.verify import check_object
+from batch_assets.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
+from batch_assets.range_source import RangeSource, RunClaims
 from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
-from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.rows import Origin, Outcome
 from resources.fleet import LeasedEngine
-from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+from resources.store import BatchFooter, DatasetStore, SnapshotManifest
+
+__all__ = ["Intent", "RangePlan", "RangeRun", "RunClaims", "RunIdentity", "Work", "plan_range"]
 
 log = logging.getLogger(__name__)
 
 ALL_REFUSED = 200
 UNDECIDED_SECONDS = 0.05
 CLOSE_SECONDS = 2.0
-Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit."""
-
-    entry: BatchEntry
-    generation: int
-    keep: tuple[BatchObject, ...] = ()
-    keep_dead: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RangePlan:
-    """What is done already (footers to report again) and what is to do, in key order."""
-
-    done: list[BatchFooter]
-    todo: list[Work]
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """Why a run was started. `root_run_id` stays the same over its retries, so that they continue it."""
-
-    root_run_id: str
-    regenerate: bool = False
-    redrive: bool = False
-
-    @property
-    def purpose(self) -> Purpose:
-        """Name of the journal that this run's retries read."""
-        return self.root_run_id if self.regenerate or self.redrive else ""
-
-
-def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Intent) -> RangePlan:
-    """Compare the snapshot's batches with the store. Lists, reads every current object whole; writes nothing.
-
-    A torn object at the current data version is never overwritten: the next generation replaces it.
-    """
-    if not entries:
-        return RangePlan([], [])
-    found = store.objects_by_batch(entries[0].key, entries[-1].key)
-    plan = RangePlan([], [])
-    with ThreadPoolExecutor(8) as pool:
-        for footer, work in pool.map(
-            lambda entry: _plan_batch(store, entry, found.get(entry.key, []), intent), entries
-        ):
-            if footer is not None:
-                plan.done.append(footer)
-            if work is not None:
-                plan.todo.append(work)
-    return plan
-
-
-def _plan_batch(
-    store: DatasetStore, entry: BatchEntry, objects: list[BatchObject], intent: Intent
-) -> tuple[BatchFooter | None, Work | None]:
-    current = [batch for batch in objects if batch.data_version == entry.data_version]
-    if not current:
-        return None, Work(entry, 0, tuple(objects))
-    newest = current[-1]
-    try:
-        footer = check_object(store, entry, newest)
-    except (CorruptObject, FileNotFoundError):
-        earlier = tuple(batch for batch in objects if batch != newest)
-        return None, Work(entry, newest.generation + 1, earlier)
-    if footer.root_run_id == intent.root_run_id:
-        return footer, None
-    if intent.regenerate:
-        return None, Work(entry, newest.generation + 1)
-    if intent.redrive and footer.dead:
-        return None, Work(entry, newest.generation + 1, (newest,), keep_dead=False)
-    return footer, None
-
-
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
-    """Which run this is, and the range that names its journal."""
-
-    run_id: str
-    intent: Intent
-    key_range: tuple[str, str]
+LINGER_SECONDS = 2.0
 
 
 @dataclass
@@ -127,7 +48,8 @@ class RangeRun:
 
     All methods but `serve` may be called from any thread. `fence` says whether this run may still clean up after
     itself: one that was declared dead deletes nothing, its successor does. `committed` receives the footer of every
-    batch that this run committed or found committed, for the ledger.
+    batch that this run committed or found committed, for the ledger. `claims` keep it from asking for rows that another
+    run of these batches asks for.
     """
 
     def __init__(
@@ -140,6 +62,7 @@ class RangeRun:
         policy: FeedPolicy | None = None,
         journal_seconds: float = 2.0,
         fence: Callable[[], bool] = lambda: True,
+        claims: RunClaims | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
@@ -152,13 +75,23 @@ class RangeRun:
         self._journal_seconds = journal_seconds
         self._fence = fence
         self._journal = _Journal()
-        self._journaled: dict[str, dict[str, Outcome]] = {}
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
-        self._reused: dict[str, int] = {}
+        self._released: set[str] = set(self._committed_keys)
+        self._claims = claims
+        self._commit_error: Exception | None = None
+        self.source = RangeSource(
+            store,
+            manifest,
+            self._work,
+            identity,
+            claims,
+            adopted=self._adopted,
+            segment=lambda path, keys: self._journal.segments.append((path, keys)),
+        )
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._writing: Future[None] | None = None
         self._feed = Feed(
-            self._batches(),
+            self.source.batches(),
             on_row=self._on_row,
             on_batch=self._on_batch,
             policy=self._enough_backlog(policy or FeedPolicy()),
@@ -183,9 +116,35 @@ class RangeRun:
         """Keys that are not committed."""
         return [key for key in self._work if key not in self._committed_keys]
 
+    @property
+    def waits(self) -> bool:
+        """Other runs hold the batches that are left; with no row queued, an engine is of no use now."""
+        return self.source.waited > LINGER_SECONDS and self._feed.progress().queued == 0
+
     async def prepare(self) -> bool:
-        """Commit the batches that need no engine. False: nothing is left, so none need be leased."""
-        return await self._feed.prepare()
+        """Commit the batches that need no engine. False: nothing is left, so none need be leased.
+
+        Not to be called beside `serve`. Returns True as soon as there is a row that nobody else asks for.
+        """
+        if self._claims is None:
+            return await self._feed.prepare()
+        preparing = asyncio.create_task(self._feed.prepare())
+        try:
+            while not preparing.done() and not self._needs_engine():
+                await asyncio.wait([preparing], timeout=UNDECIDED_SECONDS)
+            if preparing.done():
+                return preparing.result()
+        finally:
+            preparing.cancel()  # the batch that is being read is taken up again by the next call
+            await asyncio.gather(preparing, return_exceptions=True)
+        if self._commit_error is not None:
+            raise self._commit_error
+        return True
+
+    def _needs_engine(self) -> bool:
+        """The next batch has rows to ask for, and those before it are committed (or cannot be)."""
+        committing = self._feed.progress().open_batches > 0 and self._commit_error is None
+        return self.source.wants_engine.is_set() and not committing
 
     async def serve(self, leased: LeasedEngine, stop: asyncio.Event | None = None) -> None:
         """Generate on this engine until all is committed, or until `stop` is set and its rows are answered.
@@ -208,9 +167,11 @@ class RangeRun:
                 run_id=self.identity.run_id,
             )
             flushing = asyncio.create_task(self._flush_often())
+            self.source.engine_comes()
             try:
                 await self._feed.serve(engine, origin, leased.max_num_seqs, stop=stop, spending=leased.spending)
             finally:
+                self.source.engine_goes()
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
 
@@ -246,6 +207,7 @@ class RangeRun:
 
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
+        self.source.close()
         if self._writing is not None:  # a cancelled flush leaves its thread at work
             wait([self._writing], CLOSE_SECONDS)
         self._drop_finished()
@@ -261,43 +223,19 @@ class RangeRun:
             with contextlib.suppress(ValueError):  # close() may come while a thread is at this
                 self._journal.segments.remove(segment)
 
+    def _release_committed(self) -> None:
+        """Give up the claims on committed batches; those of the last ones end with the run."""
+        keys = [key for key in list(self._committed_keys) if key not in self._released]
+        if self.source.release_committed(keys):
+            self._released.update(keys)
+
     # what the feed calls
 
-    def _batches(self) -> Iterator[Batch]:
-        """The range's batches in order, with what is known of each; pulled by the feed in a thread."""
-        self._journaled = self._read_journal()
-        works = list(self._work.values())
-        for entry, rows in self.store.rows(self.manifest, [work.entry for work in works]):
-            keys = {row.row_id: row.row_key for row in rows}
-
-            def of_this_batch(outcomes: Iterable[Outcome], keys: Mapping[str, str] = keys) -> dict[str, Outcome]:
-                return {one.row_id: one for one in outcomes if keys.get(one.row_id) == one.row_key}
-
-            kept = of_this_batch(self._kept(self._work[entry.key]))
-            journaled = of_this_batch(self._journaled.pop(entry.key, {}).values())
-            self._reused[entry.key] = len(kept.keys() - journaled.keys())
-            yield Batch(entry.key, rows, kept | journaled)
-
-    def _kept(self, work: Work) -> Iterator[Outcome]:
-        """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
-        outcomes: list[Outcome] = []
-        for batch in work.keep:
-            try:
-                outcomes += self.store.outcomes(batch)
-            except (CorruptObject, FileNotFoundError):
-                continue  # verify names it; its rows are generated again
-        kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
-        return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
-
-    def _read_journal(self) -> dict[str, dict[str, Outcome]]:
-        found: dict[str, dict[str, Outcome]] = defaultdict(dict)
-        for path in self.store.journal_segments(self.identity.key_range, self.identity.intent.purpose):
-            outcomes = self.store.read_journal(path)
-            self._journal.segments.append((path, frozenset(outcomes)))
-            for key, rows in outcomes.items():
-                if key in self._work:
-                    found[key].update({outcome.row_id: outcome for outcome in rows})
-        return found
+    def _adopted(self, work: Work, footer: BatchFooter) -> None:
+        """Another run has committed this batch meanwhile: it is reported, and its rows are no work of ours."""
+        self._rows -= work.entry.rows
+        self._committed_keys.add(work.entry.key)
+        self.committed.put(footer)
 
     def _on_row(self, key: str, outcome: Outcome) -> None:
         self._journal.waiting[key].append(outcome)
@@ -331,7 +269,11 @@ class RangeRun:
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
         while self._undecided():  # noqa: ASYNC110  (progress has no event)
             await asyncio.sleep(UNDECIDED_SECONDS)
-        footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+        try:
+            footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+        except Exception as error:
+            self._commit_error = error
+            raise
         self._committed_keys.add(key)
         self._journal.waiting.pop(key, None)
         self.committed.put(footer)
@@ -347,7 +289,7 @@ class RangeRun:
             epoch=self.epoch,
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
-            reused=self._reused.get(key, 0),
+            reused=self.source.reused(key),
         )
         return self.store.commit(footer, outcomes, self.generation.task)[0]
 
@@ -360,6 +302,7 @@ class RangeRun:
             try:
                 await self.flush()
                 await asyncio.get_running_loop().run_in_executor(self._pool, self._drop_finished)
+                await asyncio.get_running_loop().run_in_executor(self._pool, self._release_committed)
             except Exception as error:
                 log.warning("run %s: journal not written: %s", self.identity.run_id, type(error).__name__)
             await asyncio.sleep(max(0.1, self._journal_seconds - (time.monotonic() - started)))

@@ -14,14 +14,14 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.crew import Crew
+from batch_assets.crew import WAITS, Crew
 from batch_assets.launcher import REQUEST_TAG
 from batch_assets.loop_thread import LoopThread
-from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
+from batch_assets.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import BACKFILL_TAG, WishError, begin_unless_busy, request_of, wishes
 from batch_assets.work_in_hand import WorkInHand
-from gpu_runner.fleet import BookError, FleetBook
+from gpu_runner.fleet import BookError, FleetBook, RunEnded
 from gpu_runner.heart import Heart
 from gpu_runner.offers import Objective
 from gpu_runner.workload import Workload
@@ -75,7 +75,8 @@ def generate_rows(
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
             objective = _join_request(context, spec, book)
-            run = RangeRun(store, manifest, plan, identity, fence=lambda: _may_write(book, heart))
+            claims = RunClaims(book, context.run.run_id, store.dataset, heart.ttl)
+            run = RangeRun(store, manifest, plan, identity, fence=lambda: _may_write(book, heart), claims=claims)
             need = _requirement(context, spec, run, objective, WorkInHand(spec, store, folder).look)
             _generate(context, fleet, book, heart, need, run)
     yield from ()
@@ -102,9 +103,9 @@ def _generate(
     reason = ""
     with contextlib.closing(run), rare_collections(), LoopThread() as loop:
         try:
-            if _needs_engine(context, loop, run):
+            if _needs_engine(context, loop, run, heart):
                 reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))
-        except (FleetConfigError, PricingError) as error:
+        except (FleetConfigError, PricingError, RunEnded) as error:
             reason = str(error)
         finally:
             loop.submit(run.flush()).wait(FLUSH_SECONDS)
@@ -237,12 +238,19 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun) -> bool:
-    """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left."""
+def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun, heart: Heart) -> bool:
+    """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left.
+
+    While another run holds all that is left, this waits: no engine is rented beside it. Raises RunEnded.
+    """
     preparing = loop.submit(run.prepare())
     try:
         while not preparing.wait(WAIT_SECONDS):
             _report(context, run)
+            heart.note = WAITS if run.waits else ""
+            if heart.ended.is_set():
+                raise RunEnded(heart.run_id)
+        heart.note = ""
         return preparing.result()
     finally:
         preparing.cancel(CANCEL_SECONDS)

@@ -33,9 +33,9 @@ from batch_assets.spec_fields import (
     SourcePath,
     Strict,
     Text,
-    encodable,
 )
 from batch_assets.spec_hardware import HardwareSpec
+from batch_assets.spec_sampling import check_parts, extra_fields
 from gpu_runner.offers import Objective
 from gpu_runner.rows import Generation, Task
 from resources.tables import OUTCOME_COLUMNS
@@ -44,22 +44,13 @@ __all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
 
 # Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
-_OWN_REQUEST_FIELDS = frozenset(
-    {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "echo", "logprobs", "user"}
-    | {"response_format", "structured_outputs", "guided_json"}
-)
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
 _OWNER = re.compile(r"team:\S+|[^@\s]+@[^@\s]+\.[^@\s]+")
 
 
 def _extra(value: dict[str, Any]) -> dict[str, Any]:
-    for key in value:
-        if key in _OWN_REQUEST_FIELDS or key in SamplingSpec.model_fields:
-            hint = "Write it under sampling itself." if key in SamplingSpec.model_fields else ""
-            raise Unusable("request fields that this platform does not set itself", show(key), hint)
-    encodable(value)
-    return value
+    return extra_fields(value, SamplingSpec.model_fields)
 
 
 class GridColumn(Strict):
@@ -160,7 +151,9 @@ class SamplingSpec(Strict):
         default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
     )
     extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(
-        default=None, description="Any other request field, sent as it is."
+        default=None,
+        description="Any other request field, sent as it is: tools, tool_choice, logprobs and so on. A field whose "
+        "answer has no column is refused.",
     )
 
     def request(self) -> dict[str, Any]:
@@ -306,6 +299,7 @@ def _check_task(spec: GeneratedDatasetSpec) -> None:
         )
     if sampling.chat_template_kwargs is not None and spec.task != "chat":
         raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
+    check_parts(spec.task, sampling.extra or {}, spec.output.json_schema)
     if (sampling.min_tokens or 0) > (sampling.max_tokens or 1024):
         raise Unusable(
             f"at most max_tokens ({sampling.max_tokens or 1024})", show(sampling.min_tokens), key="sampling.min_tokens"

@@ -95,7 +95,7 @@ class Totals:
         self.dead_duplicates += pc.sum(pc.and_(dead, copied)).as_py() or 0
         if len(self.sample) < SAMPLE_ROWS:
             self.sample += table.slice(0, SAMPLE_ROWS - len(self.sample)).to_pylist()
-        asked = table.filter(pc.invert(copied)).select([*_ORIGIN, "prompt_tokens", "completion_tokens", "usd"])
+        asked = table.select([*_ORIGIN, "prompt_tokens", "completion_tokens", "usd"]).filter(pc.invert(copied))
         figures = [
             ("prompt_tokens", "sum"),
             ("completion_tokens", "sum"),

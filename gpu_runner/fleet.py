@@ -2,7 +2,7 @@
 
 Every time in these tables is the database's own clock, so workers with wrong clocks agree (fault K1). FleetBook is the
 one way in; leases are in `leases`, rented instances in `instances`, requests and commands in `targets`, reports in
-`fleet_reports`.
+`fleet_reports`, who writes which batch in `claims`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import sqlalchemy as sa
 from gpu_runner.accounts import InstanceCost, Split
 from gpu_runner.budget import BudgetReached, Spend
 from gpu_runner.choice import OfferFailure
+from gpu_runner.claims import Claim, Claims
 from gpu_runner.fleet_reports import Instance, Reports
-from gpu_runner.fleet_tables import LEASES, RUNS, database_now
+from gpu_runner.fleet_tables import CLAIMS, LEASES, RUNS, database_now
 from gpu_runner.instances import Instances, InstanceState
 from gpu_runner.leases import Lease, RunEnded, release_leases
 from gpu_runner.spend import Spent
@@ -26,6 +27,7 @@ from gpu_runner.targets import DatasetTarget, Targets
 
 __all__ = [
     "BudgetReached",
+    "Claim",
     "DatasetTarget",
     "FleetBook",
     "Instance",
@@ -65,7 +67,7 @@ class RunBeat:
     age: float
 
 
-class FleetBook(Instances, Targets, Reports):
+class FleetBook(Instances, Targets, Reports, Claims):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs
@@ -74,6 +76,7 @@ class FleetBook(Instances, Targets, Reports):
         """First heartbeat of a run, before it holds anything."""
         with self._transaction() as (connection, now):
             connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
+            connection.execute(CLAIMS.delete().where(CLAIMS.c.run_id == run_id))
             connection.execute(
                 RUNS.insert().values(
                     run_id=run_id,
@@ -109,4 +112,5 @@ class FleetBook(Instances, Targets, Reports):
         """The run's last word, or what is said of a dead one: it is over, it holds nothing and leases nothing."""
         with self._transaction() as (connection, now):
             connection.execute(RUNS.update().where(RUNS.c.run_id == run_id).values(state="ended", beat_at=now))
+            connection.execute(CLAIMS.delete().where(CLAIMS.c.run_id == run_id))
             release_leases(connection, now, LEASES.c.run_id == run_id, "run ended")

@@ -134,6 +134,16 @@ INSTANCES = sa.Table(
     sa.Column("missing_since", sa.Float),
 )
 
+# Which run asks for the rows of which batch object now. `object`: its name below the dataset's `batches/`.
+CLAIMS = sa.Table(
+    "batch_claims",
+    _metadata,
+    sa.Column("dataset", sa.String(128), primary_key=True),
+    sa.Column("object", sa.String(200), primary_key=True),
+    sa.Column("run_id", sa.String(64), nullable=False),
+    sa.Column("claimed_at", sa.Float, nullable=False),
+)
+
 OFFER_FAILURES = sa.Table(
     "offer_failures",
     _metadata,

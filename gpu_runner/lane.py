@@ -12,9 +12,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from gpu_runner.answer_parts import NO_PARTS
 from gpu_runner.policy import FeedPolicy
 from gpu_runner.retry import backoff, judge
 from gpu_runner.rows import Origin, Outcome, Output
@@ -246,7 +247,8 @@ class Lane:
                     problem += "; the answer was cut at the token limit"
                 self._repair(item, completion.output, problem)
                 return
-        self._settle(item, self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1))
+        answered = self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1)
+        self._settle(item, answered if completion.parts is NO_PARTS else replace(answered, parts=completion.parts))
 
     def _repair(self, item: Item, answer: str, problem: str) -> None:
         attempt = 1 if item.repair is None else item.repair.attempt + 1

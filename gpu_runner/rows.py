@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import orjson
 
+from gpu_runner.answer_parts import NO_PARTS, AnswerParts
+
 Task = Literal["chat", "completion", "embedding"]
 Output = str | tuple[float, ...]
 
@@ -61,7 +63,8 @@ class Origin:
 class Outcome:
     """What became of a row: a completion (`error` is None) or a dead letter (`output` is None).
 
-    `tries` counts requests charged to the row. `usd` is None while no price is known.
+    `tries` counts requests charged to the row. `usd` is None while no price is known. `parts`: what the answer holds
+    besides its output.
     """
 
     row_id: str
@@ -77,6 +80,7 @@ class Outcome:
     started_at: float
     seconds: float
     usd: float | None = None
+    parts: AnswerParts = NO_PARTS
 
     @property
     def ok(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from gpu_runner.answer_parts import NO_PARTS, AnswerParts, at_index_0, chat_parts, completion_parts
 from gpu_runner.rows import Generation, Output, Task
 
 MESSAGE_LENGTH = 500
@@ -93,12 +94,16 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too."""
+    """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too.
+
+    `parts`: what it holds besides.
+    """
 
     output: Output
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    parts: AnswerParts = NO_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +178,23 @@ def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes
 
 
 def _text(task: Task, answer: Any) -> Completion:
-    choice = answer["choices"][0]
+    choice = at_index_0(answer["choices"])
     reason = choice.get("finish_reason")
     if reason is None or reason in BROKEN_FINISH_REASONS:
         raise Transient("unfinished", f"finish_reason {reason}")
     content = choice["message"].get("content") if task == "chat" else choice["text"]
-    if content is None:  # a refusal, a tool call, or reasoning only: an empty answer, told by its finish_reason
+    if content is None:  # a refusal, a tool call, or reasoning only: an empty text beside those parts
         content = ""
     if not isinstance(content, str) or not isinstance(reason, str):
         raise TypeError("content is no text")
+    parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
     usage = answer.get("usage") or {}
-    return Completion(content, reason, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+    tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    return Completion(content, reason, *tokens, parts)
 
 
 def _embedding(answer: Any) -> Completion:
-    numbers = answer["data"][0]["embedding"]
+    numbers = at_index_0(answer["data"])["embedding"]
     if not isinstance(numbers, list) or not numbers:
         raise TypeError("no vector")
     vector = tuple(map(float, numbers))

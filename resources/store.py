@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
 from resources.objects import Objects, open_objects
-from resources.tables import is_outcomes_table, outcomes_from, outcomes_table
+from resources.tables import is_outcomes_table, outcomes_from, outcomes_table, with_parts, without_empty_parts
 
 FOOTER_KEY = b"batch_assets"
 _CHECKSUM_BYTES = 8
@@ -275,7 +275,8 @@ class DatasetStore:
             raise CorruptObject(
                 f"{self.batch_path(batch)}: refused to commit outcomes of other rows (data version {found})"
             )
-        table = outcomes_table(outcomes, task).replace_schema_metadata({FOOTER_KEY: footer.model_dump_json()})
+        table = without_empty_parts(outcomes_table(outcomes, task))
+        table = table.replace_schema_metadata({FOOTER_KEY: footer.model_dump_json()})
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
         if self.objects.create(self.batch_path(batch), buffer.getvalue()):
@@ -305,7 +306,7 @@ class DatasetStore:
         # Page checksums cover the rows; what says how to read them, the file's own footer, has none.
         if not is_outcomes_table(table) or table.num_rows != footer.rows:
             raise CorruptObject(f"{self.batch_path(batch)}: its columns or its number of rows are not as written")
-        return table, footer
+        return with_parts(table), footer
 
     def _not_whole(self, batch: BatchObject, error: Exception) -> CorruptObject:
         return CorruptObject(f"{self.batch_path(batch)}: not a whole batch object ({type(error).__name__}: {error})")
@@ -352,7 +353,7 @@ class DatasetStore:
             table = outcomes_table(outcomes, task)
             tables.append(table.append_column("batch", pa.array([key] * len(outcomes), pa.string())))
         sink = io.BytesIO()
-        whole = pa.concat_tables(tables)
+        whole = without_empty_parts(pa.concat_tables(tables))
         with pa.ipc.new_stream(sink, whole.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(whole)
         folder = "-".join((*key_range, purpose) if purpose else key_range)

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from gpu_runner.rows import Origin, Outcome, Task
+from resources.part_columns import PART_COLUMNS, PART_FIELDS, part_arrays, parts_of
 
 PROVENANCE = ("model", "engine", "provider", "instance_type", "spot", "run_id")
 
@@ -17,6 +18,7 @@ OUTCOME_COLUMNS: tuple[str, ...] = (
     "row_key",
     "output",
     "finish_reason",
+    *PART_COLUMNS,
     "prompt_tokens",
     "completion_tokens",
     "tries",
@@ -30,13 +32,17 @@ OUTCOME_COLUMNS: tuple[str, ...] = (
 
 
 def outcome_schema(task: Task) -> pa.Schema:
-    """Schema of a batch object. `output` is text (or JSON text), and a list of float32 for embeddings."""
+    """Schema of a batch object. `output` is text (or JSON text), and a list of float32 for embeddings.
+
+    An embedding is all there is of its answer: its table has no columns of parts.
+    """
     return pa.schema(
         [
             pa.field("row_id", pa.string(), nullable=False),
             pa.field("row_key", pa.string(), nullable=False),
             pa.field("output", pa.list_(pa.float32()) if task == "embedding" else pa.string()),
             pa.field("finish_reason", pa.string()),
+            *(() if task == "embedding" else PART_FIELDS),
             pa.field("prompt_tokens", pa.int64(), nullable=False),
             pa.field("completion_tokens", pa.int64(), nullable=False),
             pa.field("tries", pa.int32(), nullable=False),
@@ -56,20 +62,49 @@ def outcome_schema(task: Task) -> pa.Schema:
 
 
 def is_outcomes_table(table: pa.Table) -> bool:
-    """True when a table has exactly the columns and types that `outcomes_table` writes, for either kind of output."""
-    kinds = (outcome_schema("chat"), outcome_schema("embedding"))
-    return any(table.schema.names == kind.names and table.schema.types == kind.types for kind in kinds)
+    """True when a table has exactly the columns and types that `outcomes_table` writes, for either kind of output.
+
+    Columns of parts may be missing: see `without_empty_parts`.
+    """
+    there = set(table.schema.names)
+    for task in ("chat", "embedding"):
+        kind = [item for item in outcome_schema(task) if item.name in there or item.name not in PART_COLUMNS]
+        if [(item.name, item.type) for item in table.schema] == [(item.name, item.type) for item in kind]:
+            return True
+    return False
+
+
+def without_empty_parts(table: pa.Table) -> pa.Table:
+    """The same outcomes without the columns of parts that no answer has: each would cost a kilobyte per object.
+
+    What is left is, of plain texts, what versions wrote that knew no parts.
+    """
+    empty = [name for name in PART_COLUMNS if name in table.schema.names and table[name].null_count == len(table)]
+    return table.drop_columns(empty)
+
+
+def with_parts(table: pa.Table) -> pa.Table:
+    """The same outcomes with every column of parts, null where it was not written. Embeddings stay as they are."""
+    if pa.types.is_list(table.schema.field("output").type):
+        return table
+    at = table.schema.get_field_index("finish_reason") + 1
+    for number, item in enumerate(PART_FIELDS):
+        if item.name not in table.schema.names:
+            table = table.add_column(at + number, item, pa.nulls(table.num_rows, item.type))
+    return table
 
 
 def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
     """One line per outcome, in the order given."""
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Any] = {
         name: [getattr(outcome, name) for outcome in outcomes]
         for name in OUTCOME_COLUMNS
-        if name not in PROVENANCE and name != "started_at"
+        if name not in (*PROVENANCE, *PART_COLUMNS, "started_at")
     }
     for name in PROVENANCE:
         columns[name] = [getattr(outcome.origin, name) for outcome in outcomes]
+    if task != "embedding":
+        columns |= part_arrays([outcome.parts for outcome in outcomes])
     columns["started_at"] = [datetime.fromtimestamp(outcome.started_at, UTC) for outcome in outcomes]
     return pa.Table.from_pydict(columns, schema=outcome_schema(task))
 
@@ -77,7 +112,8 @@ def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
 def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
     """The outcomes of a table made by `outcomes_table`; extra columns are ignored."""
     origins: dict[tuple[Any, ...], Origin] = {}
-    for line in table.select(OUTCOME_COLUMNS).to_pylist():
+    plain = [name for name in OUTCOME_COLUMNS if name not in PART_COLUMNS]
+    for line, parts in zip(table.select(plain).to_pylist(), parts_of(table), strict=True):
         source = tuple(line[name] for name in PROVENANCE)
         origin = origins.setdefault(source, Origin(*source))
         output = line["output"]
@@ -95,4 +131,5 @@ def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
             started_at=line["started_at"].timestamp(),
             seconds=line["seconds"],
             usd=line["usd"],
+            parts=parts,
         )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import dagster as dg
 import pytest
 from dagster._core.errors import DagsterExecutionInterruptedError
 from dataset_site import BATCH, MODEL, DatasetSite, dataset_site
@@ -116,6 +117,25 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
     by_run = Counter(outcome.origin.run_id for batch in objects for outcome in site.store.outcomes(batch))
     assert by_run[run_id] >= done["rows"] >= 15
     assert by_run.total() == 60
+
+
+def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetSite, engine: SimulatedEngine):
+    """At the same time and with one engine: the second run waits for the engine, or for the first one's batches."""
+    before = engine.get("/simulator/stats")["requests"]
+    ended: list[bool] = []
+
+    def materialize() -> None:
+        with dg.DagsterInstance.ephemeral() as instance:  # a catalog in memory is not for two runs at once
+            instance.add_dynamic_partitions("d", [f"{i:05d}" for i in range(6)])
+            ended.append(site.run_rows("00000", "00005", engine.url, instance=instance).success)
+
+    runs = [threading.Thread(target=materialize) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert ended == [True, True]
+    assert engine.get("/simulator/stats")["requests"] - before <= 60 + 2  # a canary of each run
 
 
 def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetSite, engine: SimulatedEngine):

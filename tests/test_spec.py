@@ -243,6 +243,66 @@ def test_request_fields_of_the_platform_cannot_be_set_through_extra() -> None:
     assert "what JSON can carry" in problem(sampling={"extra": {"priority": {1, 2}}})
     assert "'stream'" in problem(sampling={"extra": {"stream": True}})
     assert "under sampling itself" in problem(sampling={"extra": {"temperature": 1}})
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"n": 2}, "let the source repeat it"),
+        ({"best_of": 2}, "let the source repeat it"),
+        ({"use_beam_search": True}, "let the source repeat it"),
+        ({"echo": True}, "not the prompt"),
+        ({"prompt_logprobs": 1}, "not the prompt"),
+        ({"return_token_ids": True}, "token ids"),
+        ({"response_format": {"type": "json_object"}}, "output.json_schema"),
+        ({"functions": [{}]}, "tools and tool_choice"),
+        ({"modalities": ["audio"]}, "text only"),
+        ({"web_search_options": {}}, "citations"),
+        ({"request_id": "mine"}, "All rows"),
+        ({"kv_transfer_params": {"a": 1}}, "inner state"),
+        ({"top_logprobs": 5}, "logprobs: true"),
+        ({"logprobs": 5}, "how many alternatives under top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+        ({"logprobs": True, "logprob_token_ids": list(range(129))}, "1 to 128 token ids"),
+        ({"tools": []}, "1 to 128 tools"),
+        ({"tools": [{"type": "function"}]}, "sampling.extra.tools.0"),
+        ({"tools": [TOOL], "tool_choice": "f"}, "sampling.extra.tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "one of the tools"),
+        ({"tool_choice": "auto"}, "tools beside tool_choice"),
+    ],
+)
+def test_a_field_whose_answer_has_no_column_is_refused_when_the_spec_is_loaded(extra: dict, words: str) -> None:
+    assert words in problem(sampling={"extra": extra})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True},
+        {"logprobs": True, "top_logprobs": 20},
+        {"reasoning_effort": "low", "include_reasoning": True},
+        {"echo": False, "encoding_format": "float", "return_token_ids": None},
+        {"mirostat": 2, "ignore_eos": True},  # of another engine, and one that shapes the answer only
+    ],
+)
+def test_fields_whose_answer_has_columns_and_fields_not_known_here_are_sent_as_they_are(extra: dict) -> None:
+    assert extra.items() <= dict(spec(sampling={"extra": extra}).generation().sampling).items()
+
+
+def test_parts_that_a_task_does_not_have_are_refused() -> None:
+    text = {"text": "{{ question }}"}
+    assert "no tools for task completion" in problem(
+        task="completion", prompt=text, sampling={"extra": {"tools": [TOOL]}}
+    )
+    assert "0 to 20" in problem(task="completion", prompt=text, sampling={"extra": {"logprobs": True}})
+    assert "no logprobs for task embedding" in problem(
+        task="embedding", prompt=text, sampling={"extra": {"logprobs": 1}}
+    )
+    schema = {"json_schema": {"type": "object"}}
+    assert "no text to hold against" in problem(sampling={"extra": {"tools": [TOOL]}}, output=schema)
     assert "sampling.min_tokens" in problem(sampling={"min_tokens": 9, "max_tokens": 8})
 
 

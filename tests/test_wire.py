@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": 'Grüße \u2028 "x"'}]
 
 
 def chat_answer(content: Any = "hi", finish_reason: Any = "stop", **more: Any) -> bytes:
-    choice = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
     return orjson.dumps({"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 2}} | more)
 
 
@@ -80,12 +80,12 @@ def test_every_end_that_the_model_reached_is_an_outcome(reason: str) -> None:
 
 
 def test_a_completion_answer_becomes_text() -> None:
-    body = orjson.dumps({"choices": [{"text": "t", "finish_reason": "length"}], "usage": None})
+    body = orjson.dumps({"choices": [{"index": 0, "text": "t", "finish_reason": "length"}], "usage": None})
     assert read_answer("completion", 200, {}, body) == Completion("t", "length", 0, 0)
 
 
 def test_an_embedding_becomes_a_vector() -> None:
-    body = orjson.dumps({"data": [{"embedding": [1, 0.5]}], "usage": {"prompt_tokens": 3}})
+    body = orjson.dumps({"data": [{"index": 0, "embedding": [1, 0.5]}], "usage": {"prompt_tokens": 3}})
     assert read_answer("embedding", 200, {}, body) == Completion((1.0, 0.5), "stop", 3, 0)
 
 
@@ -98,7 +98,8 @@ def test_a_row_without_a_proper_end_is_not_done(reason: Any) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"<html>", b"[]", b"null", b"{}", b'{"choices":[]}', b'{"choices":[{"finish_reason":"stop"}]}', b'"x"',
+    [b"", b"<html>", b"[]", b"null", b"{}", b'{"choices":[]}',
+     b'{"choices":[{"index":0,"finish_reason":"stop"}]}', b'"x"',
      chat_answer(3), chat_answer("a", 1), chat_answer(usage=[1]), chat_answer()[:-5], b"\xff\xfe"],
 )  # fmt: skip
 def test_garbage_is_transient(body: bytes) -> None:
@@ -110,7 +111,7 @@ def test_garbage_is_transient(body: bytes) -> None:
 @pytest.mark.parametrize("vector", [[], ["x"], None, 3])
 def test_a_broken_vector_is_transient(vector: Any) -> None:
     with pytest.raises(Transient):
-        read_answer("embedding", 200, {}, orjson.dumps({"data": [{"embedding": vector}]}))
+        read_answer("embedding", 200, {}, orjson.dumps({"data": [{"index": 0, "embedding": vector}]}))
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 529])

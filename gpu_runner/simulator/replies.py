@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import orjson
 
-from gpu_runner.simulator import text
+from gpu_runner.simulator import parts, text
 from gpu_runner.simulator.pattern import matching
 from gpu_runner.simulator.requests import ApiError, Prompt, Request
 from gpu_runner.simulator.schema import instance
@@ -27,6 +27,8 @@ class Answer:
     finish_reason: str
     tokens: int
     stop_reason: str | None = None
+    tool_call: dict[str, Any] | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,19 @@ def _answer(voice: Voice, request: Request, prompt: Prompt, index: int) -> Answe
     limit = room if request.max_tokens is None else min(request.max_tokens, room)
     if request.grammar is not None:
         return _cut(_structured(request, key), limit, request.stop)
+    if request.asked is not parts.NOTHING:
+        call, thought = parts.tool_call(request.asked, key), parts.reasoning(request.asked, key)
+        if call is not None:
+            # Arguments that were cut would be no JSON; a real engine does cut them.
+            tokens = min(limit, text.count_tokens(call["function"]["arguments"]) + 1)
+            return Answer("", "tool_calls", tokens, None, call, thought)
+        if thought is not None:
+            return replace(_spoken(request, key, limit, voice), reasoning=thought)
+    return _spoken(request, key, limit, voice)
+
+
+def _spoken(request: Request, key: bytes, limit: int, voice: Voice) -> Answer:
+    """Words, as many as come naturally or fit."""
     natural = max(text.natural_length(key, voice.lengths), request.min_tokens + 1)
     if request.ignore_eos or natural > limit:
         return _cut_at_stop(Answer(text.words(key, limit), "length", limit), request.stop)
@@ -130,10 +145,11 @@ def completion_body(
     for index, answer in enumerate(found):
         choice: dict[str, Any] = {"index": index}
         if request.endpoint == "chat":
-            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None, "reasoning": None}
+            choice["message"] = _message(answer)
+            choice["logprobs"] = parts.chat_logprobs(request.asked, answer.text)
         else:
             choice["text"] = answer.text
-        choice["logprobs"] = None
+            choice["logprobs"] = parts.completion_logprobs(request.asked, answer.text)
         choice["finish_reason"] = answer.finish_reason if finished else None
         choice["stop_reason"] = answer.stop_reason
         choices.append(choice)
@@ -150,6 +166,11 @@ def completion_body(
             "usage": usage(request.prompt_tokens, tokens),
         }
     )
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text, "refusal": None, "reasoning": answer.reasoning}
+    return message if answer.tool_call is None else {**message, "content": None, "tool_calls": [answer.tool_call]}
 
 
 def embedding_body(request: Request, found: list[list[float]], model: str, name: str, created: int) -> bytes:

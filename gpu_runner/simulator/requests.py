@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
+from gpu_runner.simulator.parts import MOST_LOGPROBS, NOTHING, Asked
 from gpu_runner.simulator.text import count_tokens, prompt_digest
 
 Endpoint = Literal["chat", "completion", "embedding"]
@@ -57,6 +58,7 @@ class Request:
     include_usage: bool
     base64: bool
     dimensions: int | None
+    asked: Asked = NOTHING
 
     @property
     def digest(self) -> str:
@@ -120,6 +122,7 @@ def _checked(endpoint: Endpoint, fields: dict[str, Any], prompts: tuple[Prompt, 
         include_usage=bool(options.get("include_usage")),
         base64=fields.get("encoding_format") == "base64",
         dimensions=_integer(fields, "dimensions", None, low=1),
+        asked=_asked(endpoint, fields),
     )
 
 
@@ -252,6 +255,34 @@ def _check_sampling(fields: dict[str, Any], n: int) -> None:
             raise ApiError(400, message, param=name)
     if n > 1 and fields.get("temperature") == 0:
         raise ApiError(400, f"n must be 1 when using greedy sampling, got {n}.")
+
+
+def _asked(endpoint: Endpoint, fields: dict[str, Any]) -> Asked:
+    """Which parts of an answer besides its text are asked for. A simulated model thinks where it is told to."""
+    if endpoint == "completion" and fields.get("logprobs") is not None:
+        return Asked(logprobs=_integer(fields, "logprobs", None, low=0))
+    if endpoint != "chat" or not fields.keys() & {"tools", "logprobs", "top_logprobs", "chat_template_kwargs"}:
+        return NOTHING
+    top = _integer(fields, "top_logprobs", 0)
+    assert top is not None
+    if top and not fields.get("logprobs"):
+        raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    if not 0 <= top <= MOST_LOGPROBS:
+        message = f"Requested sample logprobs of {top}, which is greater than max allowed: {MOST_LOGPROBS}"
+        raise ApiError(400, message, param="top_logprobs")
+    tools, choice = fields.get("tools") or (), fields.get("tool_choice")
+    try:
+        named = choice["function"]["name"] if isinstance(choice, dict) else None
+        offered = tuple([tool for tool in tools if named in (None, tool["function"]["name"])])
+    except (TypeError, LookupError) as error:
+        raise _invalid("missing", "body.tools", "Field required") from error
+    template = fields.get("chat_template_kwargs") or {}
+    return Asked(
+        tools=() if choice == "none" else offered,
+        must_call=choice == "required" or named is not None,
+        logprobs=top if fields.get("logprobs") else None,
+        thinks=bool(template.get("enable_thinking")) and fields.get("include_reasoning") is not False,
+    )
 
 
 def _stop(stop: Any) -> tuple[str, ...]:

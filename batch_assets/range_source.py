@@ -1,0 +1,225 @@
+"""Which batches of a range a run opens, in which order, and what is known of their rows before they are asked.
+
+Two runs may have the same range. A run asks for the rows of a batch only while it has an engine and holds the claim on
+the batch (`gpu_runner.claims`); batches that another living run holds come last, when that run has committed them or
+is gone. Once another run is seen, every batch is looked up in the store before it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from batch_assets.range_plan import RunIdentity, Work
+from batch_assets.verify import check_object
+from gpu_runner.fleet import BookError, Claim, FleetBook
+from gpu_runner.rows import Batch, Outcome, Row
+from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+
+class RunClaims:
+    """One run's claims in the fleet's book. `silent`: seconds without a heartbeat after which a run is dead."""
+
+    def __init__(self, book: FleetBook, run_id: str, dataset: str, silent: float) -> None:
+        self._book, self._run_id, self._dataset, self._silent = book, run_id, dataset, silent
+
+    def take(self, objects: Sequence[str]) -> Claim:
+        """Claim one of these; none while the book does not answer."""
+        try:
+            return self._book.claim(self._run_id, self._dataset, objects, self._silent)
+        except BookError as error:
+            log.warning("run %s: no batch claimed: %s", self._run_id, type(error).__name__)
+            return Claim()
+
+    def release(self, objects: Sequence[str]) -> bool:
+        """Give claims up. False while the book does not answer."""
+        try:
+            self._book.release_claims(self._run_id, self._dataset, objects)
+        except BookError:
+            return False
+        return True
+
+
+class RangeSource:
+    """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
+
+    `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
+    segment of the journal that was read. Without `claims` the run is alone.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        manifest: SnapshotManifest,
+        works: dict[str, Work],
+        identity: RunIdentity,
+        claims: RunClaims | None,
+        *,
+        adopted: Callable[[Work, BatchFooter], None],
+        segment: Callable[[str, frozenset[str]], None],
+    ) -> None:
+        self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
+        self._claims, self._adopted, self._segment = claims, adopted, segment
+        self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        self._reused: dict[str, int] = {}
+        self._read: set[str] = set()
+        self._gone: frozenset[str] = frozenset()
+        self._aside: dict[str, Work] = {}
+        self._engines = 0
+        self._engine_there = threading.Event()
+        self._closed = threading.Event()
+        self._guard = threading.Lock()
+        self.wants_engine = threading.Event()
+        self._waiting_since: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """For how many seconds there has been nothing to open, because other runs hold what is left."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def engine_comes(self) -> None:
+        """Rows may be asked for."""
+        with self._guard:
+            self._engines += 1
+            self._engine_there.set()
+
+    def engine_goes(self) -> None:
+        """The counterpart of `engine_comes`."""
+        with self._guard:
+            self._engines -= 1
+            if not self._engines:
+                self._engine_there.clear()
+
+    def close(self) -> None:
+        """No batch is opened any more; a thread that waits in `batches` ends."""
+        self._closed.set()
+        self._engine_there.set()
+
+    def release_committed(self, keys: Sequence[str]) -> bool:
+        """Give up the claims on these batches. False: not yet."""
+        return self._claims is None or not keys or self._claims.release([self._name(self._works[key]) for key in keys])
+
+    def batches(self) -> Iterator[Batch]:
+        """Every batch that this run has to do; with claims, those that need an engine only while there is one."""
+        self._read_journal()
+        for entry, rows in self._store.rows(self._manifest, self._in_order()):
+            work = self._works[entry.key]
+            batch = self._batch(work, rows)
+            mine = len(batch.known) == len(rows) or self._claims is None or self._mine(work, self._claims)
+            if self._closed.is_set():
+                return
+            if mine:
+                yield self._batch(work, rows) if mine == "journal read" else batch
+                self._journaled.pop(entry.key, None)
+
+    def _in_order(self) -> Iterator[BatchEntry]:
+        """In key order, then those that other runs held, as they become free."""
+        yield from [work.entry for work in self._works.values()]
+        while self._aside and not self._closed.is_set():
+            assert self._claims is not None
+            free = self._claims.take(list(self._aside)).object
+            if free is not None:
+                self._waiting_since = None
+                yield self._aside.pop(free).entry
+                continue
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+            self._closed.wait(POLL_SECONDS)
+
+    def _mine(self, work: Work, claims: RunClaims) -> bool | str:
+        """True when its rows are ours to ask for, with an engine there; False when it is done or comes later.
+
+        "journal read" when more may be known of its rows than before.
+        """
+        name = self._name(work)
+        while not self._closed.is_set():
+            claim = claims.take([name])
+            if claim.object is None:
+                self._aside[name] = work
+                return False
+            if claim.rivals and self._done_by_another(work):
+                claims.release([name])
+                return False
+            if self._engine_there.is_set():
+                if claim.gone <= self._gone:
+                    return True
+                self._gone |= claim.gone
+                self._read_journal()
+                return "journal read"
+            claims.release([name])  # who has no engine keeps nobody off
+            self.wants_engine.set()
+            self._engine_there.wait()
+            self.wants_engine.clear()
+        return False
+
+    def _done_by_another(self, work: Work) -> bool:
+        """Adopt what another run has committed. A damaged object is replaced by the next generation, later."""
+        newest = None
+        batch = self._object(work)
+        while self._store.objects.exists(self._store.batch_path(batch)):
+            newest, batch = batch, replace(batch, generation=batch.generation + 1)
+        if newest is None:
+            return False
+        try:
+            footer = check_object(self._store, work.entry, newest)
+        except (CorruptObject, FileNotFoundError):
+            again = replace(work, generation=batch.generation)
+            self._works[work.entry.key] = self._aside[self._name(again)] = again
+            return True
+        self._journaled.pop(work.entry.key, None)
+        self._adopted(work, footer)
+        return True
+
+    def _object(self, work: Work) -> BatchObject:
+        return BatchObject(work.entry.key, work.entry.data_version, work.generation)
+
+    def _name(self, work: Work) -> str:
+        return self._object(work).name
+
+    def _batch(self, work: Work, rows: tuple[Row, ...]) -> Batch:
+        keys = {row.row_id: row.row_key for row in rows}
+
+        def of_this_batch(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:
+            return {one.row_id: one for one in outcomes if keys.get(one.row_id) == one.row_key}
+
+        kept = of_this_batch(self.kept(work))
+        journaled = of_this_batch(self._journaled.get(work.entry.key, {}).values())
+        self._reused[work.entry.key] = len(kept.keys() - journaled.keys())
+        return Batch(work.entry.key, rows, kept | journaled)
+
+    def reused(self, key: str) -> int:
+        """Rows of an opened batch whose outcome was in an earlier object."""
+        return self._reused.get(key, 0)
+
+    def kept(self, work: Work) -> Iterator[Outcome]:
+        """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
+        outcomes: list[Outcome] = []
+        for batch in work.keep:
+            try:
+                outcomes += self._store.outcomes(batch)
+            except (CorruptObject, FileNotFoundError):
+                continue  # verify names it; its rows are generated again
+        kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
+        return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
+
+    def _read_journal(self) -> None:
+        """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
+        for path in self._store.journal_segments(self._identity.key_range, self._identity.intent.purpose):
+            own = bool(self._read) and path.rpartition("/")[2].startswith(f"{self._identity.run_id}-")
+            if path in self._read or own:
+                continue
+            self._read.add(path)
+            outcomes = self._store.read_journal(path)
+            self._segment(path, frozenset(outcomes))
+            for key, rows in outcomes.items():
+                if key in self._works:
+                    self._journaled[key].update({outcome.row_id: outcome for outcome in rows})

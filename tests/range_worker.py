@@ -1,0 +1,54 @@
+"""One run of a range as a process of its own, to be killed: `python range_worker.py STORE DATABASE ENGINE RUN_ID`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+from batch_assets.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
+from gpu_runner.fleet import FleetBook, Lease
+from gpu_runner.heart import Heart
+from resources.fleet import LeasedEngine
+from resources.objects import open_objects
+from resources.store import DatasetStore
+
+TTL, BEAT = 3.0, 0.3
+SLOTS = 8
+
+
+async def work(run: RangeRun, engine: LeasedEngine) -> None:
+    """Everything that is missing; without an engine while another run works on all that is left."""
+    while await run.prepare():
+        stop = asyncio.Event()
+        serving = asyncio.create_task(run.serve(engine, stop))
+        while not serving.done():
+            await asyncio.wait([serving], timeout=0.1)
+            if run.waits:
+                stop.set()
+        await serving
+        if run.progress().finished:
+            return
+
+
+def main(root: str, database: str, url: str, run_id: str) -> None:
+    store = DatasetStore(open_objects(root), "d")
+    snapshot = store.current_snapshot()
+    assert snapshot is not None
+    entries = store.entries(snapshot)
+    keys = (entries[0].key, entries[-1].key)
+    with contextlib.closing(FleetBook(database)) as book:
+        heart = Heart(book, run_id, ttl=TTL, interval=BEAT)
+        with heart.beating("d", *keys):
+            identity = RunIdentity(run_id, Intent(run_id), keys)
+            claims = RunClaims(book, run_id, "d", heart.ttl)
+            plan = plan_range(store, entries, identity.intent)
+            run = RangeRun(store, store.manifest(snapshot), plan, identity, journal_seconds=0.1, claims=claims)
+            heart.rows_done = lambda: run.progress().rows_done
+            with contextlib.closing(run):
+                asyncio.run(work(run, LeasedEngine(Lease("e", 1, run_id, "d"), url, None, SLOTS, "sim", "h100")))
+                assert run.missing() == []
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
