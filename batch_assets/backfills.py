@@ -102,6 +102,12 @@ def open_backfill(instance: dg.DagsterInstance, dataset: str) -> bool:
     return next(_open(instance, dataset), None) is not None
 
 
+def datasets_with_backfills(instance: dg.DagsterInstance) -> set[str]:
+    """Datasets with a backfill that is not finished: to begin one writes no event."""
+    found = instance.get_backfills(filters=BulkActionsFilter(statuses=_OPEN))
+    return {key.path[0] for backfill in found for key in backfill.asset_selection or ()}
+
+
 def _open(instance: dg.DagsterInstance, dataset: str) -> Iterator[PartitionBackfill]:
     key = ledger.rows_key(dataset)
     for backfill in instance.get_backfills(filters=BulkActionsFilter(statuses=_OPEN)):

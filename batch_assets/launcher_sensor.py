@@ -44,7 +44,7 @@ def launcher_sensor(
 
     @dg.sensor(
         name="launcher",
-        target=dg.AssetSelection.assets(*(ledger.rows_key(name) for name in sorted(specs))),
+        asset_selection=dg.AssetSelection.assets(*(ledger.rows_key(name) for name in sorted(specs))),
         minimum_interval_seconds=SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Starts runs for the batches that a refresh or re-drive of any dataset wants.",

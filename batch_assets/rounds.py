@@ -1,8 +1,7 @@
-"""One sensor for many datasets: whose turn it is, what each said last, and how much one tick may do.
+"""One tick of a sensor for many datasets: what each wants started, how much of it one tick may start, what it says.
 
-A dataset is looked at when the catalog has news of it, while it has open work, and now and then all the same, because a
-store that was restored or a run that was deleted writes no event. All of this is kept in memory: a new process looks at
-every dataset once. One that cannot be looked at is named, tried again later, and holds up no other.
+A dataset that cannot be looked at is named and holds up no other. What there is no time or room for is left to the next
+tick.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from batch_assets.changes import CatalogChanges
 from batch_assets.launcher import State
+from batch_assets.turns import Turns
 
 TICK_SECONDS = 20.0  # for new looks; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
-AGAIN_SECONDS = 300.0  # without news
-RETRY_SECONDS = 30.0  # after an error, so that a store that is away does not take up every tick
 MOST_RUNS = 20  # started by one tick: the daemon starts them one after the other, and does not look meanwhile
 MOST_BATCHES = 1_000  # in those runs: each is an event to write
 TOLD_DATASETS = 20
@@ -32,15 +29,6 @@ class Look:
     state: State = "settled"
     requests: Sequence[dg.RunRequest] = ()
     batches: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class _Turn:
-    looked_at: float | None = None
-    news: bool = True
-    state: State = "settled"
-    reason: str = ""
-    failed_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -69,9 +57,9 @@ class Rounds:
     """Takes turns among datasets, tick by tick."""
 
     def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._turns = {name: _Turn() for name in names}
+        self._names = tuple(names)
         self._clock = clock
-        self._changes = CatalogChanges(clock)
+        self._turns = Turns(clock)
 
     def tick(
         self, context: dg.SensorEvaluationContext, instance: dg.DagsterInstance, look: Callable[[str], Look]
@@ -79,62 +67,28 @@ class Rounds:
         """Look at those whose turn it is; returns what is to be started, and the reasons in words."""
         began, room = self._clock(), _Room()
         looked: list[str] = []
-        for name in self.due(instance):
+        for name in self._turns.due(instance, self._names):
             if looked and (room.full or self._clock() - began > TICK_SECONDS):
                 break
             looked.append(name)
             try:
                 found = look(name)
             except Exception as error:  # of one dataset: the others are looked after
-                self._failed(name, error)
-                context.log.warning(f"{name}: {self._turns[name].reason}", exc_info=True)
+                context.log.warning(f"{name}: {self._turns.failed(name, error)}", exc_info=True)
                 continue
-            done = room.take(found)
-            self._turns[name] = _Turn(self._clock(), not done, found.state, found.reason)
+            taken = room.take(found)
+            self._turns.looked(name, found.state, found.reason, news=not taken)
         said = self._said(looked)
         if room.taken:
             context.log.info(said)
             return dg.SensorResult(run_requests=room.taken)
         return dg.SensorResult(skip_reason=said)
 
-    def due(self, instance: dg.DagsterInstance) -> list[str]:
-        """Datasets to look at now: those that could not be looked at come last, else the longest waiting first."""
-        for name in self._changes.since_last_look(instance, self._turns):
-            self._turns[name].news = True
-        now = self._clock()
-        due = [name for name, turn in self._turns.items() if self._is_due(turn, now)]
-        again = [
-            name
-            for name, turn in self._turns.items()
-            if turn.failed_at is None and turn.looked_at is not None and now - turn.looked_at > AGAIN_SECONDS
-        ]
-        # A few at a time: they were all looked at in the same moment when this process began.
-        again.sort(key=lambda name: self._turns[name].looked_at or 0.0)
-        due = list(dict.fromkeys([*due, *again[: 1 + len(self._turns) // 30]]))
-        return sorted(due, key=lambda name: self._order(self._turns[name]))
-
-    @staticmethod
-    def _is_due(turn: _Turn, now: float) -> bool:
-        if turn.failed_at is not None:
-            return now - turn.failed_at > RETRY_SECONDS
-        return turn.news or turn.state == "open" or turn.looked_at is None
-
-    @staticmethod
-    def _order(turn: _Turn) -> tuple[bool, float]:
-        return turn.failed_at is not None, turn.looked_at or 0.0
-
-    def _failed(self, name: str, error: Exception) -> None:
-        turn = self._turns[name]
-        turn.failed_at, turn.state = self._clock(), "blocked"
-        turn.reason = f"could not be looked at: {type(error).__name__}: {error}"
-
     def _said(self, looked: Sequence[str]) -> str:
         """What the datasets looked at said, and those of which a person should know."""
-        told = list(looked) + [name for name, turn in self._turns.items() if turn.state == "blocked"]
-        told = list(dict.fromkeys(told))
-        lines = [f"{name}: {self._turns[name].reason}" for name in told[:TOLD_DATASETS]]
-        left = len(self._turns) - len(lines)
-        if left:
+        told = list(dict.fromkeys([*looked, *self._turns.blocked()]))
+        lines = [f"{name}: {self._turns.reason(name)}" for name in told[:TOLD_DATASETS]]
+        if left := len(self._names) - len(lines):
             more = len(told) - len(lines)
             lines.append(f"{left} more datasets" + (f", {more} of them with news" if more else ": nothing to do"))
-        return "; ".join(lines) or "no datasets"
+        return "; ".join(lines)

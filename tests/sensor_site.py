@@ -137,8 +137,10 @@ class Site:
         return create_run_for_test(self.instance, **{"job_name": "j", **more}, status=status, tags=tags).run_id
 
     def request(self, **tags: str) -> str:
-        """A refresh that has read the source."""
-        return self.run(S.SUCCESS, {REFRESH_TAG: "d", **tags}, job_name="d_refresh")
+        """A refresh that has read the source, and said so."""
+        run_id = self.run(S.STARTED, {REFRESH_TAG: "d", **tags}, job_name="d_refresh")
+        self.end(run_id)
+        return run_id
 
     def batches(self, status: S, first: str, last: str, request: str | None = None, **tags: str) -> str:
         """A run over a range of batches."""

@@ -16,10 +16,11 @@ from dagster._core.definitions.run_request import RunRequest
 from sensor_site import KEYS, SPEC, S, Site
 from snapshots import commit, questions, write_snapshot
 
-from batch_assets import ledger, rounds
+from batch_assets import ledger, rounds, turns
+from batch_assets.definitions import platform
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.publisher_sensor import PUBLISH_TAG, publish_job
-from resources.store import DatasetStore
+from resources.store import BatchStore, DatasetStore
 
 NAMES = [f"d{number}" for number in range(4)]
 
@@ -93,6 +94,13 @@ def test_there_are_as_many_sensors_for_four_datasets_as_for_one(site: Site, tmp_
     assert not site.datasets.sensors
 
 
+def test_the_definitions_of_several_datasets_load(site: Site):
+    shared = platform(site.datasets, site.specs, BatchStore(root=str(site.folder / "store")), site.fleet)
+    repository = dg.Definitions.merge(site.datasets, shared).get_repository_def()
+    publisher = repository.get_sensor_def("publisher")
+    assert {target.job_name for target in publisher.targets} == {publish_job(name) for name in NAMES}
+
+
 @pytest.mark.parametrize("sensor", ["launcher", "publisher"])
 def test_an_idle_tick_asks_the_database_one_question_whatever_the_number_of_datasets(site: Site, sensor: str):
     kept = site.sensors()
@@ -160,7 +168,7 @@ def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: Site, monkeyp
     assert "d0: could not be looked at: FileNotFoundError" in (site.tick("launcher", kept).skip_message or "")
     assert good is not None
     store(site, "d0").set_current_snapshot(good)
-    monkeypatch.setattr(rounds, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "RETRY_SECONDS", 0.0)
     assert datasets(site.tick("launcher", kept)) >= {"d0"}
 
 
@@ -177,7 +185,7 @@ def test_a_store_that_was_restored_without_an_event_is_seen_in_time(site: Site, 
     launched(site, kept)
     store(site, "d1").set_current_snapshot(first)
     assert first not in (site.tick("launcher", kept).skip_message or "")
-    monkeypatch.setattr(rounds, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "AGAIN_SECONDS", 0.0)
     said = [site.tick("launcher", kept).skip_message or "" for _ in NAMES]
     assert any(f"d1: snapshot {first}" in one for one in said)
 
