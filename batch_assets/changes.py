@@ -22,6 +22,8 @@ from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
 # Postgres hands out ids before the commit: an event may appear behind one that was read already.
 OVERLAP_SECONDS = 15.0
 MOST_RUNS = 500  # with news since the last look; more, and every dataset is looked at
+# Not all about assets: Dagster's freshness daemon writes an event for each asset of a new deployment.
+_ASSET_EVENTS = [dg.DagsterEventType.ASSET_MATERIALIZATION.value, dg.DagsterEventType.ASSET_WIPED.value]
 _STATUS_EVENTS = [kind.value for kind in EVENT_TYPE_TO_PIPELINE_RUN_STATUS]
 _JOBS = ("_refresh", "_redrive", "_publish")
 
@@ -54,7 +56,8 @@ class CatalogChanges:
 
 def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str]:
     """First part of the asset keys, and the datasets of the runs, with events after this id."""
-    of_assets = sa.select(EVENTS.c.asset_key).where(EVENTS.c.id > after, EVENTS.c.asset_key.is_not(None)).distinct()
+    new = sa.and_(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_ASSET_EVENTS))
+    of_assets = sa.select(EVENTS.c.asset_key).where(new, EVENTS.c.asset_key.is_not(None)).distinct()
     of_runs = (
         sa.select(EVENTS.c.run_id)
         .where(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_STATUS_EVENTS))

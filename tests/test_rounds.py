@@ -129,6 +129,14 @@ def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(si
     assert {one.tags[REQUEST_TAG] for one in started(found)} == {request}
 
 
+def test_what_only_describes_an_asset_is_no_news(site: Site):
+    """Dagster's freshness daemon writes an event for each asset of a new deployment; our own sensors observe."""
+    kept = site.sensors()
+    launched(site, kept)
+    site.instance.report_runless_asset_event(dg.AssetObservation(ledger.rows_key("d1")))
+    assert site.tick("launcher", kept).skip_message == "4 more datasets: nothing to do"
+
+
 def test_two_requests_at_the_same_moment_are_both_started_once(site: Site):
     kept = site.sensors()
     launched(site, kept)
