@@ -1,7 +1,7 @@
 """What all sensors share: how often they look, and the Dagster instance that they look at.
 
-Dagster opens an instance anew for each tick, also for one that only wants its resources: 40 ms of processor time of a
-tick's 45 (measured on SQLite, with py-spy). So the code server keeps one, and sensors get store and fleet as arguments.
+Dagster opens an instance anew for each tick, also for one that only wants its resources: 123 of 142 samples of a tick's
+time in the code server (py-spy, SQLite). So the code server keeps one, and sensors get store and fleet as arguments.
 """
 
 from __future__ import annotations
