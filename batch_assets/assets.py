@@ -9,6 +9,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,7 +23,7 @@ from batch_assets.curve import curve_markdown
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
 from batch_assets.launcher import REFRESH_TAG
-from batch_assets.moments import next_moments, parse_deadline
+from batch_assets.moments import Deadline, clock_changes, next_moments, parse_deadline
 from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
@@ -41,6 +42,8 @@ from resources.store import BatchStore, DatasetStore, SnapshotManifest
 
 SCHEDULE_TICKS = 60
 SOME_MONDAY = 1_704_067_200.0  # 2024-01-01: schedules are looked at from here, whenever the code is loaded
+WEEK = 7 * 86400.0
+DAYS_OF_A_YEAR = 366
 KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds
 
 
@@ -231,20 +234,46 @@ def freshness(spec: GeneratedDatasetSpec) -> dg.FreshnessPolicy | None:
     """
     if spec.schedule is None or spec.deadline is None:
         return None
-    deadline = parse_deadline(spec.deadline)
+    deadline = parse_deadline(spec.deadline, spec.timezone)
     if deadline.moment is not None:
         return None
-    ticks = next_moments(spec.schedule, SOME_MONDAY, SCHEDULE_TICKS)
-    longest = max(deadline.at(tick) - tick for tick in ticks)
-    if deadline.cron is not None:
-        moments = next_moments(deadline.cron, SOME_MONDAY, SCHEDULE_TICKS)
-        gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
-        seen = {one for one in moments[1:] if one <= ticks[-1]}
-        if seen and {deadline.at(tick) for tick in ticks} >= seen:
-            bound = datetime.timedelta(seconds=round(min(longest, *gaps)))
-            return dg.FreshnessPolicy.cron(deadline_cron=deadline.cron, lower_bound_delta=bound)
-    between = max(later - earlier for earlier, later in itertools.pairwise(ticks))
+    # Also where the clock is set: a day of 23 hours has the shortest time between two tables, one of 25 the longest.
+    changes = clock_changes(spec.timezone, SOME_MONDAY, DAYS_OF_A_YEAR)
+    found = [
+        _pace(spec.schedule, deadline, since, spec.timezone)
+        for since in (SOME_MONDAY, *(one - WEEK for one in changes))
+    ]
+    longest = max(one.longest for one in found)
+    if deadline.cron is not None and all(one.paired for one in found):
+        bound = datetime.timedelta(seconds=round(min(longest, *(one.shortest_gap for one in found))))
+        return dg.FreshnessPolicy.cron(deadline_cron=deadline.cron, lower_bound_delta=bound, timezone=spec.timezone)
+    between = max(one.between for one in found)
     return dg.FreshnessPolicy.time_window(fail_window=datetime.timedelta(seconds=round(between + longest)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Seconds: the longest from a refresh to its deadline, the longest between two refreshes, the shortest between two
+    deadlines. `paired`: each deadline has a refresh of its own."""
+
+    longest: float
+    between: float
+    shortest_gap: float
+    paired: bool
+
+
+def _pace(schedule: str, deadline: Deadline, since: float, zone: str) -> _Pace:
+    """How refreshes and deadlines follow each other from `since` on."""
+    ticks = next_moments(schedule, since, SCHEDULE_TICKS, zone)
+    due = [deadline.at(tick) for tick in ticks]
+    longest = max(at - tick for at, tick in zip(due, ticks, strict=True))
+    between = max(later - earlier for earlier, later in itertools.pairwise(ticks))
+    if deadline.cron is None:
+        return _Pace(longest, between, longest, paired=False)
+    moments = next_moments(deadline.cron, since, SCHEDULE_TICKS, zone)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    seen = {one for one in moments[1:] if one <= ticks[-1]}
+    return _Pace(longest, between, min(gaps), paired=bool(seen) and set(due) >= seen)
 
 
 def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:

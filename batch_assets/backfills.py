@@ -1,4 +1,4 @@
-"""Runs and backfills of a dataset's batches, as Dagster's instance knows them.
+"""Requests, runs and backfills of a dataset's batches, as Dagster's instance knows them.
 
 Backfills have no public query: what we lean on here is held by `tests/test_sensors.py`.
 """
@@ -65,6 +65,21 @@ def _is_undecided(instance: dg.DagsterInstance, record: dg.RunRecord) -> bool:
     return instance.run_retries_enabled and time.time() - record.end_time < DECISION_SECONDS
 
 
+def latest_request(instance: dg.DagsterInstance, tag: str, dataset: str) -> dg.DagsterRun | None:
+    """The newest successful run that asked for work on the dataset."""
+    found = instance.get_runs(dg.RunsFilter(tags={tag: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS]), limit=1)
+    return found[0] if found else None
+
+
+def snapshot_asked(instance: dg.DagsterInstance, request: dg.DagsterRun) -> str | None:
+    """The snapshot that a request was made for, as its own materialization says; None when that was wiped."""
+    for entry in instance.all_logs(request.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
+        found = entry.asset_materialization.metadata.get("snapshot") if entry.asset_materialization else None
+        if found is not None:
+            return str(found.value)
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class OpenBackfill:
     """A backfill over the dataset's batches that is not finished. `keys` None: it could not be told which."""
@@ -85,6 +100,12 @@ def open_backfills(instance: dg.DagsterInstance, dataset: str) -> list[OpenBackf
 def open_backfill(instance: dg.DagsterInstance, dataset: str) -> bool:
     """True while a backfill that targets the dataset's batches is not finished."""
     return next(_open(instance, dataset), None) is not None
+
+
+def datasets_with_backfills(instance: dg.DagsterInstance) -> set[str]:
+    """Datasets with a backfill that is not finished: to begin one writes no event."""
+    found = instance.get_backfills(filters=BulkActionsFilter(statuses=_OPEN))
+    return {key.path[0] for backfill in found for key in backfill.asset_selection or ()}
 
 
 def _open(instance: dg.DagsterInstance, dataset: str) -> Iterator[PartitionBackfill]:

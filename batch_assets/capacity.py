@@ -7,6 +7,7 @@ Dagster's pools follow. Nothing is remembered here: a second sensor, or one that
 import dataclasses
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, cast
 import dagster as dg
 
 from batch_assets.assets import set_pool
+from batch_assets.backfills import datasets_with_backfills
 from batch_assets.capacity_report import Report, alerts_of, check_event, done_event, figures, observation
 from batch_assets.open_work import OpenWork, WorkWatcher
 from batch_assets.planning import Markets, Surroundings, ask
@@ -23,6 +25,7 @@ from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.spec_errors import SpecError
 from batch_assets.status import request_status
+from batch_assets.turns import Turns
 from batch_assets.wishes import WishError, begin
 from gpu_runner.capacity import Command, Memory, decide
 from gpu_runner.fleet import FleetBook
@@ -37,6 +40,7 @@ from resources.store import BatchStore
 
 Datasets = Mapping[str, tuple[GeneratedDatasetSpec, Path]]
 SPARE_SLOTS = 1
+LOOK_SECONDS = 20.0  # for datasets without open work, of a sensor's 60 s
 WAITING = "waiting: paused: "  # how the note of a run begins that may lease nothing (resources/renting.py)
 NO_BUDGET = f"{WAITING}budget of"
 
@@ -54,7 +58,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
     """One sensor for all datasets: those with the earliest deadline are served first. `datasets` is asked each time."""
     watchers: dict[str, tuple[GeneratedDatasetSpec, WorkWatcher]] = {}
     known: dict[str, Datasets] = {}
-    markets, pace = Markets(), Pace.of_sensor(seconds)
+    markets, pace, turns = Markets(), Pace.of_sensor(seconds), Turns()
 
     def watcher(spec: GeneratedDatasetSpec, folder: Path, store: BatchStore) -> WorkWatcher:
         if spec.name not in watchers or watchers[spec.name][0] != spec:
@@ -79,14 +83,22 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
             beats = book.runs()
             questions: list[Open] = []
             over: list[tuple[DatasetTarget, int]] = []
+            targets = {target.dataset: target for target in book.targets()}
+            working = {name for name, target in targets.items() if target.request}
+            due = working | datasets_with_backfills(context.instance)
+            due |= set(turns.due(context.instance, known.get("now", {})))
+            began = time.monotonic()
             for name, (spec, folder) in known.get("now", {}).items():
-                target, watching = book.target(name), watcher(spec, folder, store)
+                if name not in due or (name not in working and time.monotonic() - began > LOOK_SECONDS):
+                    continue  # a new process looks at all of them once: the rest at the next tick
+                target, watching = targets.get(name), watcher(spec, folder, store)
                 try:
                     found = watching.look(context.instance, beats, target)
                 except Exception as error:  # of one dataset: the others are looked after
-                    said.append(f"{name} could not be looked at: {type(error).__name__}: {error}")
+                    said.append(f"{name} {turns.failed(name, error)}")
                     context.log.exception(said[-1])
                     continue
+                turns.looked(name, "settled" if found is None else "open")
                 if found is not None:
                     questions.append(Open(spec, found, _begin(context, book, spec, found)))
                 elif target is not None and target.request:

@@ -7,13 +7,14 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError
+from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError, ReloadRepositoryLocationStatus
 
 from batch_assets.stack import StackAddress
 
 LOCATION = "batch_assets"
 REPOSITORY = "__repository__"
 ANSWER_SECONDS = 5.0
+UNKNOWN_JOB = "PipelineNotFoundError"  # type name in Dagster's GraphQL schema
 
 
 class LaunchError(Exception):
@@ -28,20 +29,42 @@ class DagsterClient:
         self._client = DagsterGraphQLClient("127.0.0.1", port_number=address.port, timeout=60)
 
     def launch(self, job: str, tags: Mapping[str, str], run_config: Mapping[str, Any]) -> str:
-        """Queue a run of the job; returns its run id. Raises LaunchError."""
+        """Queue a run of the job; returns its run id. Raises LaunchError.
+
+        A job that Dagster does not know may be that of a dataset added since it started: then it loads the definitions
+        again, once.
+        """
         try:
-            return str(
-                self._client.submit_job_execution(
-                    job,
-                    repository_location_name=LOCATION,
-                    repository_name=REPOSITORY,
-                    run_config=dict(run_config),
-                    tags=dict(tags),
-                )
-            )
+            try:
+                return self._submit(job, tags, run_config)
+            except DagsterGraphQLClientError as error:
+                if error.args[:1] != (UNKNOWN_JOB,):
+                    raise
+            self.reload()
+            return self._submit(job, tags, run_config)
         except DagsterGraphQLClientError as error:
             reason = "; ".join(str(part) for part in error.args if part)
             raise LaunchError(f"Dagster at {self.url} did not start job {job}: {reason}") from None
+
+    def _submit(self, job: str, tags: Mapping[str, str], run_config: Mapping[str, Any]) -> str:
+        found = self._client.submit_job_execution(
+            job,
+            repository_location_name=LOCATION,
+            repository_name=REPOSITORY,
+            run_config=dict(run_config),
+            tags=dict(tags),
+        )
+        return str(found)
+
+    def reload(self) -> None:
+        """Let the code server read the definitions again, as "Reload" in the UI does. Raises LaunchError."""
+        try:
+            found = self._client.reload_repository_location(LOCATION)
+        except DagsterGraphQLClientError as error:
+            reason = "; ".join(str(part) for part in error.args if part)
+            raise LaunchError(f"Dagster at {self.url} did not load the definitions again: {reason}") from None
+        if found.status != ReloadRepositoryLocationStatus.SUCCESS:
+            raise LaunchError(f"Dagster at {self.url} did not load the definitions again: {found.message}")
 
     def terminate(self, run_ids: Sequence[str]) -> None:
         """Ask for the end of runs, as the UI's cancel does. A run that cannot be asked now may be asked again."""

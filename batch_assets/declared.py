@@ -6,8 +6,9 @@ another repository (and those of tests) need no copy of this project.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,12 +18,18 @@ from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from batch_assets.spec_errors import Problem, SpecError
 
 COMPONENT = "batch_assets.GeneratedDataset"
+KEPT_FILES = 2_000
 
 
 def foreign_folder() -> Path | None:
     """Folder named by BATCH_ASSETS_DEFS, or None."""
     named = os.environ.get("BATCH_ASSETS_DEFS")
     return Path(named).resolve() if named else None
+
+
+def defs_folder() -> Path:
+    """The folder whose defs.yaml files declare the datasets."""
+    return foreign_folder() or settings.PROJECT / "batch_assets" / "defs"
 
 
 def declared_specs() -> dict[str, GeneratedDatasetSpec]:
@@ -33,7 +40,7 @@ def declared_specs() -> dict[str, GeneratedDatasetSpec]:
 def declared() -> dict[str, tuple[GeneratedDatasetSpec, Path]]:
     """Every declared dataset by name, with the folder of its defs.yaml. Raises SpecError."""
     found: dict[str, tuple[GeneratedDatasetSpec, Path]] = {}
-    for file in sorted((foreign_folder() or settings.PROJECT / "batch_assets" / "defs").rglob("defs.yaml")):
+    for file in sorted(defs_folder().rglob("defs.yaml")):
         for spec in _specs_of(file):
             if spec.name in found:
                 taken = f"{spec.name!r}, which {found[spec.name][1] / 'defs.yaml'} has already"
@@ -42,7 +49,17 @@ def declared() -> dict[str, tuple[GeneratedDatasetSpec, Path]]:
     return found
 
 
-def _specs_of(file: Path) -> Iterator[GeneratedDatasetSpec]:
+def _specs_of(file: Path) -> Sequence[GeneratedDatasetSpec]:
+    found = file.stat()
+    return _read(file, found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@functools.lru_cache(maxsize=KEPT_FILES)  # sensors ask again and again, and to read 200 files takes two seconds
+def _read(file: Path, *_of_the_same_file: int) -> Sequence[GeneratedDatasetSpec]:
+    return tuple(_parse(file))
+
+
+def _parse(file: Path) -> Iterator[GeneratedDatasetSpec]:
     try:
         documents = list(yaml.safe_load_all(file.read_text()))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

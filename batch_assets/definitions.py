@@ -5,39 +5,65 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from batch_assets import settings
-from batch_assets.capacity import capacity_sensor
+from batch_assets.assets import freshness
+from batch_assets.capacity import Datasets, capacity_sensor
 from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
-from batch_assets.sensors import reaper, watchdog
+from batch_assets.launcher_sensor import launcher_sensor
+from batch_assets.publisher_sensor import publish_job, publisher_sensor
+from batch_assets.reaper_sensor import reaper_sensor
 from batch_assets.spend import bookkeeper, spend
+from batch_assets.watchdog_sensor import watchdog_sensor
 from resources.fleet import GpuFleet
 from resources.store import BatchStore
+
+
+def the_fleet() -> GpuFleet:
+    """The fleet of this DAGSTER_HOME."""
+    home = str(settings.dagster_home())
+    return GpuFleet(database=settings.fleet_database(), home=home, config_path=str(settings.fleet_config()))
 
 
 @dg.definitions
 def defs() -> dg.Definitions:
     """All definitions."""
+    found = declared()
     if foreign_folder() is None:
         datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     else:
-        datasets = dg.Definitions.merge(*(dataset_definitions(*found) for found in declared().values()))
-    return dg.Definitions.merge(datasets, platform())
+        datasets = dg.Definitions.merge(*(dataset_definitions(*one) for one in found.values()))
+    return dg.Definitions.merge(datasets, platform(datasets, found))
 
 
-def platform() -> dg.Definitions:
-    """Resources, sensors, executor and the table of spend: the same for every dataset."""
+def platform(
+    datasets: dg.Definitions | None = None,
+    found: Datasets | None = None,
+    store: BatchStore | None = None,
+    fleet: GpuFleet | None = None,
+) -> dg.Definitions:
+    """Resources, sensors, executor and the table of spend: the same for every dataset.
+
+    `found` are the specs of `datasets`. Store and fleet are those of the settings unless others are given.
+    """
+    datasets, found = datasets or dg.Definitions(), found or {}
+    store, fleet = store or BatchStore(root=settings.store_root()), fleet or the_fleet()
+    jobs = {job.name: job for job in datasets.jobs or () if isinstance(job, UnresolvedAssetJobDefinition)}
+    specs = {name: spec for name, (spec, _) in found.items() if publish_job(name) in jobs}
+    publishing = {name: jobs[publish_job(name)] for name in specs}
+    awaited = [name for name, spec in specs.items() if freshness(spec) is not None]
+    own = [launcher_sensor(specs, store, fleet), publisher_sensor(publishing, store, expecting_news=awaited)]
     return dg.Definitions(
         assets=[spend],
-        sensors=[watchdog, reaper, bookkeeper, capacity_sensor(declared, settings.capacity_seconds())],
+        sensors=[
+            *(own if specs else ()),
+            watchdog_sensor(fleet),
+            reaper_sensor(fleet),
+            bookkeeper,
+            capacity_sensor(declared, settings.capacity_seconds()),
+        ],
         executor=dg.in_process_executor,
-        resources={
-            "store": BatchStore(root=settings.store_root()),
-            "fleet": GpuFleet(
-                database=settings.fleet_database(),
-                home=str(settings.dagster_home()),
-                config_path=str(settings.fleet_config()),
-            ),
-        },
+        resources={"store": store, "fleet": fleet},
     )

@@ -14,12 +14,12 @@ from typing import Literal
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.backfills import open_backfill, range_runs
+from batch_assets.backfills import latest_request, open_backfill, range_runs
 from batch_assets.dagster_client import DagsterClient
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG, RangeRunRecord
 from batch_assets.progress import Figures, Meter, dead_end
+from batch_assets.publisher_sensor import PUBLISH_ATTEMPTS, PUBLISH_TAG, ledger_state, publish_runs
 from batch_assets.run_story import failed_checks, failure_text
-from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, latest_request, ledger_state
 from batch_assets.status import Observer, Sight, unfinished
 
 Phase = Literal["source", "rows", "publish", "end"]
@@ -102,7 +102,7 @@ class Follower:
         if self._clock() - self._moved_at > QUIET_SECONDS:
             return (
                 f"nothing has started for {self._clock() - self._moved_at:.0f} s: is the sensor "
-                f"{self._dataset}_launcher on (UI: Automation), and is the daemon running?"
+                "`launcher` on (UI: Automation), and is the daemon running?"
             )
         return "starting a run"
 
@@ -117,7 +117,7 @@ class Follower:
             return Moment("rows", "waiting for the snapshot")
         versions = {key: report.version for key, report in sight.current.items()}
         state = ledger_state(sight.snapshot, sight.entries, versions)
-        runs = self._instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
+        runs = self._instance.get_runs(publish_runs(self._dataset, state), limit=PUBLISH_ATTEMPTS)
         done = next((run for run in runs if run.status == dg.DagsterRunStatus.SUCCESS), None)
         if done is not None:
             return _ended(self._published(sight, done.run_id), sight.figures)

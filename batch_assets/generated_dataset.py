@@ -1,4 +1,4 @@
-"""The component `batch_assets.GeneratedDataset`: one defs.yaml becomes a dataset's assets, checks, jobs and sensors."""
+"""The component `batch_assets.GeneratedDataset`: a defs.yaml becomes a dataset's assets, checks, jobs and schedule."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Self
 import dagster as dg
 from pydantic import BaseModel, ConfigDict
 
-from batch_assets.assets import dead_letters_asset, freshness, prompts_asset, rows_asset, source_asset, table_asset
+from batch_assets.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
 from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
-from batch_assets.sensors import launcher_sensor, publisher_sensor
+from batch_assets.publisher_sensor import publish_job
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 
 
@@ -100,7 +100,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definiti
         description="List the dead letters; they alone are then tried again, and the table is published anew.",
     )
     publish = dg.define_asset_job(
-        f"{spec.name}_publish",
+        publish_job(spec.name),
         selection=dg.AssetSelection.assets(table.key, dead.key),
         description="Compact the current batches into the table. The publisher starts it when a snapshot is complete.",
     )
@@ -111,6 +111,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definiti
                 name=f"{spec.name}_refresh_schedule",
                 job=refresh,
                 cron_schedule=spec.schedule,
+                execution_timezone=spec.timezone,
                 default_status=dg.DefaultScheduleStatus.RUNNING,
             )
         )
@@ -118,7 +119,6 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definiti
         assets=[source_asset(spec), prompts, rows, table, dead],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
-        sensors=[launcher_sensor(spec), publisher_sensor(spec, publish, expects_news=freshness(spec) is not None)],
     )
 
 

@@ -1,4 +1,4 @@
-"""What to start next for a dataset, from what the catalog and the store say. Pure decisions; sensors.py asks for them.
+"""What to start next for a dataset, from what the catalog and the store say. Pure; the launcher sensor asks.
 
 A *request* is a successful run tagged `batch/refresh` (make the current snapshot complete) or `batch/redrive` (try the
 dead letters again). The runs started for it carry its run id in `batch/request`, so the catalog alone tells how far it
@@ -23,6 +23,8 @@ RUNS_PER_INSTANCE = 2
 LEAST_BATCHES = 4  # of 250 rows: about as long as a run takes to start, on a fast GPU
 
 RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
+# settled: nothing to do until there is news. blocked: the same, but a person should know. open: look again soon.
+State = Literal["settled", "blocked", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class RangeRunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Ranges to start now, and one sentence on why these and no others."""
+    """Ranges to start now, one sentence on why these and no others, and whether that may change without news."""
 
     ranges: list[KeyRange]
     reason: str
+    state: State = "open"
 
 
 def plan_launch(
@@ -61,16 +64,16 @@ def plan_launch(
     """
     own = [run for run in runs if run.request == request]
     if not wanted:
-        return Launch([], "nothing is missing")
+        return Launch([], "nothing is missing", "settled")
     if backfill_open:
         return Launch([], "a backfill of these batches is open")
     if any(run.outcome == "canceled" for run in own):
-        return Launch([], "a run of this request was canceled: start it again to go on")
+        return Launch([], "a run of this request was canceled: start it again to go on", "blocked")
     busy = [run.keys for run in runs if run.outcome == "unfinished"]
     left = worth_trying(wanted, own)
     ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
     if not left:
-        return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs")
+        return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs", "blocked")
     return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")
 
 

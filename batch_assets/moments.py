@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
+import zoneinfo
 from dataclasses import dataclass
 
 from dagster._utils.schedules import schedule_execution_time_iterator
@@ -14,6 +15,7 @@ from batch_assets.cron import cron_problem
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])\s*")
 _LONGEST = 366 * 86400.0
+UTC = "UTC"
 _EXPECTED = (
     "a time after the request (6h, 90m, 1d 12h), a cron schedule, or a moment with its zone (2027-01-31T06:00:00Z)"
 )
@@ -29,11 +31,12 @@ class MomentProblem(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """One of: `seconds` after the request, the next moment of a `cron` schedule (UTC), a `moment` (Unix seconds)."""
+    """One of: `seconds` after the request, the next moment of a `cron` in `zone`, a `moment` (Unix seconds)."""
 
     seconds: float | None = None
     cron: str | None = None
     moment: float | None = None
+    zone: str = UTC
 
     def at(self, since: float) -> float:
         """The deadline of a request made at `since`, both in Unix seconds."""
@@ -41,13 +44,13 @@ class Deadline:
             return self.moment
         if self.cron is not None:
             # A request that the same schedule starts is for the next one.
-            return next_moments(self.cron, since + 60.0, 1)[0]
+            return next_moments(self.cron, since + 60.0, 1, self.zone)[0]
         assert self.seconds is not None
         return since + self.seconds
 
 
-def parse_deadline(text: str) -> Deadline:
-    """The deadline in a text. Raises MomentProblem."""
+def parse_deadline(text: str, zone: str = UTC) -> Deadline:
+    """The deadline in a text; a cron schedule is meant in the time zone `zone`. Raises MomentProblem."""
     text = text.strip()
     if (seconds := parse_seconds(text)) is not None:
         if not 0 < seconds <= _LONGEST:
@@ -64,14 +67,35 @@ def parse_deadline(text: str) -> Deadline:
     if text.startswith("@") or len(text.split()) == 5:
         if problem := cron_problem(text):
             raise MomentProblem(problem)
-        return Deadline(cron=text)
+        return Deadline(cron=text, zone=zone)
     raise MomentProblem("")
 
 
-def next_moments(cron: str, since: float, count: int) -> list[float]:
-    """The next moments of a schedule in UTC, in Unix seconds; `since` itself may be the first."""
-    moments = schedule_execution_time_iterator(since, cron, "UTC", True)
+def next_moments(cron: str, since: float, count: int, zone: str = UTC) -> list[float]:
+    """The next moments of a schedule in a time zone, in Unix seconds; `since` itself may be the first.
+
+    As Dagster's own schedules have them: a time that a clock skips is replaced by the first one after it, and of one
+    that it shows twice the second counts.
+    """
+    moments = schedule_execution_time_iterator(since, cron, zone, True)
     return [moment.timestamp() for moment in itertools.islice(moments, count)]
+
+
+def known_zone(name: str) -> bool:
+    """Whether this is the name of a time zone of the IANA database, like Europe/Paris."""
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):  # not there, a path elsewhere, a folder
+        return False
+    return True
+
+
+def clock_changes(zone: str, since: float, days: int) -> list[float]:
+    """Midnights (UTC) in so many days from `since` before which the zone's clock was set, in Unix seconds."""
+    where = zoneinfo.ZoneInfo(zone)
+    midnights = [since + day * 86400.0 for day in range(days)]
+    offsets = [datetime.datetime.fromtimestamp(moment, where).utcoffset() for moment in midnights]
+    return [midnights[i] for i in range(1, days) if offsets[i] != offsets[i - 1]]
 
 
 def parse_seconds(text: str) -> float | None:

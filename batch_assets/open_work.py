@@ -14,10 +14,18 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import ledger
-from batch_assets.backfills import OpenBackfill, backfill_keys, open_backfills, range_of, range_runs
+from batch_assets.backfills import (
+    OpenBackfill,
+    backfill_keys,
+    latest_request,
+    open_backfills,
+    range_of,
+    range_runs,
+    snapshot_asked,
+)
 from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, RangeRunRecord
 from batch_assets.progress import dead_end
-from batch_assets.sensors import SnapshotCache, latest_request, snapshot_asked
+from batch_assets.snapshot_cache import SnapshotCache
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import BY_HAND, request_of
 from batch_assets.work_in_hand import WorkInHand

@@ -33,6 +33,7 @@ from batch_assets.spec_fields import (
     SourcePath,
     Strict,
     Text,
+    TimeZone,
 )
 from batch_assets.spec_hardware import HardwareSpec
 from batch_assets.spec_sampling import check_parts, extra_fields
@@ -215,8 +216,8 @@ class GeneratedDatasetSpec(Strict):
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
-        description="When it must be done: a time after the request (6h, 90m, 2d), a cron schedule in UTC (its next "
-        "moment after the request), or a moment (2027-01-31T06:00:00Z).",
+        description="When it must be done: a time after the request (6h, 90m, 2d), a cron schedule in `timezone` "
+        "(its next moment after the request), or a moment (2027-01-31T06:00:00Z).",
     )
     budget_usd: float | None = Field(
         default=None, gt=0, description="Most US dollars that one request may cost. A hard stop: the work then pauses."
@@ -233,7 +234,11 @@ class GeneratedDatasetSpec(Strict):
         le=3,
         description="On how many kinds of instances speeds may be measured at first, where that is worth its boot.",
     )
-    schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh.")
+    schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh, in `timezone`.")
+    timezone: TimeZone = Field(
+        default="UTC",
+        description="Time zone of `schedule`, and of a deadline that is a cron schedule: a name like Europe/Paris.",
+    )
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
     tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")
     description: str | None = Field(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import re
+import zoneinfo
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from batch_assets.cron import cron_problem
-from batch_assets.moments import MomentProblem, parse_deadline
+from batch_assets.moments import MomentProblem, known_zone, parse_deadline
 from batch_assets.spec_errors import Unusable, show
 from batch_assets.templates import Template, TemplateProblem
 
@@ -56,6 +58,14 @@ def _source_path(value: str) -> str:
 def _cron(value: str) -> str:
     if problem := cron_problem(value):
         raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
+    return value
+
+
+def _zone(value: str) -> str:
+    if not known_zone(value):
+        near = difflib.get_close_matches(value, zoneinfo.available_timezones(), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else ""
+        raise Unusable("a time zone of the IANA database, e.g. Europe/Paris", show(value), hint)
     return value
 
 
@@ -154,6 +164,7 @@ Scalar = Annotated[
 Name = Annotated[str, AfterValidator(_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
 Cron = Annotated[str, AfterValidator(_cron)]
+TimeZone = Annotated[str, AfterValidator(_zone)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]

@@ -186,6 +186,16 @@ class Stack:
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the webserver has loaded the definitions. Raises StackError with what the code server said."""
         _wait_loaded(self.url, self.home, seconds, lambda: all(len(child.starts) <= 3 for child in self._children))
+        self._follow_definitions()
+
+    def _follow_definitions(self) -> None:
+        """Load the definitions again when a dataset is added while we run."""
+        from batch_assets.dagster_client import DagsterClient
+        from batch_assets.definitions_watch import DefinitionsWatch, log_to
+
+        client = DagsterClient(StackAddress(self.url, self.port, os.getpid()))
+        watch = DefinitionsWatch(client.reload, log_to(self.home / LOGS / "definitions.log"))
+        threading.Thread(target=watch.watch, args=(self._stop,), name="definitions", daemon=True).start()
 
     def pids(self) -> dict[str, int]:
         """Process id of each child's guard."""

@@ -45,14 +45,14 @@ class Wishes:
 def wishes(spec: GeneratedDatasetSpec, tags: Mapping[str, str]) -> Wishes:
     """The spec's wishes, overridden by those in the tags. Raises WishError naming the tag."""
     found = Wishes(
-        parse_deadline(spec.deadline) if spec.deadline else None,
+        parse_deadline(spec.deadline, spec.timezone) if spec.deadline else None,
         spec.budget_usd,
         spec.objective,
         spec.max_instances,
     )
     if (text := tags.get(DEADLINE_TAG)) is not None:
         try:
-            found = dataclasses.replace(found, deadline=parse_deadline(text))
+            found = dataclasses.replace(found, deadline=parse_deadline(text, spec.timezone))
         except MomentProblem as error:
             raise WishError(f"tag {DEADLINE_TAG}: expected {error.expected}, found {text!r}. {error.hint}") from None
     if (text := tags.get(BUDGET_TAG)) is not None:

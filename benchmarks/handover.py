@@ -31,7 +31,7 @@ from feed import bodies, client
 
 from batch_assets import ledger, settings
 from batch_assets.dagster_client import DagsterClient
-from batch_assets.sensors import PUBLISH_TAG
+from batch_assets.publisher_sensor import PUBLISH_TAG
 from batch_assets.stack import Stack, StackAddress, prepare_home
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.register import HostPlan, MachineRegister

@@ -37,7 +37,7 @@ from postgres import PostgresServer, postgres, why_not
 from batch_assets import ledger, settings
 from batch_assets.dagster_client import DagsterClient
 from batch_assets.publish import PublishedTable, published_table
-from batch_assets.sensors import PUBLISH_TAG
+from batch_assets.publisher_sensor import PUBLISH_TAG
 from batch_assets.stack import Stack, StackAddress, prepare_home
 from gpu_runner.fleet import FleetBook
 from resources.objects import open_objects

@@ -13,9 +13,10 @@ import dagster as dg
 from dagster._core.definitions.sensor_definition import SensorExecutionData
 
 from batch_assets import ledger
+from batch_assets.definitions import platform
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.rows import ENDPOINT_TAG
-from batch_assets.spec import load_spec
+from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from gpu_runner.fleet import FleetBook
 from resources.fleet import GpuFleet
 from resources.objects import open_objects
@@ -35,6 +36,7 @@ class DatasetSite:
     store: DatasetStore
     fleet: GpuFleet
     definitions: dg.Definitions
+    specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]
 
     def source(self, questions: Sequence[str]) -> None:
         lines = [json.dumps({"id": f"id-{i:04d}", "question": question}) for i, question in enumerate(questions)]
@@ -53,8 +55,9 @@ class DatasetSite:
         return {"store": BatchStore(root=str(self.folder / "store")), "fleet": self.fleet}
 
     def tick(self, sensor: str) -> SensorExecutionData:
-        """One evaluation of a sensor."""
-        whole = dg.Definitions.merge(self.definitions, dg.Definitions(resources=self.resources))
+        """One evaluation of a sensor, by a new process."""
+        store = BatchStore(root=str(self.folder / "store"))
+        whole = dg.Definitions.merge(self.definitions, platform(self.definitions, self.specs, store, self.fleet))
         repository = whole.get_repository_def()
         with dg.build_sensor_context(self.instance, repository_def=repository, resources=whole.resources) as context:
             return repository.get_sensor_def(sensor).evaluate_tick(context)
@@ -115,4 +118,5 @@ def dataset_site(folder: Path, **attributes: Any) -> Iterator[DatasetSite]:
             DatasetStore(open_objects(str(folder / "store")), "d"),
             GpuFleet(database=database, home=str(folder), config_path=str(folder / "fleet.yaml"), ttl=3.0, beat=0.5),
             dataset_definitions(load_spec(spec, "d"), folder),
+            {"d": (load_spec(spec, "d"), folder)},
         )

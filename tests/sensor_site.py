@@ -27,6 +27,7 @@ from batch_assets.definitions import platform
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.launcher import REFRESH_TAG, REQUEST_TAG
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
+from batch_assets.spend import bookkeeper
 from gpu_runner.fleet import FleetBook
 from resources.fleet import GpuFleet
 from resources.objects import open_objects
@@ -55,6 +56,7 @@ class Site:
     store: DatasetStore
     fleet: GpuFleet
     definitions: dg.Definitions
+    datasets: dg.Definitions
     specs: dict[str, tuple[GeneratedDatasetSpec, Path]]
     cursors: dict[str, str | None] = field(default_factory=dict)
 
@@ -71,39 +73,47 @@ class Site:
         fleet = GpuFleet(database=database, home=str(folder), config_path=str(folder / "fleet.yaml"))
         resources = {"store": BatchStore(root=str(folder / "store")), "fleet": fleet}
         found = {str(one["name"]): (load_spec(one, "defs.yaml"), folder) for one in specs or (SPEC,)}
-        own = [dataset_definitions(*one) for one in found.values()]
-        sensors = [one for one in platform().sensors or () if getattr(one, "name", "") != "capacity"]
-        shared = dg.Definitions(sensors=[*sensors, capacity_sensor(lambda: found, 30)], resources=resources)
+        own = dg.Definitions.merge(*(dataset_definitions(*one) for one in found.values()))
+        shared = dg.Definitions(sensors=[bookkeeper, capacity_sensor(lambda: found, 30)], resources=resources)
         return cls(
             folder,
             stack.enter_context(instance),
             stack.enter_context(contextlib.closing(FleetBook(database))),
             DatasetStore(open_objects(str(folder / "store")), next(iter(found))),
             fleet,
-            dg.Definitions.merge(*own, shared),
+            dg.Definitions.merge(own, shared),
+            own,
             found,
         )
 
-    def tick(self, sensor: str) -> SensorExecutionData:
-        """One evaluation of a sensor."""
+    def sensors(self) -> dict[str, dg.SensorDefinition]:
+        """The sensors that all datasets share, as a new process has them: without memory."""
+        store = BatchStore(root=str(self.folder / "store"))
+        shared = platform(self.datasets, self.specs, store, self.fleet).sensors or ()
+        return {one.name: one for one in shared if isinstance(one, dg.SensorDefinition)}
+
+    def tick(self, sensor: str, kept: Mapping[str, dg.SensorDefinition] | None = None) -> SensorExecutionData:
+        """One evaluation of a sensor: of those `kept`, or else by a new process."""
         repository = self.definitions.get_repository_def()
         resources = self.definitions.resources
+        known = {one.name: one for one in repository.sensor_defs}
+        definition = (kept or {}).get(sensor) or known.get(sensor) or self.sensors()[sensor]
         cursor = self.cursors.get(sensor)
         with dg.build_sensor_context(
             self.instance, repository_def=repository, resources=resources, cursor=cursor
         ) as context:
-            found = repository.get_sensor_def(sensor).evaluate_tick(context)
+            found = definition.evaluate_tick(context)
         self.cursors[sensor] = found.cursor
         return found
 
     def launches(self) -> list[RunRequest]:
         """What the launcher would start now."""
-        return list(self.tick("d_launcher").run_requests or ())
+        return list(self.tick("launcher").run_requests or ())
 
     def ranges(self) -> list[tuple[str, str]]:
         return [(found.tags[ledger.RANGE_START_TAG], found.tags[ledger.RANGE_END_TAG]) for found in self.launches()]
 
-    def reason(self, sensor: str = "d_launcher") -> str:
+    def reason(self, sensor: str = "launcher") -> str:
         """Why a sensor starts nothing."""
         found = self.tick(sensor)
         assert not found.run_requests
@@ -127,8 +137,10 @@ class Site:
         return create_run_for_test(self.instance, **{"job_name": "j", **more}, status=status, tags=tags).run_id
 
     def request(self, **tags: str) -> str:
-        """A refresh that has read the source."""
-        return self.run(S.SUCCESS, {REFRESH_TAG: "d", **tags}, job_name="d_refresh")
+        """A refresh that has read the source, and said so."""
+        run_id = self.run(S.STARTED, {REFRESH_TAG: "d", **tags}, job_name="d_refresh")
+        self.end(run_id)
+        return run_id
 
     def batches(self, status: S, first: str, last: str, request: str | None = None, **tags: str) -> str:
         """A run over a range of batches."""

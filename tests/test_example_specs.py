@@ -51,7 +51,7 @@ def test_every_dataset_has_its_jobs_and_sensors(definitions: dg.Definitions):
     jobs = {job.name for job in repository.get_all_jobs()}
     sensors = {sensor.name: sensor for sensor in repository.sensor_defs}
     assert {"example_refresh", "example_redrive", "example_publish"} <= jobs
-    assert {"watchdog", "reaper", "capacity", "bookkeeper", "example_launcher", "example_publisher"} <= set(sensors)
+    assert {"watchdog", "reaper", "capacity", "bookkeeper", "launcher", "publisher"} <= set(sensors)
     assert all(sensor.default_status == dg.DefaultSensorStatus.RUNNING for sensor in sensors.values())
 
 

@@ -18,7 +18,7 @@ from batch_assets.card import Card
 from batch_assets.follow import QUIET_SECONDS, STILL_SECONDS, Follower, Moment, give_up
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.publish import publish
-from batch_assets.sensors import PUBLISH_TAG, ledger_state
+from batch_assets.publisher_sensor import PUBLISH_TAG, ledger_state, publish_job
 from batch_assets.status import Observer, dataset_status
 from gpu_runner.fleet import FleetBook
 from resources.objects import open_objects
@@ -85,7 +85,10 @@ class Site:
             publish(self.store, self.manifest, card=Card("", [], []), now=1.0, workdir=self.folder)
             return dg.MaterializeResult(check_results=list(checks))
 
-        return dg.materialize([dataset], instance=self.instance, tags={PUBLISH_TAG: state}).run_id
+        job = dg.define_asset_job(publish_job("d"), selection=[dataset])
+        resolved = dg.Definitions(assets=[dataset], jobs=[job]).resolve_job_def(job.name)
+        tags = {PUBLISH_TAG: state}
+        return resolved.execute_in_process(instance=self.instance, tags=tags, raise_on_error=False).run_id
 
 
 @pytest.fixture
@@ -166,7 +169,7 @@ def test_a_long_silence_names_what_may_be_off(site: Site):
     follower = site.follow(site.run(S.SUCCESS, REFRESH))
     assert follower.look().said == "starting a run"
     site.now += QUIET_SECONDS + 1
-    assert "is the sensor d_launcher on" in follower.look().said
+    assert "is the sensor `launcher` on" in follower.look().said
 
 
 def test_a_complete_snapshot_waits_for_its_table(site: Site):

@@ -84,10 +84,10 @@ def test_where_a_table_is_awaited_a_refresh_that_changed_nothing_publishes_it_ag
         site.commit(*KEYS)
         refreshed(site)
         publish_run(site, S.SUCCESS)
-        assert "is published" in site.reason("d_publisher")
+        assert "is published" in site.reason("publisher")
         refreshed(site)
         publish_run(site, S.SUCCESS)
-        assert "is published" in site.reason("d_publisher")
+        assert "is published" in site.reason("publisher")
 
 
 def refreshed(site: Site) -> None:

@@ -26,7 +26,7 @@ def site(tmp_path: Path) -> Iterator[DatasetSite]:
 
 
 def launched(site: DatasetSite) -> list[tuple[str, str]]:
-    requests = site.tick("d_launcher").run_requests or ()
+    requests = site.tick("launcher").run_requests or ()
     return [(found.tags[ledger.RANGE_START_TAG], found.tags[ledger.RANGE_END_TAG]) for found in requests]
 
 
@@ -35,7 +35,7 @@ def test_prompts_materialized_by_hand_spend_nothing_also_after_an_earlier_refres
     assert launched(site) == [("00000", "00001")]
     site.source([*QUESTIONS, "What else?"])
     assert site.materialize("prompts").success
-    found = site.tick("d_launcher")
+    found = site.tick("launcher")
     assert not found.run_requests
     assert "3 batches are missing, but nobody asked for this snapshot: start d_refresh" in (found.skip_message or "")
     assert site.materialize("prompts", tags=REFRESH).success
@@ -69,7 +69,7 @@ def test_a_publication_that_is_to_be_retried_is_awaited(site: DatasetSite):
     assert site.materialize("prompts").success
     with simulated_engine("--speed", "100", model=MODEL) as engine:
         assert site.run_rows("00000", "00001", engine.url).success
-    (request,) = site.tick("d_publisher").run_requests or ()
+    (request,) = site.tick("publisher").run_requests or ()
     tags = {**request.tags, ledger.WILL_RETRY_TAG: "true"}
     create_run_for_test(site.instance, job_name="d_publish", status=dg.DagsterRunStatus.FAILURE, tags=tags)
-    assert "is being published" in (site.tick("d_publisher").skip_message or "")
+    assert "is being published" in (site.tick("publisher").skip_message or "")

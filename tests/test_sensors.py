@@ -33,10 +33,11 @@ from batch_assets import ledger
 from batch_assets.backfills import UNFINISHED, open_backfill, range_runs
 from batch_assets.dead_letters import dead_letters
 from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG
+from batch_assets.launcher_sensor import SPARE_RUNS
 from batch_assets.lost_workers import lost_workers
 from batch_assets.packing import KeyRange
+from batch_assets.publisher_sensor import PUBLISH_ATTEMPTS, PUBLISH_TAG
 from batch_assets.rows import ENDPOINT_TAG
-from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, SPARE_RUNS
 
 LARGE = 10_000
 
@@ -52,7 +53,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_without_a_request_nothing_is_started(site: Site):
     site.snapshot()
-    assert site.reason() == "nothing was requested"
+    assert site.reason() == "d: nothing was requested"
 
 
 def test_a_refresh_starts_range_runs_over_all_missing_batches(site: Site):
@@ -181,7 +182,7 @@ def test_a_request_that_failed_or_still_reads_the_source_starts_nothing(site: Si
     site.snapshot()
     for status in (S.FAILURE, S.CANCELED, S.STARTED, S.STARTING):
         site.run(status, {REFRESH_TAG: "d"})
-    assert site.reason() == "nothing was requested"
+    assert site.reason() == "d: nothing was requested"
 
 
 def test_each_new_attempt_at_a_range_has_a_key_of_its_own(site: Site):
@@ -235,26 +236,26 @@ def test_a_redrive_tries_each_batch_once(site: Site):
 
 def publish_run(site: Site, status: S) -> None:
     """A publication that the publisher asked for."""
-    (found,) = site.tick("d_publisher").run_requests or ()
+    (found,) = site.tick("publisher").run_requests or ()
     site.run(status, {PUBLISH_TAG: found.tags[PUBLISH_TAG]}, job_name="d_publish")
 
 
 def test_nothing_is_published_before_the_first_snapshot_or_while_batches_are_missing(site: Site):
-    assert site.reason("d_publisher") == "no snapshot yet"
+    assert site.reason("publisher") == "d: no snapshot yet"
     site.snapshot()
     site.commit(*KEYS[:11])
-    assert "1 of 12 batches are missing" in site.reason("d_publisher")
+    assert "1 of 12 batches are missing" in site.reason("publisher")
 
 
 def test_a_complete_snapshot_is_published_once(site: Site):
     site.snapshot()
     site.commit(*KEYS)
     publish_run(site, S.STARTED)
-    assert "is being published" in site.reason("d_publisher")
+    assert "is being published" in site.reason("publisher")
     run = site.instance.get_runs()[0]
     site.instance.report_run_failed(run)
     publish_run(site, S.SUCCESS)
-    assert "is published" in site.reason("d_publisher")
+    assert "is published" in site.reason("publisher")
 
 
 def test_a_new_generation_of_a_batch_is_published_again(site: Site):
@@ -263,14 +264,14 @@ def test_a_new_generation_of_a_batch_is_published_again(site: Site):
     publish_run(site, S.SUCCESS)
     site.commit("00005", generation=1)
     publish_run(site, S.SUCCESS)
-    assert "is published" in site.reason("d_publisher")
+    assert "is published" in site.reason("publisher")
 
 
 def test_a_table_is_not_published_while_runs_over_it_may_still_report(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.snapshot()
     site.commit(*KEYS)
     redrive = site.batches(S.STARTED, "00005", "00005")
-    assert "1 runs over its batches are under way" in site.reason("d_publisher")
+    assert "1 runs over its batches are under way" in site.reason("publisher")
     read = ledger.ledger_versions
 
     def read_while_the_run_ends(*of: Any) -> Any:
@@ -280,10 +281,10 @@ def test_a_table_is_not_published_while_runs_over_it_may_still_report(site: Site
         return found
 
     monkeypatch.setattr(ledger, "ledger_versions", read_while_the_run_ends)
-    assert "1 runs over its batches are under way" in site.reason("d_publisher")
+    assert "1 runs over its batches are under way" in site.reason("publisher")
     monkeypatch.undo()
     publish_run(site, S.SUCCESS)
-    assert "is published" in site.reason("d_publisher")
+    assert "is published" in site.reason("publisher")
 
 
 def test_an_entry_that_is_reported_again_is_not_published_again(site: Site):
@@ -291,7 +292,7 @@ def test_an_entry_that_is_reported_again_is_not_published_again(site: Site):
     site.commit(*KEYS)
     publish_run(site, S.SUCCESS)
     site.commit(*KEYS)
-    assert "is published" in site.reason("d_publisher")
+    assert "is published" in site.reason("publisher")
 
 
 def test_a_publication_that_fails_again_and_again_is_left_to_people(site: Site):
@@ -299,10 +300,10 @@ def test_a_publication_that_fails_again_and_again_is_left_to_people(site: Site):
     site.commit(*KEYS)
     keys = set()
     for _ in range(PUBLISH_ATTEMPTS):
-        keys |= {found.run_key for found in site.tick("d_publisher").run_requests or ()}
+        keys |= {found.run_key for found in site.tick("publisher").run_requests or ()}
         publish_run(site, S.FAILURE)
     assert len(keys) == PUBLISH_ATTEMPTS
-    assert f"failed {PUBLISH_ATTEMPTS} times" in site.reason("d_publisher")
+    assert f"failed {PUBLISH_ATTEMPTS} times" in site.reason("publisher")
 
 
 # watchdog
@@ -401,8 +402,8 @@ def begun(site: Site, status: S, pid: int, *, beats: bool = False, **tags: str) 
 def new_code_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code server was started again after all that a test has begun."""
     later = functools.partial(lost_workers, born=time.time() + 60)
-    monkeypatch.setattr("batch_assets.sensors.lost_workers", later)
-    monkeypatch.setattr("batch_assets.sensors.repository_label", lambda context: OWN)
+    monkeypatch.setattr("batch_assets.watchdog_sensor.lost_workers", later)
+    monkeypatch.setattr("batch_assets.watchdog_sensor.repository_label", lambda context: OWN)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +435,7 @@ def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: Site):
 
 
 def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("batch_assets.sensors.repository_label", lambda context: OWN)
+    monkeypatch.setattr("batch_assets.watchdog_sensor.repository_label", lambda context: OWN)
     gone = subprocess.Popen(["true"])
     gone.wait()
     run_id = begun(site, S.STARTING, gone.pid)
@@ -539,7 +540,7 @@ def large_site(tmp_path: Path) -> Iterator[Site]:
 def test_each_tick_takes_less_than_a_second_at_10_000_batches(large_site: Site, capsys: pytest.CaptureFixture[str]):
     """Processor time is what counts: the best of five shows what a tick costs when others use the machine too."""
     launches: list[RunRequest] = []
-    for sensor in ("d_launcher", "d_publisher", "watchdog"):
+    for sensor in ("launcher", "publisher", "watchdog"):
         ticks = []
         for _ in range(5):
             wall, cpu = time.perf_counter(), time.process_time()

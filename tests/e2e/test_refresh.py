@@ -100,7 +100,7 @@ def ticks_later(site: Platform, count: int = 2) -> None:
 
     def ticks() -> int:
         for state in site.instance.all_instigator_state():
-            if state.instigator_name == f"{site.name}_launcher":
+            if state.instigator_name == "launcher":
                 return len(site.instance.get_ticks(state.instigator_origin_id, state.selector_id))
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,8 +12,10 @@ import psutil
 import pytest
 from pace import PATIENCE
 
-from e2e.command_line import NAME, ROWS, Command, site
+from batch_assets.stack import LOGS
+from e2e.command_line import NAME, ROWS, SPEC, Command, site
 from e2e.harness import eventually
+from gpu_runner.providers.local import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -43,3 +46,23 @@ def test_a_killed_code_server_is_started_again_and_its_runs_go_on(tmp_path: Path
         found = here.status()
         assert (found["ok"], found["table_current"]) == (ROWS, True)
         assert all(given_back for _, _, given_back in here.leases())
+
+
+def test_a_dataset_added_while_dagster_runs_is_loaded_and_can_be_run(tmp_path: Path):
+    with site(tmp_path) as here:
+        here.engine()
+        ui = here.start("ui", "--port", str(free_port()))
+        eventually(lambda: "Dagster's UI" in ui.output.read_text(), 60, "the UI")
+        here.declare({**SPEC, "name": "sonnets", "source": {"grid": {"word": ["rain"], "tone": ["plain", "glad"]}}})
+        log = here.home / LOGS / "definitions.log"
+        eventually(
+            lambda: log.exists() and "loaded the definitions again: 2 datasets" in log.read_text(), 60, "a reload"
+        )
+        # At once again: `run` does not wait for the watch, it asks for what Dagster does not know yet.
+        here.declare({**SPEC, "name": "odes", "source": {"grid": {"word": ["rain"], "tone": ["plain", "glad"]}}})
+        command = here.start("run", "odes", "--json")
+        status, output = command.end()
+        assert status == 0, command.said()
+        assert json.loads(output)["ok"] == 2
+        ui.interrupt()
+        ui.end(60)

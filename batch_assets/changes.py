@@ -1,0 +1,80 @@
+"""Which datasets the catalog has news of: one look at the event log for all of them.
+
+Requests, snapshots, committed batches and the ends of runs all write events, so that a dataset without a new event
+needs no look of its own. Dagster has no public query for "every asset and run with an event since": what we lean on
+here is held by `tests/test_changes.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+
+import dagster as dg
+import sqlalchemy as sa
+from dagster._core.events import EVENT_TYPE_TO_PIPELINE_RUN_STATUS
+from dagster._core.storage.event_log import SqlEventLogStorage
+from dagster._core.storage.event_log.schema import SqlEventLogStorageTable as EVENTS
+
+from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
+
+# Postgres hands out ids before the commit: an event may appear behind one that was read already.
+OVERLAP_SECONDS = 15.0
+MOST_RUNS = 500  # with news since the last look; more, and every dataset is looked at
+# Not all about assets: Dagster's freshness daemon writes an event for each asset of a new deployment.
+_ASSET_EVENTS = [dg.DagsterEventType.ASSET_MATERIALIZATION.value, dg.DagsterEventType.ASSET_WIPED.value]
+_STATUS_EVENTS = [kind.value for kind in EVENT_TYPE_TO_PIPELINE_RUN_STATUS]
+_JOBS = ("_refresh", "_redrive", "_publish")
+
+
+class CatalogChanges:
+    """Datasets with new events since the last look. Kept in memory: the first look finds that all may have changed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque()  # when we looked, and the newest event then
+
+    def since_last_look(self, instance: dg.DagsterInstance, names: Collection[str]) -> set[str]:
+        """Those of `names` that have news; all of them where it cannot be told."""
+        storage = instance.event_log_storage
+        if not isinstance(storage, SqlEventLogStorage):
+            return set(names)
+        now, newest = self._clock(), storage.get_maximum_record_id() or 0
+        while len(self._marks) > 1 and now - self._marks[1][0] > OVERLAP_SECONDS:
+            self._marks.popleft()
+        known = self._marks[0][1] if self._marks else None
+        if known is not None and newest < self._marks[-1][1]:  # the event log was wiped, or restored from a backup
+            self._marks.clear()
+            known = None
+        found = set(names)
+        if known is not None:
+            found &= _named(instance, storage, known) if newest > known else set()
+        self._marks.append((now, newest))  # only now: after an error all of it is read again
+        return found
+
+
+def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str]:
+    """First part of the asset keys, and the datasets of the runs, with events after this id."""
+    new = sa.and_(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_ASSET_EVENTS))
+    of_assets = sa.select(EVENTS.c.asset_key).where(new, EVENTS.c.asset_key.is_not(None)).distinct()
+    of_runs = (
+        sa.select(EVENTS.c.run_id)
+        .where(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_STATUS_EVENTS))
+        .distinct()
+        .limit(MOST_RUNS + 1)
+    )
+    with storage.index_connection() as connection:
+        keys = [dg.AssetKey.from_db_string(text) for (text,) in connection.execute(of_assets)]
+        runs = [run_id for (run_id,) in connection.execute(of_runs)]
+    found = {key.path[0] for key in keys if key is not None}
+    for run in instance.get_runs(dg.RunsFilter(run_ids=runs)) if runs else ():
+        found |= set(datasets_of(run))
+    return found
+
+
+def datasets_of(run: dg.DagsterRun) -> Iterator[str]:
+    """Names that a run may be for: of its assets, its tags and its job."""
+    yield from (key.path[0] for key in run.asset_selection or ())
+    yield from (run.tags[tag] for tag in (REFRESH_TAG, REDRIVE_TAG) if tag in run.tags)
+    yield from (run.job_name.removesuffix(ending) for ending in _JOBS if run.job_name.endswith(ending))

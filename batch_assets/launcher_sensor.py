@@ -1,0 +1,187 @@
+"""The sensor that starts packed range runs for what a refresh, `batch-assets run` or a re-drive wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import dagster as dg
+
+from batch_assets import ledger
+from batch_assets.backfills import latest_request, open_backfill, range_runs, snapshot_asked
+from batch_assets.dead_letters import dead_batches
+from batch_assets.launcher import (
+    CANCELED_TAG,
+    REDRIVE_TAG,
+    REFRESH_TAG,
+    REQUEST_TAG,
+    RangeRunRecord,
+    plan_launch,
+    run_size,
+)
+from batch_assets.packing import KeyRange
+from batch_assets.rounds import Look, Rounds
+from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.sensor_instance import SECONDS, instance_of
+from batch_assets.snapshot_cache import SnapshotCache
+from batch_assets.spec import GeneratedDatasetSpec
+from batch_assets.wishes import WISH_TAGS, WishError, wishes
+from gpu_runner.targets import DatasetTarget
+from resources.fleet import GpuFleet
+from resources.store import BatchEntry, BatchStore
+
+SPARE_RUNS = 3
+UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
+_NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
+
+
+def launcher_sensor(
+    specs: Mapping[str, GeneratedDatasetSpec], store: BatchStore, fleet: GpuFleet
+) -> dg.SensorDefinition:
+    """One sensor for all datasets. It needs no cursor: a new process finds what is wanted in the catalog."""
+    rounds = Rounds(sorted(specs))
+    caches = {name: SnapshotCache() for name in specs}
+
+    @dg.sensor(
+        name="launcher",
+        asset_selection=dg.AssetSelection.assets(*(ledger.rows_key(name) for name in sorted(specs))),
+        minimum_interval_seconds=SECONDS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Starts runs for the batches that a refresh or re-drive of any dataset wants.",
+    )
+    def launcher(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        instance = instance_of(context)
+        return rounds.tick(context, instance, lambda name: _look(instance, specs[name], store, fleet, caches[name]))
+
+    return launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A run that asked for work, and what is at work on the dataset's batches, for it or for others.
+
+    Read before the ledger. The other way round, a run that ends in between has its last batches neither in flight nor
+    in the ledger, and they are started again.
+    """
+
+    asked_by: dg.DagsterRun
+    runs: list[RangeRunRecord]
+    backfill_open: bool
+
+    @classmethod
+    def newest(cls, instance: dg.DagsterInstance, tag: str, dataset: str) -> Request | None:
+        """The newest request of this kind; None before the first."""
+        run = latest_request(instance, tag, dataset)
+        if run is None:
+            return None
+        return cls(run, range_runs(instance, dataset, run.run_id), open_backfill(instance, dataset))
+
+
+def _look(
+    instance: dg.DagsterInstance, spec: GeneratedDatasetSpec, store: BatchStore, fleet: GpuFleet, cache: SnapshotCache
+) -> Look:
+    """What one dataset wants started now."""
+    refresh = Request.newest(instance, REFRESH_TAG, spec.name)
+    redrive = Request.newest(instance, REDRIVE_TAG, spec.name)
+    if refresh is None and redrive is None:
+        return Look("nothing was requested")
+    data = store.dataset(spec.name)
+    snapshot, entries = cache.entries(data)
+    versions = ledger.ledger_versions(instance, spec.name)
+    missing = [entry for entry in entries if not _current(versions.get(entry.key), entry)]
+    looks: list[Look] = []
+    if refresh is not None:
+        if missing and not _asked(instance, refresh, snapshot):
+            looks.append(Look(_NOT_ASKED.format(len(missing), spec.name), "blocked"))
+        else:
+            looks.append(_launch(instance, spec, fleet, refresh, [entry.key for entry in missing], {}))
+    if redrive is not None and not missing:
+        dead = dead_batches(data)
+        wanted = dead if dead and _asked(instance, redrive, snapshot) else []
+        found = _launch(instance, spec, fleet, redrive, wanted, {"redrive": True})
+        looks.append(Look(f"re-drive: {found.reason}", found.state, found.requests, found.batches))
+    states = [look.state for look in looks]
+    return Look(
+        f"snapshot {snapshot}: {'; '.join(look.reason for look in looks)}",
+        next((state for state in ("open", "blocked") if state in states), "settled"),
+        [request for look in looks for request in look.requests],
+        [count for look in looks for count in look.batches],
+    )
+
+
+def _asked(instance: dg.DagsterInstance, request: Request, snapshot: str | None) -> bool:
+    """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
+    return snapshot_asked(instance, request.asked_by) in (None, snapshot)
+
+
+def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
+    return version is not None and version.data_version == entry.data_version
+
+
+def _launch(
+    instance: dg.DagsterInstance,
+    spec: GeneratedDatasetSpec,
+    fleet: GpuFleet,
+    request: Request,
+    wanted: Sequence[str],
+    config: dict[str, bool],
+) -> Look:
+    """Run requests for the wanted batches of one request, and the reason in words."""
+    asked_by, runs = request.asked_by, request.runs
+    if not wanted:
+        return Look("nothing is missing")
+    if CANCELED_TAG in asked_by.tags:
+        return Look("this request was canceled: start it again to go on", "blocked")
+    if config.get("redrive"):
+        tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
+        wanted = [key for key in wanted if not any(key in keys for keys in tried)]
+    with fleet.open_book() as book:
+        target = book.target(spec.name)
+    keys = instance.get_dynamic_partitions(spec.name)
+    launch = plan_launch(
+        asked_by.run_id,
+        keys,
+        dict.fromkeys(wanted),
+        runs,
+        backfill_open=request.backfill_open,
+        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target)),
+        room=(1 if target is None else target.instances) + SPARE_RUNS,
+    )
+    own = sum(run.request == asked_by.run_id for run in runs)
+    requests = [
+        _run_request(spec.name, asked_by, found, own + number, config) for number, found in enumerate(launch.ranges)
+    ]
+    sizes = [sum(key in found for key in keys) for found in launch.ranges]
+    return Look(launch.reason, launch.state, requests, sizes)
+
+
+def _run_request(
+    dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: dict[str, bool]
+) -> dg.RunRequest:
+    """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
+    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG, *WISH_TAGS) if key in asked_by.tags}
+    op = ledger.rows_key(dataset).to_python_identifier()
+    return dg.RunRequest(
+        run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",
+        asset_selection=[ledger.rows_key(dataset)],
+        run_config={"ops": {op: {"config": config}}} if config else {},
+        tags={
+            REQUEST_TAG: asked_by.run_id,
+            ledger.RANGE_START_TAG: keys.first,
+            ledger.RANGE_END_TAG: keys.last,
+            **copied,
+        },
+    )
+
+
+def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: DatasetTarget | None) -> int | None:
+    """How many instances the request may come to use at once; None where nothing presses."""
+    try:
+        wanted = wishes(spec, asked_by.tags)
+    except WishError:
+        return None  # its runs will say so
+    if wanted.deadline is None and wanted.objective == "cheapest":
+        return None
+    planned = target.plan.get("instances_wanted") if target is not None else None
+    most = wanted.max_instances or UNPLANNED_INSTANCES
+    return min(most, planned) if planned else most
