@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from fleet_books import intended, ready, sqlite_url
@@ -191,3 +196,53 @@ def test_the_steady_clock_is_real_and_names_its_boot():
     assert boot_seconds() <= boot_seconds()
     assert boot_name() == boot_name()
     assert JumpWatch().jumped() == 0.0
+
+
+LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
+MOVED = """
+import contextlib, json, sys, time
+from fleet_books import ready
+from gpu_runner.fleet import FleetBook
+from gpu_runner.providers.register import MachineRegister
+from gpu_runner.steady import JumpWatch
+folder, found = sys.argv[1], []
+with contextlib.closing(FleetBook(f"sqlite:///{folder}/fleet.db")) as book:
+    book.begin_request("d", "r", budget_usd=1000.0)
+    lease, watch, register = ready(book, ttl=60), JumpWatch(), MachineRegister(folder)
+    for step in ("+3600", "+0", "-3600"):
+        before, billed = time.time(), register.now()
+        open(f"{folder}/offset", "w").write(step)
+        while abs(time.time() - before) < 1800:
+            time.sleep(0.01)
+        found.append({
+            "wall": time.time() - before, "watch": watch.jumped(), "said": book.end_overdue(60),
+            "renewed": book.renew(lease, 60), "billed": book.costs()[0].seconds.total,
+            "provider": register.now() - billed,
+            "jumps": [one.seconds for one in book.clock_jumps(60)],
+        })
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="libfaketime is not installed (Debian: faketime)")
+def test_a_real_clock_that_is_set_in_mid_run_expires_no_lease_and_bills_no_hour(tmp_path: Path):
+    """SQLite's own clock, the kernel's boot time, and a wall clock that libfaketime sets: forward, back, back."""
+    (tmp_path / "offset").write_text("+0")
+    faked = {"LD_PRELOAD": str(LIBRARY), "FAKETIME_TIMESTAMP_FILE": str(tmp_path / "offset"), "FAKETIME_NO_CACHE": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    child = subprocess.run(
+        [sys.executable, "-c", MOVED, str(tmp_path)],
+        env={**os.environ, **faked, "FAKETIME_DONT_FAKE_MONOTONIC": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    steps = json.loads(child.stdout)
+    for step, seconds in zip(steps, (HOUR, -HOUR, -HOUR), strict=True):
+        assert step["wall"] == pytest.approx(seconds, abs=60) and step["watch"] == pytest.approx(seconds, abs=60)
+        assert (step["said"], step["renewed"]) == ([], True)
+        assert 0 <= step["billed"] < 60 and 0 <= step["provider"] < 60
+        assert step["jumps"][0] == pytest.approx(seconds, abs=60)
+    assert len(steps[-1]["jumps"]) == 3
