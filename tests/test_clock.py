@@ -24,6 +24,8 @@ from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from machines import H100
 
 from batch_assets.clock import set_back_meanwhile, wake_sensors
+from batch_assets.display import clock_lines
+from gpu_runner.clock_jumps import ClockJump
 from gpu_runner.providers.hosting import new_record
 from gpu_runner.providers.register import HostPlan, MachineRegister
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
@@ -93,3 +95,9 @@ def test_a_provider_bills_what_passed_whatever_the_clock_says(
     (bill,) = cloud.meter().bills()
     assert bill.seconds == pytest.approx(100, abs=30)
     assert SimulatedCloud(tmp_path, config).elapsed() - began == pytest.approx(0, abs=30)
+
+
+def test_status_says_that_the_clock_was_set() -> None:
+    lines = clock_lines([ClockJump(300.0, -HOUR), ClockJump(4000.0, 90.0)])
+    assert lines[0].startswith("the clock was set back by 1 h 00 min, 5 min 00 s ago: leases, bills and ")
+    assert lines[1].startswith("the clock was set forward by 1 min 30 s, 1 h 06 min ago")
