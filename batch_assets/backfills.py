@@ -62,7 +62,7 @@ def _is_undecided(instance: dg.DagsterInstance, record: dg.RunRecord) -> bool:
     run = record.dagster_run
     if run.status != dg.DagsterRunStatus.FAILURE or ledger.WILL_RETRY_TAG in run.tags or record.end_time is None:
         return False
-    return instance.run_retries_enabled and time.time() - record.end_time < DECISION_SECONDS
+    return instance.run_retries_enabled and abs(time.time() - record.end_time) < DECISION_SECONDS
 
 
 def latest_request(instance: dg.DagsterInstance, tag: str, dataset: str) -> dg.DagsterRun | None:

@@ -27,6 +27,7 @@ from batch_assets.spec_errors import SpecError
 from batch_assets.status import request_status
 from batch_assets.turns import Turns
 from batch_assets.wishes import WishError, begin
+from gpu_runner.budget import no_room
 from gpu_runner.capacity import Command, Memory, decide
 from gpu_runner.fleet import FleetBook
 from gpu_runner.offers import Objective
@@ -42,7 +43,6 @@ Datasets = Mapping[str, tuple[GeneratedDatasetSpec, Path]]
 SPARE_SLOTS = 1
 LOOK_SECONDS = 20.0  # for datasets without open work, of a sensor's 60 s
 WAITING = "waiting: paused: "  # how the note of a run begins that may lease nothing (resources/renting.py)
-NO_BUDGET = f"{WAITING}budget of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +239,12 @@ def _answer(
         pace=pace,
     )
     command = _with_standing(book, command, around, question, wanted, rents=bool(asked.options or asked.held))
-    if not asked.held and (refused := next((note for note in found.notes if note.startswith(NO_BUDGET)), "")):
-        # The books hold the budget to the cent, and know better than the plan what a first instance may cost.
-        command = dataclasses.replace(command, pause=refused.removeprefix(WAITING), kind="paused")
+    if not asked.held and target.budget_usd is not None:
+        # The books hold the budget to the cent, and know better than the plan what a first instance may cost. What they
+        # said of another budget, before it was raised, counts no more.
+        refusals = [note.removeprefix(WAITING) for note in found.notes if note.startswith(WAITING)]
+        if refused := next((note for note in refusals if note.startswith(no_room(target.budget_usd))), ""):
+            command = dataclasses.replace(command, pause=refused, kind="paused")
     idle = around.idle(spec.name, pace.tick) if _bounded(target) else ()
     room = max(0, around.config.max_instances - len(around.instances))
     report = Report(

@@ -70,11 +70,12 @@ class Report:
 
     @property
     def on_time(self) -> bool | None:
-        """Whether the deadline is expected to be met (P50); None without a deadline."""
+        """Whether the deadline is expected to be met (P50); None without a deadline. With no instance it is not."""
         deadline = self.wanted.deadline
         if deadline is None:
             return None
-        return self.plan.chosen is not None and not self.command.pause and self.plan.chosen.finish.p50 <= deadline
+        works = self.command.instances > 0 and not self.command.pause
+        return works and self.plan.chosen is not None and self.plan.chosen.finish.p50 <= deadline
 
 
 def figures(report: Report) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets.progress import Figures, duration, eta_seconds
+from gpu_runner.clock_jumps import ClockJump
 
 if TYPE_CHECKING:
     from batch_assets.follow import Moment
@@ -187,6 +188,15 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
 
 def _from_now(moment: float, now: float) -> str:
     return f"in {duration(moment - now)}" if moment >= now else f"{duration(now - moment)} ago"
+
+
+def clock_lines(jumps: Sequence[ClockJump]) -> list[str]:
+    """One line per step of the clock of the fleet's database."""
+    return [
+        f"the clock was set {'back' if one.seconds < 0 else 'forward'} by {duration(abs(one.seconds))}, "
+        f"{duration(one.age)} ago: leases, bills and relative deadlines go on without it"
+        for one in jumps
+    ]
 
 
 def run_lines(status: DatasetStatus) -> list[str]:

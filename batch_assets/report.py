@@ -16,7 +16,7 @@ from rich.table import Table
 
 from batch_assets import ledger
 from batch_assets.catalog import BatchReport
-from batch_assets.display import status_table
+from batch_assets.display import clock_lines, status_table
 from batch_assets.settings import dagster_home
 from batch_assets.signals import Interrupted, Signals
 from batch_assets.stack import running_stack
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 2.0
 SHOWN_DIFFERENCES = 50
+JUMPS_SECONDS = 24 * 3600.0  # for so long it is said that the clock was set
 
 
 def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool) -> None:
@@ -48,6 +49,8 @@ def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool
                 live.update(table, refresh=True)
             else:
                 console.print(status_table(statuses, dagster_runs=_dagster_runs(), now=time.time()))
+                for line in clock_lines(seen[0].book.clock_jumps(JUMPS_SECONDS)):
+                    console.print(line, highlight=False)
             if not watch:
                 return
             time.sleep(WATCH_SECONDS)

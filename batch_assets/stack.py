@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from batch_assets import settings
+from batch_assets.clock import set_back_meanwhile, wake_sensors
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
+from gpu_runner.steady import JumpWatch
 
 # Never `logs`: dagster-webserver uploads whatever lies in DAGSTER_HOME/logs, also when telemetry is off
 # (dagster_webserver/cli.py, dagster/_core/telemetry_upload.py).
@@ -149,6 +151,8 @@ class Stack:
         try:
             ensure_storage(self.home)
             self._workspace.write_text(self._workspace_text)
+            if set_back_meanwhile(self.home):
+                wake_sensors(self.home)
             for child in self._children:
                 self._start(child)
             self._watcher.start()
@@ -217,12 +221,29 @@ class Stack:
             )
 
     def _watch(self) -> None:
+        clock = JumpWatch()
         while not self._stop.wait(0.5):
+            if (jumped := clock.jumped()) < 0:
+                self._clock_set_back(jumped)
             for child in self._children:
                 if child.process and child.process.poll() is not None and len(child.starts) < RESTARTS:
                     if child.process.stdin:
                         child.process.stdin.close()
                     self._start(child)
+
+    def _clock_set_back(self, seconds: float) -> None:
+        """Sensors and the run queue would wait until it is as late again (batch_assets/clock.py)."""
+        sys.stderr.write(f"the clock was set back by {-seconds:.0f} s: Dagster's daemon is started again\n")
+        daemon = next(child for child in self._children if child.name == "daemon")
+        _close(daemon)
+        _end(daemon)
+        try:
+            wake_sensors(self.home)
+        except Exception as error:
+            sys.stderr.write(f"sensors may wait for {-seconds:.0f} s: {type(error).__name__}: {error}\n")
+        if not self._stop.is_set():
+            daemon.starts.pop()  # it did not die by itself
+            self._start(daemon)
 
 
 def _dagster(module: str, options: str, *words: str) -> list[str]:

@@ -21,6 +21,7 @@ from batch_assets.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.publish import PublishedTable, published_table, table_version
 from batch_assets.stack import ensure_storage, prepare_home
 from gpu_runner.fleet import FleetBook, RunBeat
+from gpu_runner.targets import DatasetTarget
 from resources.objects import open_objects
 from resources.store import BatchEntry, BatchObject, DatasetStore
 
@@ -113,9 +114,9 @@ def request_status(book: FleetBook, dataset: str) -> RequestStatus:
         request=target.request,
         deadline=target.deadline_at,
         budget_usd=target.budget_usd,
-        on_time=plan.get("on_time"),
-        finish_p50=plan.get("finish_p50"),
-        finish_p95=plan.get("finish_p95"),
+        on_time=_on_time(target),
+        finish_p50=plan.get("finish_p50") if target.instances else None,
+        finish_p95=plan.get("finish_p95") if target.instances else None,
         usd_spent=sum(charge.usd.total for charge in mine),
         usd_wasted=sum(charge.usd.wasted for charge in mine),
         usd_p50=plan.get("usd_p50"),
@@ -125,6 +126,15 @@ def request_status(book: FleetBook, dataset: str) -> RequestStatus:
         reason=plan.get("reason", ""),
         clock=clock,
     )
+
+
+def _on_time(target: DatasetTarget) -> bool | None:
+    """As the sensor expected it last, unless that cannot be true any more: the deadline has passed since, or nothing
+    may work."""
+    if target.deadline_in is None or "on_time" not in target.plan:
+        return None
+    works = target.instances > 0 and not target.pause
+    return works and target.deadline_in > 0 and bool(target.plan["on_time"])
 
 
 @dataclass(frozen=True, slots=True)

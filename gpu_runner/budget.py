@@ -43,6 +43,16 @@ class Spend:
         """What will have been spent at the most, if all go on for `drain_seconds` and are then given up."""
         return self.usd + self.reserve_usd + self.usd_per_second * drain_seconds
 
+    def held_back(self, drain_seconds: float = 0.0) -> str:
+        """What is not to be spent on work, and what for, in words."""
+        usd = self.reserve_usd + self.usd_per_second * drain_seconds
+        drain = f"{drain_seconds:.0f} s to drain, " if drain_seconds else ""
+        return f"{usd:.2f} $ until it could be ended ({drain}its lease, {END_SECONDS:.0f} s until a sweep has ended it)"
+
+    def rule(self, drain_seconds: float = 0.0) -> str:
+        """What was spent and what is held back, in words."""
+        return f"{self.usd:.2f} $ spent, what is rented costs {self.held_back(drain_seconds)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -78,7 +88,16 @@ def refuse_beyond(
         return
     spend = _count(connection, now, budget)
     if spend.bound(drain_seconds) + 2 * boot_usd > budget.usd:
-        raise BudgetReached(f"budget of {budget.usd:.2f} $ leaves no room for another instance")
+        boot = f" and {2 * boot_usd:.2f} $ for twice its boot" if boot_usd else ""
+        raise BudgetReached(
+            f"{no_room(budget.usd)}: {spend.usd:.2f} $ are spent, and with it {spend.held_back(drain_seconds)}{boot} "
+            "would be held back"
+        )
+
+
+def no_room(budget_usd: float) -> str:
+    """How the reason begins for which a dataset may lease nothing more within this budget."""
+    return f"budget of {budget_usd:.2f} $ leaves no room for another instance"
 
 
 def line_reached(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> Line | None:
@@ -95,9 +114,9 @@ def line_reached(connection: sa.Connection, now: float, instance: str, ttl: floa
         return None
     spend = _count(connection, now, budget)
     if spend.bound() > budget.usd:
-        return Line(True, f"budget of {budget.usd:.2f} $ reached ({spend.usd:.2f} $ spent)")
+        return Line(True, f"budget of {budget.usd:.2f} $ reached ({spend.rule()})")
     if spend.bound(drain_seconds) > budget.usd:
-        return Line(False, f"budget of {budget.usd:.2f} $ is nearly reached ({spend.usd:.2f} $ spent)")
+        return Line(False, f"budget of {budget.usd:.2f} $ is nearly reached ({spend.rule(drain_seconds)})")
     return None
 
 
@@ -106,7 +125,7 @@ def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
     found = [Budget(*line) for line in connection.execute(_BUDGETS).all()]
     spends = [(budget, _count(connection, now, budget)) for budget in found]
     return {
-        budget.dataset: f"budget of {budget.usd:.2f} $ reached ({spend.usd:.2f} $ spent)"
+        budget.dataset: f"budget of {budget.usd:.2f} $ reached ({spend.rule()})"
         for budget, spend in spends
         if spend.bound() > budget.usd
     }

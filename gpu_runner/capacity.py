@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpu_runner.command import Command, Kind, Memory, trim
+from gpu_runner.command import Command, Kind, Memory, affordable, trim, why_no_entry
 from gpu_runner.course import WORTH, Course, counts, fleet_of, has_spot, usd, usd_per_token
 from gpu_runner.long_shots import Missing, long_shot
 from gpu_runner.offers import HOUR
@@ -65,13 +65,15 @@ def decide(
     most = max(0, min(target.max_instances, work.units))
     useful = sorted(held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option)))
     held, surplus = useful[:most], tuple(one.instance for one in useful[most:])
-    tick = _Tick(work, options, held, target, memory, measured, pilots, pace)
-    plain, plan = tick.decide()
-    command = tick.hope(plain, plan)
-    if target.budget_usd is not None:
-        bold, command = command, trim(command, options, held, target.budget_usd, pace)
-        if bold is not plain and command is not bold:  # a try that the budget cannot boot is none
-            command = trim(plain, options, held, target.budget_usd, pace)
+
+    def ask(offered: Sequence[Option]) -> tuple[Command, Plan]:
+        return _Tick(work, offered, held, target, memory, measured, pilots, pace).answer()
+
+    command, plan = ask(options)
+    if target.budget_usd is not None and command.kind not in ("paused", "done"):
+        payable = affordable(options, target.budget_usd, pace)
+        if (not command.instances or _beyond(plan, payable, held)) and (payable or held):
+            command, plan = ask(payable)  # it named what the budget cannot order at all: the best of what it can
     if surplus:
         kind: Kind = "shrink" if command.kind in ("steady", "pilot") else command.kind
         reason = f"{len(surplus)} more than the {most} that are allowed or have work are given up; {command.reason}"
@@ -82,6 +84,12 @@ def decide(
     tried = (*memory.tried, *(name for name, _ in command.offers if command.pilot and name not in memory.tried))
     kept = Memory(command.instances, command.offers, tried, now if changed else memory.changed_at)
     return command, kept, plan
+
+
+def _beyond(plan: Plan, payable: Sequence[Option], held: Sequence[Held]) -> bool:
+    """Whether the plan counts on new instances of an offer that may not be ordered."""
+    there = dict(counts([one for one in held if one.instance in plan.keep]))
+    return any(number > there.get(one.name, 0) and one not in payable for one, number in fleet_of(plan))
 
 
 class _Tick:
@@ -113,7 +121,20 @@ class _Tick:
     def target(self) -> Target:
         return self.course.target
 
-    def decide(self) -> tuple[Command, Plan]:
+    def answer(self) -> tuple[Command, Plan]:
+        """The command within the budget, and the plan behind it."""
+        plain, plan = self._decide()
+        command = self._hope(plain, plan)
+        if self.budget is not None:
+            bold, command = command, self._trim(command, self.budget)
+            if bold is not plain and command is not bold:  # a try that the budget cannot boot is none
+                command = self._trim(plain, self.budget)
+        return command, plan
+
+    def _trim(self, command: Command, budget: float) -> Command:
+        return trim(command, self.options, self.held, budget, self.pace)
+
+    def _decide(self) -> tuple[Command, Plan]:
         if self.work.tokens <= 0 or self.work.units <= 0:
             return self._done()
         if (paused := self._within_budget()) is not None:
@@ -122,7 +143,7 @@ class _Tick:
             return self._blind()
         return self._steer()
 
-    def hope(self, command: Command, plan: Plan) -> Command:
+    def _hope(self, command: Command, plan: Plan) -> Command:
         """What else to try when nothing that is known will do."""
         missing: Missing | None = None
         if self.budget is not None and (plan.chosen is None or plan.chosen.usd.p50 > self.budget):
@@ -160,21 +181,27 @@ class _Tick:
         for one in sorted(self.held, key=lambda one: (one.ready_in > 0, usd_per_token(one.option))):
             if (sum(other.option.usd_per_hour for other in kept) + one.option.usd_per_hour) * each <= budget:
                 kept.append(one)
-        least = [one.usd_per_hour / HOUR * (one.boot_seconds + 3 * self.pace.reserve) for one in self.options]
-        first = min(least, default=0.0)
-        if not self.held and first <= budget:
+        there = [one for one in self.options if one.capacity != 0 and one.tokens_per_second > 0]
+        if not self.held and (not there or affordable(there, budget, self.pace)):
             return None
         plan = make_plan(self.work, self.options, self.held, self.target, detail=False)
         names = tuple(one.instance for one in self.held if one not in kept)
         if kept:
             reason = f"{budget:.2f} $ are left of the budget: {len(kept)} of {len(self.held)} instances go on"
             return Command(len(kept), counts(kept), names, kind="shrink", reason=reason), plan
-        reason = f"budget reached: {budget:.2f} $ are left, the work needs {_needed(plan)}"
+        if self.held:
+            least = min(one.option.usd_per_hour for one in self.held) * each
+            wait = f"the {self.pace.reserve:.0f} s until an instance that goes on is drained and ended"
+            rule = f"{budget:.2f} $ are left, and {least:.2f} $ are held back for {wait}"
+        else:
+            rule = why_no_entry(there, budget, self.pace)
+        reason = f"budget reached: {rule}; the work needs {_needed(plan)}"
         return Command(0, (), names, pause=reason, kind="paused", reason=reason), plan
 
     def _blind(self) -> tuple[Command, Plan]:
         plan = make_plan(self.work, (), self.held, self.target, detail=False)
-        reason = f"no offers are known: the {len(self.held)} instances that are held go on"
+        known = "no offers are known" if self.budget is None else "no offers are known that the budget pays for"
+        reason = f"{known}: the {len(self.held)} instances that are held go on"
         return Command(max(1, len(self.held)), counts(self.held), reason=reason), plan
 
     # The way there

@@ -61,15 +61,34 @@ class Memory:
         )
 
 
+def entry_usd(option: Option, pace: Pace) -> float:
+    """US dollars that a budget must have left before an instance of this offer is ordered.
+
+    Its boot, as long again (at least one reserve) to earn it, and the reserve that it costs on after the decision to
+    end it. So what is commanded is not refused by the books, which ask for twice the boot, a drain and a lease's end
+    (`gpu_runner.budget.refuse_beyond`).
+    """
+    return option.usd_per_hour / HOUR * (option.boot_seconds + max(option.boot_seconds, pace.reserve) + pace.reserve)
+
+
+def affordable(options: Sequence[Option], budget: float, pace: Pace) -> list[Option]:
+    """Offers of which one instance can be had, works, and may be ordered with so much left."""
+    there = (one for one in options if one.capacity != 0 and one.tokens_per_second > 0)
+    return [one for one in there if entry_usd(one, pace) <= budget]
+
+
 def trim(command: Command, options: Sequence[Option], held: Sequence[Held], budget: float, pace: Pace) -> Command:
-    """The command without new instances that the budget could not boot, use and end: the dearest go first."""
+    """The command without new instances that the budget could not boot, use and end: the dearest go first.
+
+    It may be that nothing is left of it: then the controller has to choose among what is affordable.
+    """
     known = {one.name: one for one in (*options, *(one.option for one in held))}
     there = dict(counts([one for one in held if one.instance not in command.retire]))
     fleet = dict(command.offers)
     price = {name: known[name].usd_per_hour / HOUR for name in fleet}
     left = budget - sum(pace.reserve * price[name] * min(number, there.get(name, 0)) for name, number in fleet.items())
     for name in sorted(fleet, key=lambda name: price[name]):
-        each = price[name] * (known[name].boot_seconds + 2 * pace.reserve)
+        each = entry_usd(known[name], pace)
         wanted = max(0, fleet[name] - there.get(name, 0))
         new = max(0, min(wanted, int(left / each))) if each > 0 else wanted
         fleet[name] += new - wanted
@@ -79,3 +98,15 @@ def trim(command: Command, options: Sequence[Option], held: Sequence[Held], budg
     offers = tuple((name, fleet[name]) for name, _ in command.offers if fleet[name])
     reason = f"the budget has {budget:.2f} $ left, which is not enough for more; {command.reason}"
     return replace(command, instances=sum(fleet.values()), offers=offers, reason=reason)
+
+
+def why_no_entry(options: Sequence[Option], budget: float, pace: Pace) -> str:
+    """The rule by which no instance may be ordered, with the numbers of the offer that comes closest."""
+    nearest = min(options, key=lambda one: entry_usd(one, pace))
+    rate, boot = nearest.usd_per_hour / HOUR, nearest.boot_seconds
+    parts = (
+        f"{rate * boot:.2f} $ to boot, {rate * max(boot, pace.reserve):.2f} $ to work at least as long, "
+        f"{rate * pace.reserve:.2f} $ held back for the {pace.reserve:.0f} s until it is drained and ended"
+    )
+    needs = f"the next instance needs {entry_usd(nearest, pace):.2f} $ ({nearest.name}: {parts})"
+    return f"{budget:.2f} $ are left, and {needs}"

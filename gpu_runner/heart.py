@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import sqlalchemy as sa
 
 from gpu_runner.fleet import FleetBook, Lease, RunState
 from gpu_runner.spend import Spent
+from gpu_runner.steady import boot_seconds
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Heart:
     """Beats for one run from its first second to its last; renews the leases that it holds.
 
     A lease counts as lost when the book refuses to renew it, or when no renewal succeeded for `ttl - margin` seconds on
-    our own monotonic clock: after that somebody else may hold the instance (a stopped process that wakes up is one).
+    our own steady clock: after that somebody else may hold the instance (a stopped process that wakes up is one).
     `ended` is set when the run was declared dead while it was silent: it has lost its leases, and gets no other.
     `drain_seconds` says how long the rows in flight take: an instance is left that long before a budget is reached.
     `signs_of_life` is called at every beat that reached the book: machines that hear of none for long end themselves.
@@ -42,7 +42,7 @@ class Heart:
         *,
         ttl: float = 10.0,
         interval: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_seconds,
         signs_of_life: Callable[[], None] = lambda: None,
     ) -> None:
         self.book, self.run_id, self.ttl, self.interval = book, run_id, ttl, interval

@@ -55,7 +55,7 @@ class Watch:
         self._read_record()
         if self.record.ended_at is not None:
             raise MachineEnds(self.record.reason)
-        if self.record.take_at is not None and time.time() >= self.record.take_at:
+        if self.record.take_at is not None and self._register.now() >= self.record.take_at:
             raise MachineEnds("interrupted")
         if time.monotonic() - self._signed_at >= min(SIGN_SECONDS, self._orphan_seconds / 4):
             self._exchange_signs()

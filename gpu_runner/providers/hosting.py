@@ -90,7 +90,7 @@ class Hosting:
                 with self.register.transaction() as connection:
                     if known := self.register.find(self.provider, record.name, connection):
                         return known.id
-                    self.register.add(connection, replace(admit(connection, record), created_at=time.time()))
+                    self.register.add(connection, replace(admit(connection, record), created_at=self.register.now()))
                 go()
                 return record.id
 
@@ -152,7 +152,7 @@ class Hosting:
         with self._written():
             self.register.close_dead()
             found = self.register.machines(self.provider, tag)
-        now = time.time()
+        now = self.register.now()
         return [
             describe(one, now, lag)
             for one in found
@@ -176,7 +176,7 @@ class Hosting:
             if record.ended_at is not None:
                 raise EngineStartError(f"{name} at {self.provider} has ended: {record.reason}; its log: {log}")
             if record.ready_at is not None:
-                return describe(record, time.time())
+                return describe(record, self.register.now())
             if time.monotonic() >= deadline:
                 raise EngineStartError(f"{name} at {self.provider} was not ready after {seconds:.0f} s; its log: {log}")
             pause(STEP_SECONDS)

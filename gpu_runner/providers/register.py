@@ -21,6 +21,8 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gpu_runner.steady import boot_name, boot_seconds
+
 MARK = "GPU_RUNNER_MACHINE"  # environment variable of a machine's processes: its id
 BUSY_SECONDS = 4.0
 ENFORCE_SECONDS = 15.0  # a host ends its engine within two grace periods of the guard; after this it is helped
@@ -121,11 +123,23 @@ class MachineRegister:
                 with self.transaction() as connection:
                     for statement in filter(str.strip, _TABLES.split(";")):
                         connection.execute(statement)
+                    self._set_clock(connection)
                 return
             except sqlite3.OperationalError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
+
+    def _set_clock(self, connection: sqlite3.Connection) -> None:
+        """Who opens the register first since the machine has booted sets its clock for all."""
+        self._boot = boot_name()
+        key, offset = f"clock {self._boot}", time.time() - boot_seconds()
+        connection.execute("INSERT OR IGNORE INTO settings VALUES (?, ?)", (key, offset))
+        (self._offset,) = connection.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()
+
+    def now(self) -> float:
+        """The providers' clock in Unix seconds, by which machines are billed. Setting the machine's changes nothing."""
+        return float(self._offset) + boot_seconds() if self._boot else time.time()
 
     def connect(self) -> sqlite3.Connection:
         """A new connection; autocommit outside of `transaction`."""
@@ -199,12 +213,12 @@ class MachineRegister:
     def ready(self, machine_id: str, endpoint: str) -> bool:
         """The engine answers. False: the machine has ended meanwhile."""
         return self._change(
-            "ready_at = ?, endpoint = ? WHERE id = ? AND ended_at IS NULL", (time.time(), endpoint, machine_id)
+            "ready_at = ?, endpoint = ? WHERE id = ? AND ended_at IS NULL", (self.now(), endpoint, machine_id)
         )
 
     def end(self, machine_id: str, reason: str, at: float | None = None) -> bool:
         """Close the bill, once. False: it was closed before."""
-        at = time.time() if at is None else at
+        at = self.now() if at is None else at
         return self._change(
             "ended_at = max(?, created_at), reason = ? WHERE id = ? AND ended_at IS NULL", (at, reason, machine_id)
         )
@@ -217,7 +231,7 @@ class MachineRegister:
 
     def gone(self, machine_id: str) -> None:
         """Nothing of the machine runs any more."""
-        self._change("gone_at = ? WHERE id = ? AND gone_at IS NULL", (time.time(), machine_id))
+        self._change("gone_at = ? WHERE id = ? AND gone_at IS NULL", (self.now(), machine_id))
         self.lock_path(machine_id).unlink(missing_ok=True)
 
     # hosts
@@ -228,12 +242,12 @@ class MachineRegister:
         A machine whose host was killed was lost: its bill ends at the host's last sign of life.
         """
         for record in self._select("gone_at IS NULL", ()):
-            seen_at = last_sign(self.lock_path(record.id))
-            if seen_at is not None:
-                self.end(record.id, "interrupted", seen_at)
+            silent = silent_seconds(self.lock_path(record.id))
+            if silent is not None:
+                self.end(record.id, "interrupted", self.now() - silent)
                 kill_marked(record.id)
                 self.gone(record.id)
-            elif record.ended_at is not None and time.time() - record.ended_at > ENFORCE_SECONDS:
+            elif record.ended_at is not None and self.now() - record.ended_at > ENFORCE_SECONDS:
                 kill_marked(record.id)
 
 
@@ -249,15 +263,15 @@ def hold(path: Path) -> int:
     return descriptor
 
 
-def last_sign(path: Path) -> float | None:
-    """None while a host holds the file; after its death, when it last touched it."""
+def silent_seconds(path: Path) -> float | None:
+    """None while a host holds the file; after its death, how long ago it last touched it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return time.time()
+        return 0.0
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return os.fstat(descriptor).st_mtime
+        return max(0.0, time.time() - os.fstat(descriptor).st_mtime)
     except BlockingIOError:
         return None
     finally:

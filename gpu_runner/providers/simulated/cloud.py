@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ class SimulatedCloud:
         self.config = config
         self._register = MachineRegister(self.home)
         with self._register.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO settings VALUES ('started_at', ?)", (time.time(),))
+            connection.execute("INSERT OR IGNORE INTO settings VALUES ('started_at', ?)", (self._register.now(),))
             (started,) = connection.execute("SELECT value FROM settings WHERE key = 'started_at'").fetchone()
         self.started_at = float(started)
         self.providers = {
@@ -47,7 +46,7 @@ class SimulatedCloud:
 
     def elapsed(self) -> float:
         """Simulated seconds since the cloud began."""
-        return (time.time() - self.started_at) * self.config.clock
+        return (self._register.now() - self.started_at) * self.config.clock
 
     def meter(self) -> CloudMeter:
         """The bill."""
@@ -78,7 +77,7 @@ class SimulatedCloud:
         """Take a machine away: now, or after a notice of real seconds. False: it has ended, or never was."""
         record = self._register.find(provider, name)
         return record is not None and self._register.take(
-            record.id, time.time() + (notice_seconds or 0.0), notice_seconds
+            record.id, self._register.now() + (notice_seconds or 0.0), notice_seconds
         )
 
     def calls(self, call: str | None = None) -> list[Call]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +38,7 @@ class CloudMeter:
     def bills(self, provider: str | None = None, tag: str = "") -> list[Bill]:
         """One bill per machine, oldest first; running ones up to now."""
         self._register.close_dead()
-        now = time.time()
+        now = self._register.now()
         return [bill(record, now) for record in self._register.machines(provider, tag)]
 
     def usd(self, provider: str | None = None, tag: str = "") -> float:

@@ -104,7 +104,7 @@ class SimulatedProvider:
             with self._register.transaction() as connection:
                 number = connection.execute(
                     "INSERT INTO calls (at, provider, call, name) VALUES (?, ?, ?, ?)",
-                    (time.time(), self.name, call, name),
+                    (self._register.now(), self.name, call, name),
                 ).lastrowid
                 connection.execute("DELETE FROM calls WHERE number <= ?", ((number or 0) - KEEP_CALLS,))
                 fault = self._faults.pick(connection, call)
@@ -131,7 +131,7 @@ class SimulatedProvider:
     def _market(self, connection: sqlite3.Connection) -> Sequence[Offer]:
         lines = connection.execute("SELECT change FROM changes WHERE provider = ? ORDER BY at, number", (self.name,))
         changes = [OfferChange.model_validate_json(text) for (text,) in lines]
-        now = time.time()
+        now = self._register.now()
         return offers_at(self.config, self._prices, changes, now, self._elapsed(now))
 
     def _elapsed(self, now: float) -> float:
@@ -157,7 +157,7 @@ class SimulatedProvider:
         """What will become of the machine: how it boots, and when it is taken away."""
         fault = self._faults.pick(connection, "boot")
         boot = {"boot_fails": "fails", "boot_hangs": "hangs"}.get(fault.kind, "works") if fault else "works"
-        now = time.time()
+        now = self._register.now()
         number = count(connection, f"{self.name}/machines")
         chance = share(self._cloud.seed, self.name, "interruption", number)
         taken = taken_at(self.config, offer, self._elapsed(now), chance)
