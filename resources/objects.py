@@ -29,12 +29,20 @@ class StoreError(Exception):
     """The store cannot be used as it is: says what was expected, what was found, and what to do."""
 
 
+class CorruptObject(StoreError):
+    """An object in the store does not say what its name promises."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object of a listing: its path below the root and its size in bytes."""
+    """One object of a listing: its path below the root and its size in bytes.
+
+    `etag` changes whenever the object is written again; a change of bytes that goes past the store may leave it.
+    """
 
     path: str
     size: int
+    etag: str = ""
 
 
 class Objects(Protocol):
@@ -200,7 +208,8 @@ class LocalObjects:
                     yield from self._walk(Path(entry.path), path + "/", start_after)
             elif path > start_after and not entry.name.startswith(_TEMPORARY):
                 with contextlib.suppress(FileNotFoundError):
-                    yield ObjectInfo(path, entry.stat().st_size)
+                    found = entry.stat()
+                    yield ObjectInfo(path, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}")
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -296,7 +305,7 @@ class S3Objects:
 
         for page in obstore.list(self._store, prefix.rstrip("/") or None, offset=start_after or None, chunk_size=1000):
             for meta in page:
-                yield ObjectInfo(meta["path"], meta["size"])
+                yield ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "")
 
     def delete(self, paths: Iterable[str]) -> None:
         import obstore
