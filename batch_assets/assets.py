@@ -23,6 +23,7 @@ from batch_assets.moments import next_moments, parse_deadline
 from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
+from batch_assets.reconcile import empty_store, reconcile
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
@@ -100,8 +101,11 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
                 if REFRESH_TAG in context.run.tags:
                     begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
+                refuse_empty_store(context.instance, data)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
+                for sentence in reconcile(context.instance, data):
+                    context.log.warning(sentence)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
                 planned = plan_metadata(context, wanted, base, data, fleet, book)
         except (SourceError, WishError) as error:
@@ -112,6 +116,14 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         )
 
     return prompts
+
+
+def refuse_empty_store(instance: dg.DagsterInstance, store: DatasetStore) -> None:
+    """A disk that is not mounted looks like a new store: nothing is paid twice for that. Raises SourceError."""
+    versions = ledger.ledger_versions(instance, store.dataset).values()
+    known = sum(not version.void for version in versions)
+    if known and next(store.objects.list(f"{store.dataset}/"), None) is None:
+        raise SourceError(empty_store(store, known))
 
 
 def plan_metadata(

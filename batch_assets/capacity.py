@@ -32,6 +32,7 @@ from gpu_runner.planner import Target
 from gpu_runner.targets import DatasetTarget
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet import FleetConfigError, GpuFleet
+from resources.objects import StoreError
 from resources.price_files import PricingError
 from resources.store import BatchStore
 
@@ -83,6 +84,10 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                 target, watching = book.target(name), watcher(spec, folder, store)
                 try:
                     found = watching.look(context.instance, beats, target)
+                except StoreError as error:
+                    said.append(f"{name} could not be looked at: {error}")
+                    context.log.warning(said[-1])
+                    continue
                 except Exception as error:  # of one dataset: the others are looked after
                     said.append(f"{name} could not be looked at: {type(error).__name__}: {error}")
                     context.log.exception(said[-1])

@@ -10,6 +10,7 @@ from batch_assets import settings
 from batch_assets.capacity import capacity_sensor
 from batch_assets.declared import declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
+from batch_assets.reconcile_sensor import reconcile_sensor
 from batch_assets.sensors import reaper, watchdog
 from batch_assets.spend import bookkeeper, spend
 from resources.fleet import GpuFleet
@@ -30,7 +31,13 @@ def platform() -> dg.Definitions:
     """Resources, sensors, executor and the table of spend: the same for every dataset."""
     return dg.Definitions(
         assets=[spend],
-        sensors=[watchdog, reaper, bookkeeper, capacity_sensor(declared, settings.capacity_seconds())],
+        sensors=[
+            watchdog,
+            reaper,
+            bookkeeper,
+            capacity_sensor(declared, settings.capacity_seconds()),
+            reconcile_sensor(declared),
+        ],
         executor=dg.in_process_executor,
         resources={
             "store": BatchStore(root=settings.store_root()),

@@ -118,6 +118,9 @@ def counts_line(counts: Figures, rate: float) -> str:
     return " · ".join(parts)
 
 
+SHOWN_PROBLEMS = 3
+
+
 def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: float) -> Group:
     """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -132,7 +135,9 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        lines += [Text(f"  {line}") for line in [*request_lines(status, now), *run_lines(status)]]
+        lines += [
+            Text(f"  {line}") for line in [*problem_lines(status), *request_lines(status, now), *run_lines(status)]
+        ]
     if lines and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
@@ -144,6 +149,17 @@ def table_words(status: DatasetStatus) -> str:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"
     return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def problem_lines(status: DatasetStatus) -> list[str]:
+    """What the store lacks or why it cannot be read, the first few of it, and what to do."""
+    if not status.problems:
+        return []
+    more = len(status.problems) - SHOWN_PROBLEMS
+    rest = [f"{status.dataset}: and {more:,} more"] if more > 0 else []
+    name = status.dataset
+    todo = f"{name}: `batch-assets verify {name}` says more, `batch-assets run {name}` mends what can be mended"
+    return [f"{status.dataset}: {line}" for line in status.problems[:SHOWN_PROBLEMS]] + rest + [todo]
 
 
 def request_lines(status: DatasetStatus, now: float) -> list[str]:

@@ -19,13 +19,14 @@ from batch_assets.dagster_client import DagsterClient
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG, RangeRunRecord
 from batch_assets.progress import Figures, Meter, dead_end
 from batch_assets.run_story import failed_checks, failure_text
-from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, latest_request, ledger_state
+from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, PUBLISH_VOID_TAG, latest_request, ledger_state
 from batch_assets.status import Observer, Sight, unfinished
 
 Phase = Literal["source", "rows", "publish", "end"]
 QUIET_SECONDS = 45.0
 CANCEL_SECONDS = 60.0
 STILL_SECONDS = 1.5
+NAMED_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class Follower:
             return Moment("rows", "waiting for the snapshot")
         versions = {key: report.version for key, report in sight.current.items()}
         state = ledger_state(sight.snapshot, sight.entries, versions)
-        runs = self._instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
+        newest = self._instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state}), limit=PUBLISH_ATTEMPTS)
+        runs = [run for run in newest if PUBLISH_VOID_TAG not in run.tags]
         done = next((run for run in runs if run.status == dg.DagsterRunStatus.SUCCESS), None)
         if done is not None:
             return _ended(self._published(sight, done.run_id), sight.figures)
@@ -127,11 +129,14 @@ class Follower:
         return Moment("publish", "publishing the table", sight.figures, rate)
 
     def _published(self, sight: Sight, run_id: str) -> Ending:
+        if problems := self.observer.problems(sight):
+            said = f"the store has changed since the catalog was written: {'; '.join(problems[:NAMED_PROBLEMS])}"
+            return Ending(False, f"{said}; `batch-assets run {self._dataset}` mends it", (run_id,))
         table = self.observer.table()
         if table is None or table.version != sight.table_version:
             found = f"version {table.version}" if table else "none"
             said = f"the catalog says that table {sight.table_version} is published, but the store has {found}"
-            return Ending(False, f"{said}; `batch-assets verify {self._dataset}` tells more", (run_id,))
+            return Ending(False, f"{said}; `batch-assets run {self._dataset}` mends it", (run_id,))
         errors, warnings = failed_checks(self._instance, run_id)
         if errors:
             return Ending(False, "failed checks: " + "; ".join(errors), (run_id,), tuple(warnings))

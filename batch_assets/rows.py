@@ -69,7 +69,9 @@ def generate_rows(
         heart = fleet.heart(book, context.run.run_id)
         stack.enter_context(heart.beating(store.dataset, keys[0], keys[-1]))
         intent = Intent(context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive)
-        plan = plan_range(store, entries, intent)
+        # Before the store is listed: what the catalog has by now is there, or it is lost.
+        versions = ledger.ledger_versions(context.instance, spec.name)
+        plan = plan_range(store, entries, intent, versions)
         for footer in plan.done:
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:

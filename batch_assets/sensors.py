@@ -26,9 +26,10 @@ from batch_assets.wishes import WISH_TAGS, WishError, wishes
 from gpu_runner.fleet import RunBeat
 from gpu_runner.targets import DatasetTarget
 from resources.fleet import GpuFleet
-from resources.store import BatchEntry, BatchStore, DatasetStore
+from resources.store import BatchEntry, BatchStore, CorruptObject, DatasetStore
 
 PUBLISH_TAG = "batch/publish"
+PUBLISH_VOID_TAG = "batch/publish_void"  # on a publication whose table was lost, or that failed before a new request
 PUBLISH_ATTEMPTS = 3
 SECONDS = 5
 SPARE_RUNS = 3
@@ -106,7 +107,10 @@ def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
         redrive = Request.newest(context.instance, REDRIVE_TAG, spec.name)
         if refresh is None and redrive is None:
             return dg.SensorResult(skip_reason="nothing was requested")
-        snapshot, entries = cache.entries(store.dataset(spec.name))
+        try:
+            snapshot, entries = cache.entries(store.dataset(spec.name))
+        except CorruptObject as error:
+            return dg.SensorResult(skip_reason=str(error))
         versions = ledger.ledger_versions(context.instance, spec.name)
         missing = [entry for entry in entries if not _current(versions.get(entry.key), entry)]
         launches: list[dg.RunRequest] = []
@@ -117,7 +121,10 @@ def launcher_sensor(spec: GeneratedDatasetSpec) -> dg.SensorDefinition:
             found, reason = _launch(context.instance, spec, fleet, refresh, wanted, {})
             launches, reasons = found, [reason if asked else _NOT_ASKED.format(len(missing), spec.name)]
         if redrive is not None and not missing:
-            dead = dead_batches(store.dataset(spec.name))
+            try:
+                dead = dead_batches(store.dataset(spec.name))
+            except CorruptObject as error:
+                return dg.SensorResult(skip_reason=str(error))
             wanted = dead if dead and _asked(context.instance, redrive, snapshot) else []
             found, reason = _launch(context.instance, spec, fleet, redrive, wanted, {"redrive": True})
             launches, reasons = launches + found, [*reasons, f"re-drive: {reason}"]
@@ -216,8 +223,10 @@ def publisher_sensor(
         description="Publishes the table when every batch of the snapshot is there.",
     )
     def publisher(context: dg.SensorEvaluationContext, store: BatchStore) -> dg.RunRequest | dg.SkipReason:
-        data = store.dataset(spec.name)
-        snapshot, entries = cache.entries(data)
+        try:
+            snapshot, entries = cache.entries(store.dataset(spec.name))
+        except CorruptObject as error:
+            return dg.SkipReason(str(error))
         if snapshot is None:
             return dg.SkipReason("no snapshot yet")
         # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
@@ -252,7 +261,8 @@ def _publishing(instance: dg.DagsterInstance, state: str, dataset: str | None) -
     if dataset is not None:
         done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
         since = max((found.end_time or 0.0 for found in instance.get_run_records(done, limit=1)), default=0.0)
-    return [found.dagster_run for found in records if found.create_timestamp.timestamp() >= since]
+    found_since = [found.dagster_run for found in records if found.create_timestamp.timestamp() >= since]
+    return [run for run in found_since if PUBLISH_VOID_TAG not in run.tags]
 
 
 def ledger_state(snapshot: str, entries: Sequence[BatchEntry], versions: dict[str, ledger.LedgerVersion]) -> str:

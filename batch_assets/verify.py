@@ -5,6 +5,7 @@ Nothing is repaired here. Every difference says what was expected, what was foun
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batch_assets.dead_letters import check_dead_letters, current_dead_letters, dead_letter_rows, dead_letters_version
+from batch_assets.dead_letters import (
+    check_dead_letters,
+    current_dead_letters,
+    dead_letter_rows,
+    dead_letters_version,
+    list_manifest,
+)
 from batch_assets.differences import Difference, error_text
 from batch_assets.publish import table_version
 from batch_assets.scan import read_ahead, threads_for
@@ -133,14 +140,20 @@ def verify(store: DatasetStore, ledger: Mapping[str, LedgerEntry], *, threads: i
     differences += _dead_letter_differences(store, snapshot, current, footers, expected is not None)
     seen = readers_version(store)
     folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
-    return Verification(snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(manifest, ledger)))
+    return Verification(
+        snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(store, manifest, ledger))
+    )
 
 
-def _notes(manifest: SnapshotManifest, ledger: Mapping[str, LedgerEntry]) -> Iterator[str]:
+def _notes(store: DatasetStore, manifest: SnapshotManifest, ledger: Mapping[str, LedgerEntry]) -> Iterator[str]:
     if not manifest.files:
         yield f"snapshot {manifest.snapshot} was made before there were checksums: its files were compared by counts"
     if without := sum(entry.sha256 is None for entry in ledger.values() if entry.path is not None):
         yield f"{without} batches were reported before there were checksums: page checksums and counts were compared"
+    with contextlib.suppress(CorruptObject):
+        listed = current_dead_letters(store)
+        if listed is not None and list_manifest(store, listed) is None:
+            yield f"the list of dead letters {listed} has no checksum beside it: page checksums were compared"
 
 
 def check_object(store: DatasetStore, entry: BatchEntry, batch: BatchObject) -> BatchFooter:

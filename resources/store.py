@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
 from resources.checked import Sealed, StoredFile, read_pointer, read_sealed
-from resources.objects import CorruptObject, Objects, open_objects
+from resources.objects import CorruptObject, ObjectInfo, Objects, open_objects
 from resources.tables import is_outcomes_table, outcomes_from, outcomes_table
 
 FOOTER_KEY = b"batch_assets"
@@ -281,14 +281,19 @@ class DatasetStore:
 
     def objects_by_batch(self, first: str = "", last: str = "~") -> dict[str, list[BatchObject]]:
         """All objects of the batches from `first` to `last`, oldest generation first within a data version."""
-        prefix = f"{self.dataset}/batches/"
         found: dict[str, list[BatchObject]] = defaultdict(list)
+        for batch, _ in self.batch_infos(first, last):
+            found[batch.key].append(batch)
+        return {key: sorted(batch) for key, batch in found.items()}
+
+    def batch_infos(self, first: str = "", last: str = "~") -> Iterator[tuple[BatchObject, ObjectInfo]]:
+        """All objects of the batches from `first` to `last` with their sizes, in the order of a listing."""
+        prefix = f"{self.dataset}/batches/"
         for info in self.objects.list(prefix, start_after=prefix + first if first else ""):
             if match := _OBJECT_NAME.match(info.path[len(prefix) :]):
                 if match["key"] > last:
                     break
-                found[match["key"]].append(BatchObject(match["key"], match["version"], int(match["generation"])))
-        return {key: sorted(batch) for key, batch in found.items()}
+                yield BatchObject(match["key"], match["version"], int(match["generation"])), info
 
     def current_objects(self, entries: Sequence[BatchEntry]) -> dict[str, BatchObject]:
         """The object with the highest generation at each entry's data version; entries without one are missing."""
