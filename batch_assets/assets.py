@@ -95,13 +95,13 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
     ) -> dg.MaterializeResult:
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
         data = store.dataset(spec.name)
-        self_test(data.objects)
         started = time.monotonic()
         try:
+            refuse_empty_store(context.instance, data)  # before anything is written there
+            self_test(data.objects)
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
                 if REFRESH_TAG in context.run.tags:
                     begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
-                refuse_empty_store(context.instance, data)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
                 for sentence in reconcile(context.instance, data):

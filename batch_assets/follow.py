@@ -21,6 +21,8 @@ from batch_assets.progress import Figures, Meter, dead_end
 from batch_assets.run_story import failed_checks, failure_text
 from batch_assets.sensors import PUBLISH_ATTEMPTS, PUBLISH_TAG, PUBLISH_VOID_TAG, latest_request, ledger_state
 from batch_assets.status import Observer, Sight, unfinished
+from resources.objects import StoreError
+from resources.store_health import is_store_trouble
 
 Phase = Literal["source", "rows", "publish", "end"]
 QUIET_SECONDS = 45.0
@@ -59,6 +61,8 @@ class Follower:
         self._clock = clock
         self._meter = Meter()
         self._moved_at = clock()
+        self._silent_since: float | None = None
+        self._had_snapshot = False
 
     def look(self) -> Moment:
         """Where the work is now."""
@@ -76,10 +80,26 @@ class Follower:
             waits = run.status in (dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING)
             return Moment("source", "starting" if waits else "reading the source")
         newest = latest_request(self._instance, REFRESH_TAG, self._dataset)
-        return self._look_at_rows(newest or run)
+        try:
+            moment = self._look_at_rows(newest or run)
+        except Exception as error:
+            if not is_store_trouble(error):
+                raise
+            return self._store_is_silent()
+        self._silent_since = None
+        return moment
+
+    def _store_is_silent(self) -> Moment:
+        """The work may go on when the store does: nobody gives it up for that."""
+        self._silent_since = self._silent_since or time.time()
+        since = time.strftime("%H:%M:%S", time.localtime(self._silent_since))
+        return Moment("rows", f"the store {self.observer.store.objects.root} does not answer since {since}")
 
     def _look_at_rows(self, request: dg.DagsterRun) -> Moment:
         sight = self.observer.look()
+        if sight.snapshot is None and self._had_snapshot:
+            raise StoreError("the store has not the snapshot any more")
+        self._had_snapshot = sight.snapshot is not None
         self._meter.note(self._clock(), sight.figures.rows_done)
         if not sight.missing:
             return self._look_at_table(sight)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +21,18 @@ from batch_assets.ledger import LedgerVersion
 from batch_assets.verify import check_object
 from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
-from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.rows import Batch, Origin, Outcome, Row
 from resources.fleet import LeasedEngine
+from resources.objects import StoreError
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+from resources.store_health import StoreHealth, is_store_trouble
 
 log = logging.getLogger(__name__)
 
 ALL_REFUSED = 200
 UNDECIDED_SECONDS = 0.05
 CLOSE_SECONDS = 2.0
+RETRY_SECONDS = 1.0
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
 
 
@@ -101,12 +105,12 @@ def _plan_batch(
     said: LedgerVersion | None,
 ) -> tuple[BatchFooter | None, Work | None]:
     used = -1 if said is None else said.used_for(entry.data_version)
-    void = used if said is not None and said.void else -1
     current = [batch for batch in objects if batch.data_version == entry.data_version]
-    if not current or current[-1].generation <= void:
-        highest = max([used, *(batch.generation for batch in current)])
+    newest_there = current[-1].generation if current else -1
+    void = used if said is not None and said.void else -1
+    if not current or newest_there < used or newest_there == void:
         sound = tuple(batch for batch in objects if batch not in current or batch.generation != void)
-        return None, Work(entry, highest + 1, sound)
+        return None, Work(entry, max(used, newest_there) + 1, sound)
     newest = current[-1]
     try:
         footer = check_object(store, entry, newest)
@@ -158,6 +162,7 @@ class RangeRun:
         policy: FeedPolicy | None = None,
         journal_seconds: float = 2.0,
         fence: Callable[[], bool] = lambda: True,
+        health: StoreHealth | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
@@ -169,6 +174,8 @@ class RangeRun:
         self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._journal_seconds = journal_seconds
         self._fence = fence
+        self.health = health or StoreHealth()
+        self._closed = threading.Event()
         self._journal = _Journal()
         self._journaled: dict[str, dict[str, Outcome]] = {}
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
@@ -261,8 +268,21 @@ class RangeRun:
                 self._journal.waiting[key][:0] = rows
             raise
 
+    def store_is_there(self) -> bool:
+        """The store has the snapshot of this run: it is the one that was there at the start, and it answers."""
+        return self.store.objects.exists(self.store.snapshot_path(self.manifest.snapshot, "manifest.json"))
+
+    @contextlib.contextmanager
+    def _writing_to_store(self) -> Iterator[None]:
+        """A write in the body. Never into what is left where the store was, as an empty mount point."""
+        with self.health.call("write"):
+            if not self.store_is_there():
+                raise StoreError(f"{self.store.objects.root}: the store has not the snapshot of this run any more")
+            yield
+
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
+        self._closed.set()
         if self._writing is not None:  # a cancelled flush leaves its thread at work
             wait([self._writing], CLOSE_SECONDS)
         self._drop_finished()
@@ -271,7 +291,7 @@ class RangeRun:
     def _drop_finished(self) -> None:
         segments = list(self._journal.segments)
         finished = [segment for segment in segments if segment[1] <= self._committed_keys]
-        if not finished or not self._fence():
+        if not finished or self.health.silent_seconds() or not self._fence():
             return
         self.store.objects.delete(path for path, _ in finished)
         for segment in finished:
@@ -284,13 +304,41 @@ class RangeRun:
         """The range's batches in order, with what is known of each; pulled by the feed in a thread."""
         self._journaled = self._read_journal()
         works = list(self._work.values())
-        for entry, rows in self.store.rows(self.manifest, [work.entry for work in works]):
+        for entry, rows in self._rows_of([work.entry for work in works]):
             keys = {row.row_id: row.row_key for row in rows}
             known: dict[str, Outcome] = {}
             for outcome in (*self._kept(self._work[entry.key]), *self._journaled.pop(entry.key, {}).values()):
                 if keys.get(outcome.row_id) == outcome.row_key:
                     known[outcome.row_id] = outcome
             yield Batch(entry.key, rows, known)
+
+    def _rows_of(self, entries: Sequence[BatchEntry]) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of the batches; while the store is away they are waited for."""
+        done = 0
+        while done < len(entries):
+            found = self.store.rows(self.manifest, entries[done:])
+            while done < len(entries):
+                try:
+                    with self.health.call("read"):
+                        line = next(found)
+                except Exception as error:
+                    if not (is_store_trouble(error) or isinstance(error, CorruptObject)) or not self._await_store():
+                        raise
+                    break
+                done += 1
+                yield line
+
+    def _await_store(self) -> bool:
+        """Wait until the store answers again. False: it does, so that what failed is about one object; or we end."""
+        waited = False
+        while not self._closed.is_set():
+            with contextlib.suppress(Exception), self.health.call("read"):
+                if self.store_is_there():
+                    return waited
+                raise StoreError("the store has not what it had")
+            waited = True
+            self._closed.wait(RETRY_SECONDS)
+        return False
 
     def _kept(self, work: Work) -> Iterator[Outcome]:
         """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
@@ -345,10 +393,24 @@ class RangeRun:
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
         while self._undecided():  # noqa: ASYNC110  (progress has no event)
             await asyncio.sleep(UNDECIDED_SECONDS)
-        footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+        footer = await self._committed(key, outcomes)
         self._committed_keys.add(key)
         self._journal.waiting.pop(key, None)
         self.committed.put(footer)
+
+    async def _committed(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        """Commit, again and again while the store does not answer: what is finished is worth waiting for.
+
+        Who gives leases back and at last ends the run watches `health`.
+        """
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+            except Exception as error:
+                if not is_store_trouble(error):
+                    raise
+                log.warning("run %s: batch %s not written: %s", self.identity.run_id, key, type(error).__name__)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
         work = self._work[key]
@@ -362,7 +424,8 @@ class RangeRun:
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
         )
-        return self.store.commit(footer, outcomes, self.generation.task)[0]
+        with self._writing_to_store():
+            return self.store.commit(footer, outcomes, self.generation.task)[0]
 
     # journal
 
@@ -379,12 +442,13 @@ class RangeRun:
 
     def _write_segment(self, sequence: int, batches: Mapping[str, Sequence[Outcome]]) -> None:
         identity = self.identity
-        path = self.store.append_journal(
-            identity.key_range,
-            identity.intent.purpose,
-            identity.run_id,
-            sequence,
-            batches,
-            self.generation.task,
-        )
+        with self._writing_to_store():
+            path = self.store.append_journal(
+                identity.key_range,
+                identity.intent.purpose,
+                identity.run_id,
+                sequence,
+                batches,
+                self.generation.task,
+            )
         self._journal.segments.append((path, frozenset(batches)))

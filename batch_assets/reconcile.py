@@ -175,11 +175,11 @@ class _SliceLook:
         if said is None or said.data_version != entry.data_version:
             return None
         sha256 = None if report is None else report.sha256
-        if batch is None:
+        if batch is None or batch.generation < said.generation:
             gone = BatchObject(entry.key, said.data_version, said.generation)
             there = self.store.objects.exists(self.store.batch_path(gone))  # a listing may lag behind
             return None if there else Lost(entry.key, said, GONE, sha256)
-        if batch.generation != said.generation:
+        if batch.generation > said.generation:
             return None
         info = self.infos[batch]
         if report is not None and report.bytes not in (None, info.size):
@@ -201,11 +201,10 @@ class _SliceLook:
         """What the object says, when the catalog says something else of the batch and the object is sound."""
         if batch is None:
             return None
-        if said is not None and said == ledger.LedgerVersion(entry.data_version, batch.generation):
-            return None
+        used = -1 if said is None else said.used_for(entry.data_version)
         sha256 = None
-        if said is not None and said.void and said.used_for(entry.data_version) >= batch.generation:
-            if said.generation != batch.generation or report is None:
+        if batch.generation <= used:
+            if said is None or not said.void or batch.generation < used or report is None:
                 return None
             sha256 = report.sha256
             if sha256 is None:

@@ -29,6 +29,7 @@ from resources.fleet import FleetConfigError, GpuFleet, Requirement
 from resources.objects import self_test
 from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
+from resources.store_health import Probe
 
 ENDPOINT_TAG = "batch/endpoint"
 WAIT_SECONDS = 0.2
@@ -102,7 +103,8 @@ def _generate(
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heart.rows_done = lambda: run.progress().rows_done
     reason = ""
-    with contextlib.closing(run), rare_collections(), LoopThread() as loop:
+    probe = Probe(run.health, run.store_is_there)
+    with contextlib.closing(run), rare_collections(), LoopThread() as loop, probe:
         try:
             if _needs_engine(context, loop, run):
                 reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))

@@ -26,7 +26,9 @@ from batch_assets.store_check import listed_differences
 from gpu_runner.fleet import FleetBook, RunBeat
 from resources.objects import StoreError, open_objects
 from resources.store import BatchEntry, BatchObject, DatasetStore
+from resources.store_health import is_store_trouble
 
+OBSERVE_SECONDS = 8.0  # after which the store is said not to answer
 CHECK_SECONDS = 60.0  # between two listings of the store, while somebody watches
 _NOTHING = Figures(0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -221,12 +223,19 @@ class Observer:
         return published_table(self.store)
 
 
+def trouble_text(store: DatasetStore, error: Exception) -> str:
+    """Why the store cannot be looked at, in one line."""
+    if isinstance(error, StoreError):
+        return str(error)
+    return f"the store {store.objects.root} does not answer ({type(error).__name__})"
+
+
 @contextlib.contextmanager
 def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
     """An observer of each dataset on this DAGSTER_HOME and store, for as long as the body runs."""
     home = prepare_home()
     ensure_storage(home)
-    objects = open_objects(settings.store_root())
+    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS)
     with (
         dg.DagsterInstance.from_config(str(home)) as instance,
         contextlib.closing(FleetBook(settings.fleet_database())) as book,
@@ -239,8 +248,10 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     try:
         sight, problems = observer.checked(now)
         table = observer.table()
-    except StoreError as error:
-        sight, problems, table = Sight(None, [], {}, (), _NOTHING), [str(error)], None
+    except Exception as error:
+        if not isinstance(error, StoreError) and not is_store_trouble(error):
+            raise
+        sight, problems, table = Sight(None, [], {}, (), _NOTHING), [trouble_text(observer.store, error)], None
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
     working = [record.start_time for record in records if record.start_time and record.dagster_run.run_id in beats]

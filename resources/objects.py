@@ -8,6 +8,7 @@ condition on CompleteMultipartUpload); on disk it is a hard link to a file that 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import os
 import tempfile
@@ -85,8 +86,10 @@ class Objects(Protocol):
         """Options for `polars.scan_parquet(uri, storage_options=…)`; empty for a local folder."""
 
 
-def open_objects(root: str) -> Objects:
+def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
     """Objects below `root`: `s3://bucket/prefix`, `file:///folder` or a folder.
+
+    `retry_seconds`: how long a request to S3 is tried again; short where somebody waits for an answer.
 
     S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
     """
@@ -96,7 +99,7 @@ def open_objects(root: str) -> Objects:
             raise StoreError(
                 f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
             )
-        return S3Objects(parts.netloc, parts.path.strip("/"))
+        return S3Objects(parts.netloc, parts.path.strip("/"), retry_seconds)
     if parts.scheme == "file":
         return LocalObjects(Path(parts.path))
     if parts.scheme and len(parts.scheme) > 1:
@@ -234,8 +237,9 @@ class LocalObjects:
 class S3Objects:
     """Objects below a prefix of an S3 bucket, through obstore (path-style on a custom endpoint)."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
+    def __init__(self, bucket: str, prefix: str, retry_seconds: float = 180.0) -> None:
         self.bucket, self.prefix = bucket, prefix
+        self._retry = datetime.timedelta(seconds=retry_seconds)
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")
         self._store_handle: S3Store | None = None
 
@@ -254,7 +258,7 @@ class S3Objects:
                 prefix=self.prefix or None,
                 credential_provider=Boto3CredentialProvider(),
                 client_options={"allow_http": bool(endpoint and endpoint.startswith("http://")), "timeout": "60s"},
-                retry_config={"max_retries": 8},
+                retry_config={"max_retries": 8, "retry_timeout": self._retry},
                 **config,
             )
         return self._store_handle

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import dagster as dg
+from dagster._core.definitions.sensor_definition import SensorExecutionData
 from dataset_site import DatasetSite
 from simulated_engine import SimulatedEngine
 
 from batch_assets import ledger
+from batch_assets.dead_letters import current_dead_letters
 from batch_assets.follow import Ending, Follower
 from batch_assets.launcher import REFRESH_TAG
 from batch_assets.reconcile_sensor import reconcile_sensor
@@ -25,6 +27,7 @@ class HealedSite:
 
     site: DatasetSite
     engine: SimulatedEngine
+    cursor: str | None = None
     sensor: dg.SensorDefinition = field(default_factory=lambda: reconcile_sensor(lambda: {"d": None}))
 
     @property
@@ -60,9 +63,14 @@ class HealedSite:
 
     def reconcile(self) -> str:
         """One tick of the sensor: what it says."""
-        whole = dg.Definitions(sensors=[self.sensor], resources=self.site.resources)
-        with dg.build_sensor_context(self.site.instance, resources=whole.resources) as context:
-            return self.sensor.evaluate_tick(context).skip_message or ""
+        return self.ticked().skip_message or ""
+
+    def ticked(self) -> SensorExecutionData:
+        """One tick of the sensor, going on where the last one stopped."""
+        with dg.build_sensor_context(self.site.instance, resources=self.site.resources, cursor=self.cursor) as context:
+            found = self.sensor.evaluate_tick(context)
+        self.cursor = found.cursor
+        return found
 
     def status(self, now: float = 1e9) -> DatasetStatus:
         return dataset_status(self.observer, now)
@@ -76,10 +84,14 @@ class HealedSite:
         return self.site.store.batch_path(self.site.store.current_objects(entries)[key])
 
     def paths(self) -> dict[str, str]:
-        """One object of each kind that the store has of the dataset."""
+        """One object of each kind that the store has of the dataset, of those that are current."""
+        store = self.site.store
+        current = {f"snapshots/{store.current_snapshot()}/", f"published/{store.current_published()}/"}
+        current |= {f"dead_letters/{current_dead_letters(store)}", "/CURRENT"}
         found = {"batch": self.newest("00000")}
-        for info in self.site.store.objects.list("d/"):
-            found.setdefault(kind_of(info.path), info.path)
+        for info in store.objects.list("d/"):
+            if any(part in info.path for part in current):
+                found.setdefault(kind_of(info.path), info.path)
         return found
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import dagster as dg
 import pytest
 from dataset_site import MODEL, dataset_site
-from healed_site import HealedSite, kind_of
+from healed_site import HealedSite
 from simulated_engine import SimulatedEngine, simulated_engine
 
-from batch_assets import ledger, reconcile
+from batch_assets import ledger, reconcile, reconcile_sensor
 from batch_assets.launcher import REFRESH_TAG
 
 SPEC: dict[str, Any] = {
@@ -146,6 +146,7 @@ def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: H
     assert site.status().batches_done == site.status().batches - 1
     assert site.step() == 1
     (batch,) = site.site.store.objects_by_batch("00000", "00000")["00000"]
+    assert site.site.store.batch_path(batch) not in old
     assert batch.generation == before.generation + 1
     site.step()
     assert site.verify().ok
@@ -263,8 +264,7 @@ def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(s
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "/CURRENT" not in kind])
 def test_verify_sees_every_flipped_bit(site: HealedSite, kind: str):
     store, draw = site.site.store, random.Random(kind)
-    paths = [info.path for info in store.objects.list("d/") if kind_of(info.path) == kind]
-    path = max(paths, key=lambda one: len(store.objects.get(one)))
+    path = site.paths()[kind]
     whole = store.objects.get(path)
     unseen = []
     for _ in range(FLIPS):
@@ -297,7 +297,11 @@ def test_a_tick_over_200_idle_datasets_lists_and_reads_no_object(site: HealedSit
 
 def test_a_tick_is_bounded_and_the_next_one_goes_on(site: HealedSite, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
-    assert site.reconcile() == "store and catalog agree (4 looks)"
+    slices = -(-site.status().batches // 2)
+    assert site.reconcile() == f"store and catalog agree ({slices} looks)"
+    monkeypatch.setattr(reconcile_sensor, "TICK_SECONDS", 0.0)
+    cursors = [site.ticked().cursor for _ in range(slices)]
+    assert cursors == [*(f"d:{number}" for number in range(1, slices)), "d:0"]
 
 
 def test_a_refresh_run_reads_the_catalog_before_it_voids(site: HealedSite):
