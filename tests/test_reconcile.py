@@ -104,6 +104,7 @@ def test_these_are_all_kinds_of_objects(site: HealedSite):
     assert sorted(site.paths()) == KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_object_that_is_deleted_is_said_everywhere_and_mended_by_run(site: HealedSite, kind: str):
     path = site.paths()[kind]
@@ -123,6 +124,7 @@ def test_an_object_that_is_deleted_is_said_everywhere_and_mended_by_run(site: He
 POINTERS = ["snapshots/CURRENT", "published/CURRENT", "dead_letters/CURRENT"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"\xff\x00garbage", b"0123456789abcdef", b"../../../etc/passwd", b"x" * 5000])
 @pytest.mark.parametrize("kind", POINTERS)
 def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: HealedSite, kind: str, content: bytes):
@@ -184,6 +186,7 @@ def test_a_batch_that_comes_back_as_it_was_is_not_generated_again(site: HealedSi
     assert site.verify().ok
 
 
+@pytest.mark.slow
 def test_when_most_is_gone_at_once_nothing_is_paid_before_somebody_asks(site: HealedSite):
     paths = [info.path for info in site.site.store.objects.list("d/batches/")]
     site.site.store.objects.delete(paths[:-1])
@@ -193,6 +196,7 @@ def test_when_most_is_gone_at_once_nothing_is_paid_before_somebody_asks(site: He
     assert site.verify().ok
 
 
+@pytest.mark.slow
 def test_a_store_that_is_not_there_is_said_and_not_generated_anew(site: HealedSite):
     (site.site.folder / "store").rename(site.site.folder / "away")
     assert "is it mounted" in site.reconcile()
@@ -224,6 +228,7 @@ def test_a_materialization_that_somebody_reports_changes_nothing(site: HealedSit
     assert site.run().ok
 
 
+@pytest.mark.slow
 def test_a_store_restored_from_an_older_copy_is_healed_by_run(site: HealedSite):
     """Fewer batches, an older snapshot, an older table: what the catalog says of them is no longer true."""
     folder = site.site.folder
@@ -244,6 +249,7 @@ def test_a_store_restored_from_an_older_copy_is_healed_by_run(site: HealedSite):
     assert (site.status().snapshot, site.status().rows) == (newer.snapshot, newer.rows)
 
 
+@pytest.mark.slow
 def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(site: HealedSite):
     store = site.site.store
     part = site.paths()["published/part"]

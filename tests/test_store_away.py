@@ -39,6 +39,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_renamed_away_is_said_and_the_lease_given_back_and_the_run_goes_on(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
@@ -69,6 +70,7 @@ def test_a_folder_that_is_renamed_away_is_said_and_the_lease_given_back_and_the_
     assert len(site.store.objects_by_batch()) == 30
 
 
+@pytest.mark.slow
 def test_a_run_whose_store_stays_away_ends_with_the_reason(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
