@@ -27,6 +27,7 @@ from batch_assets.moments import Deadline, clock_changes, next_moments, parse_de
 from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
+from batch_assets.reconcile import empty_store, reconcile
 from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
@@ -101,14 +102,17 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
     ) -> dg.MaterializeResult:
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
         data = store.dataset(spec.name)
-        self_test(data.objects)
         started = time.monotonic()
         try:
+            refuse_empty_store(context.instance, data)  # before anything is written there
+            self_test(data.objects)
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
                 if REFRESH_TAG in context.run.tags:
                     begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
+                for sentence in reconcile(context.instance, data):
+                    context.log.warning(sentence)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
                 planned = plan_metadata(context, wanted, base, data, fleet, book)
         except (SourceError, WishError) as error:
@@ -119,6 +123,14 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         )
 
     return prompts
+
+
+def refuse_empty_store(instance: dg.DagsterInstance, store: DatasetStore) -> None:
+    """A disk that is not mounted looks like a new store: nothing is paid twice for that. Raises SourceError."""
+    versions = ledger.ledger_versions(instance, store.dataset).values()
+    known = sum(not version.void for version in versions)
+    if known and next(store.objects.list(f"{store.dataset}/"), None) is None:
+        raise SourceError(empty_store(store, known))
 
 
 def plan_metadata(

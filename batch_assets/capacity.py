@@ -36,6 +36,7 @@ from gpu_runner.planner import Target
 from gpu_runner.targets import DatasetTarget
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet import FleetConfigError, GpuFleet
+from resources.objects import StoreError
 from resources.price_files import PricingError
 from resources.store import BatchStore
 
@@ -94,6 +95,10 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                 target, watching = targets.get(name), watcher(spec, folder, store)
                 try:
                     found = watching.look(context.instance, beats, target)
+                except StoreError as error:
+                    said.append(f"{name} could not be looked at: {error}")
+                    context.log.warning(said[-1])
+                    continue
                 except Exception as error:  # of one dataset: the others are looked after
                     said.append(f"{name} {turns.failed(name, error)}")
                     context.log.exception(said[-1])

@@ -41,6 +41,8 @@ class BatchReport:
     author: str | None
     reporter: str
     reported_at: float
+    bytes: int | None = None
+    sha256: str | None = None
 
     @property
     def fresh(self) -> bool:
@@ -53,20 +55,25 @@ class Catalog:
 
     def __init__(self, instance: dg.DagsterInstance, dataset: str) -> None:
         self._instance = instance
-        self._key = ledger.rows_key(dataset)
+        self._dataset, self._key = dataset, ledger.rows_key(dataset)
         self._read: dict[int, BatchReport] = {}
 
     def reports(self) -> dict[str, BatchReport]:
         """Batch key to newest entry, as of now."""
-        newest = self._instance.event_log_storage.get_latest_storage_id_by_partition(
-            self._key, dg.DagsterEventType.ASSET_MATERIALIZATION
-        )
+        entries = ledger.ledger_entries(self._instance, self._dataset)
+        newest = {key: number for key, (number, _) in entries.items()}
         unread = sorted(set(newest.values()) - self._read.keys())
         fresh = {number: self._read[number] for number in newest.values() if number in self._read}
-        for start in range(0, len(unread), _CHUNK):
-            fresh |= self._fetch(unread[start : start + _CHUNK])
+        fresh |= self.fetch(unread)
         self._read = fresh
         return {key: fresh[number] for key, number in newest.items() if number in fresh}
+
+    def fetch(self, numbers: Sequence[int]) -> dict[int, BatchReport]:
+        """Entries by their storage ids."""
+        found: dict[int, BatchReport] = {}
+        for start in range(0, len(numbers), _CHUNK):
+            found |= self._fetch(numbers[start : start + _CHUNK])
+        return found
 
     def _fetch(self, numbers: Sequence[int]) -> dict[int, BatchReport]:
         found = dict(_stored_reports(self._instance, numbers))
@@ -129,5 +136,7 @@ def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, r
         author=values.get("run"),
         reporter=reporter,
         reported_at=reported_at,
+        bytes=values.get("bytes"),
+        sha256=values.get("sha256"),
         **numbers,
     )

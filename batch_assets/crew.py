@@ -34,6 +34,10 @@ FAILED_MOVE_SECONDS = 15.0
 LONGEST_DRAIN = 300.0
 WAITS = "waits for batches that another run works on"
 
+# A store that does not answer: when it is said, when leases are given back, when the run ends. A restart of a store or
+# a fail-over takes less than a minute; a run without a lease costs no GPU, and holds what is finished in its memory.
+SAY_SILENT_SECONDS, RELEASE_SILENT_SECONDS, GIVE_UP_SILENT_SECONDS = 10.0, 60.0, 1800.0
+
 Result = TypeVar("Result")
 
 
@@ -172,9 +176,39 @@ class Crew:
         self._rest_until = self._scout_at = self._replace_at = 0.0
         self._scouting: Errand[Decision | None] | None = None
         self._preparing: Running[bool] | None = None
+        self._silent = False
 
     def step(self) -> str | None:
         """Move on by one look. None: go on; "": nothing is left to do; else why the run cannot go on."""
+        silent = self.run.health.silent_seconds()
+        if silent >= SAY_SILENT_SECONDS or self._silent:
+            return self._store_is_silent(silent)
+        return self._step()
+
+    def _store_is_silent(self, seconds: float) -> str | None:
+        """Say so, give back what costs money when it lasts, and go on when the store answers again."""
+        if not seconds:
+            self.say("the store answers again")
+            self.heart.note, self._silent = "", False
+            return None
+        words = self.run.health.words(time.time())
+        if not self._silent:
+            self._silent = True
+            self.warn(f"{words}; finished rows are kept in memory until it does")
+        if seconds >= GIVE_UP_SILENT_SECONDS:
+            return f"{words}; start it again when the store is back"
+        self.heart.note = words
+        if seconds < RELEASE_SILENT_SECONDS:
+            return self._step()
+        hire, self.hire = self.hire, None
+        if hire is not None and (leased := hire.cancel()) is not None:
+            self._give_back(leased, words)
+        for shift in list(self.shifts):
+            shift.serving.cancel(CANCEL_SECONDS)
+            self._release(shift, words)
+        return None
+
+    def _step(self) -> str | None:
         for shift in list(self.shifts):
             if (reason := self._watch(shift)) is not None:
                 return reason
@@ -185,7 +219,7 @@ class Crew:
                 return ""
             if (reason := self._prepared()) is not None:
                 return reason
-            if self._preparing is None and time.monotonic() >= self._rest_until:
+            if self._preparing is None and time.monotonic() >= self._rest_until and not self._silent:
                 self.hire = Hire(lambda pause: self.renter.acquire(self.need, say=self.say, pause=pause), self._drop)
         for shift in self.shifts:
             self._look(shift)

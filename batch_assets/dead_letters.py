@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ConfigDict
 
 from batch_assets.scan import CommittedRows, pieces, read_ahead, table_name, threads_for
 from batch_assets.table_files import table_schema
+from resources.checked import Sealed, StoredFile, read_pointer, read_sealed, sha256_of
 from resources.objects import temporary_folder
 from resources.part_columns import PART_COLUMNS
 from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
@@ -67,10 +69,10 @@ def dead_letters(
     dead = [entry for entry, footer in zip(committed, footers, strict=True) if footer.dead]
     version = dead_letters_version(manifest.snapshot, (current[entry.key] for entry in dead))
     path = dead_letters_path(store, version)
-    if not store.objects.exists(path):
+    if not _is_whole(store, version):
         with contextlib.ExitStack() as stack:
             folder = workdir or stack.enter_context(temporary_folder())
-            _write(store, manifest, dead, current, folder / f"dead-letters-{version}.parquet", path, threads)
+            _write(store, manifest, dead, current, folder / f"{version}.parquet", path, threads)
     _switch(store, version)
     return _summary(store, manifest.snapshot, version)
 
@@ -88,11 +90,49 @@ def dead_letters_path(store: DatasetStore, version: str) -> str:
     return f"{store.dataset}/dead_letters/{version}.parquet"
 
 
+class ListManifest(Sealed):
+    """What lies beside a list: its size and checksum. A list that was written before there were any has none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    file: StoredFile
+
+
+def _manifest_path(store: DatasetStore, version: str) -> str:
+    return f"{store.dataset}/dead_letters/{version}.json"
+
+
+def list_manifest(store: DatasetStore, version: str) -> ListManifest | None:
+    """Size and checksum of a list; None when nothing is known of it. Raises CorruptObject."""
+    try:
+        return read_sealed(store.objects, _manifest_path(store, version), ListManifest, _mended(store))
+    except FileNotFoundError:
+        return None
+
+
+def check_dead_letters(store: DatasetStore, version: str) -> None:
+    """Compare every byte of a list with its checksum, where it has one. Raises CorruptObject, FileNotFoundError."""
+    said = list_manifest(store, version)
+    if said is not None and sha256_of(store.objects, path := dead_letters_path(store, version)) != said.file.sha256:
+        raise CorruptObject(f"{path}: expected sha256 {said.file.sha256}, found other contents; {_mended(store)}")
+
+
+def _is_whole(store: DatasetStore, version: str) -> bool:
+    """The list is there as it was written. One of which no checksum is known is written anew."""
+    try:
+        check_dead_letters(store, version)
+        return list_manifest(store, version) is not None
+    except (CorruptObject, FileNotFoundError):
+        return False
+
+
 def current_dead_letters(store: DatasetStore) -> str | None:
-    """Version of the list that readers see, or None before the first."""
-    with contextlib.suppress(FileNotFoundError):
-        return store.objects.get(f"{store.dataset}/dead_letters/CURRENT").decode().strip()
-    return None
+    """Version of the list that readers see, or None before the first. Raises CorruptObject."""
+    return read_pointer(store.objects, f"{store.dataset}/dead_letters/CURRENT", _mended(store))
+
+
+def _mended(store: DatasetStore) -> str:
+    return f"materialize {store.dataset}/dead_letters: it is written anew"
 
 
 def dead_batches(store: DatasetStore) -> list[str]:
@@ -126,7 +166,9 @@ def _write(
         with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
             for rows in _large(_dead_rows(store, manifest, dead, current, threads)):
                 writer.write_table(rows.select(columns).cast(schema))
+        said = ListManifest(file=StoredFile.of(file))
         store.objects.upload(path, file)
+        store.objects.put(_manifest_path(store, said.file.name.removesuffix(".parquet")), said.to_json())
     finally:
         file.unlink(missing_ok=True)
 
@@ -162,13 +204,17 @@ def _large(tables: Iterable[pa.Table], rows: int = 20_000) -> Iterator[pa.Table]
 
 def _switch(store: DatasetStore, version: str) -> None:
     """Point readers at a list and delete the ones that neither they nor their last look-up need."""
-    former = current_dead_letters(store)
+    try:
+        former = current_dead_letters(store)
+    except CorruptObject:
+        former = None
     if former == version:
         return
     store.objects.put(f"{store.dataset}/dead_letters/CURRENT", version.encode())
-    keep = {dead_letters_path(store, found) for found in (version, former) if found}
-    listed = [info.path for info in store.objects.list(f"{store.dataset}/dead_letters/")]
-    store.objects.delete(path for path in listed if path.endswith(".parquet") and path not in keep)
+    folder = f"{store.dataset}/dead_letters/"
+    keep = {f"{folder}{found}{ending}" for found in (version, former) if found for ending in (".parquet", ".json")}
+    listed = [info.path for info in store.objects.list(folder)]
+    store.objects.delete(path for path in listed if path.endswith((".parquet", ".json")) and path not in keep)
 
 
 def _summary(store: DatasetStore, snapshot: str, version: str) -> DeadLetters:
@@ -196,8 +242,12 @@ def _counted(column: pa.ChunkedArray) -> dict[str, int]:
 
 def _read(store: DatasetStore, version: str, columns: list[str]) -> pa.Table:
     path = dead_letters_path(store, version)
-    with store.objects.open(path) as opened:
+    try:
+        file = store.objects.open(path)
+    except FileNotFoundError:
+        raise CorruptObject(f"{path}: expected the list of dead letters, found none; {_mended(store)}") from None
+    with file as opened:
         try:
             return pq.read_table(opened, columns=columns, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
-            raise CorruptObject(f"{path}: cannot be read ({error}); delete it and materialize dead_letters") from error
+            raise CorruptObject(f"{path}: cannot be read ({error}); {_mended(store)}") from error

@@ -15,6 +15,7 @@ from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.launcher_sensor import launcher_sensor
 from batch_assets.publisher_sensor import publish_job, publisher_sensor
 from batch_assets.reaper_sensor import reaper_sensor
+from batch_assets.reconcile_sensor import reconcile_sensor
 from batch_assets.spend import bookkeeper, spend
 from batch_assets.watchdog_sensor import watchdog_sensor
 from resources.fleet import GpuFleet
@@ -63,6 +64,7 @@ def platform(
             reaper_sensor(fleet),
             bookkeeper,
             capacity_sensor(declared, settings.capacity_seconds()),
+            reconcile_sensor(declared, store),
         ],
         executor=dg.in_process_executor,
         resources={"store": store, "fleet": fleet},

@@ -7,6 +7,7 @@ from typing import Literal
 
 Kind = Literal[
     "no_snapshot",
+    "corrupt_pointer",
     "corrupt_snapshot",
     "missing_batch",
     "void_catalog_entry",

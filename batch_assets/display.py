@@ -119,6 +119,9 @@ def counts_line(counts: Figures, rate: float) -> str:
     return " · ".join(parts)
 
 
+SHOWN_PROBLEMS = 3
+
+
 def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: float) -> Group:
     """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -133,7 +136,8 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        lines += [Text(f"  {line}") for line in [*_request_lines(status, now), *run_lines(status)]]
+        told = [*problem_lines(status), *_request_lines(status, now), *run_lines(status)]
+        lines += [Text(f"  {line}") for line in told]
     if lines and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
@@ -151,6 +155,17 @@ def _request_lines(status: DatasetStatus, now: float) -> list[str]:
     """What is wanted, and what its seconds and dollars mean where a clock is scaled."""
     wanted = request_lines(status, now)
     return [*wanted, status.request.clock] if wanted and status.request.clock else wanted
+
+
+def problem_lines(status: DatasetStatus) -> list[str]:
+    """What the store lacks or why it cannot be read, the first few of it, and what to do."""
+    if not status.problems:
+        return []
+    more = len(status.problems) - SHOWN_PROBLEMS
+    rest = [f"{status.dataset}: and {more:,} more"] if more > 0 else []
+    name = status.dataset
+    todo = f"{name}: `batch-assets verify {name}` says more, `batch-assets run {name}` mends what can be mended"
+    return [f"{status.dataset}: {line}" for line in status.problems[:SHOWN_PROBLEMS]] + rest + [todo]
 
 
 def request_lines(status: DatasetStatus, now: float) -> list[str]:

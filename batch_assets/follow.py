@@ -18,14 +18,17 @@ from batch_assets.backfills import latest_request, open_backfill, range_runs
 from batch_assets.dagster_client import DagsterClient
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG, RangeRunRecord
 from batch_assets.progress import Figures, Meter, dead_end
-from batch_assets.publisher_sensor import PUBLISH_ATTEMPTS, PUBLISH_TAG, ledger_state, publish_runs
+from batch_assets.publisher_sensor import PUBLISH_ATTEMPTS, PUBLISH_TAG, PUBLISH_VOID_TAG, ledger_state, publish_runs
 from batch_assets.run_story import failed_checks, failure_text
 from batch_assets.status import Observer, Sight, unfinished
+from resources.objects import StoreError
+from resources.store_health import is_store_trouble
 
 Phase = Literal["source", "rows", "publish", "end"]
 QUIET_SECONDS = 45.0
 CANCEL_SECONDS = 60.0
 STILL_SECONDS = 1.5
+NAMED_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Follower:
         self._clock = clock
         self._meter = Meter()
         self._moved_at = clock()
+        self._silent_since: float | None = None
+        self._had_snapshot = False
 
     def look(self) -> Moment:
         """Where the work is now."""
@@ -75,10 +80,26 @@ class Follower:
             waits = run.status in (dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING)
             return Moment("source", "starting" if waits else "reading the source")
         newest = latest_request(self._instance, REFRESH_TAG, self._dataset)
-        return self._look_at_rows(newest or run)
+        try:
+            moment = self._look_at_rows(newest or run)
+        except Exception as error:
+            if not is_store_trouble(error):
+                raise
+            return self._store_is_silent()
+        self._silent_since = None
+        return moment
+
+    def _store_is_silent(self) -> Moment:
+        """The work may go on when the store does: nobody gives it up for that."""
+        self._silent_since = self._silent_since or time.time()
+        since = time.strftime("%H:%M:%S", time.localtime(self._silent_since))
+        return Moment("rows", f"the store {self.observer.store.objects.root} does not answer since {since}")
 
     def _look_at_rows(self, request: dg.DagsterRun) -> Moment:
         sight = self.observer.look()
+        if sight.snapshot is None and self._had_snapshot:
+            raise StoreError("the store has not the snapshot any more")
+        self._had_snapshot = sight.snapshot is not None
         self._meter.note(self._clock(), sight.figures.rows_done)
         if not sight.missing:
             return self._look_at_table(sight)
@@ -117,7 +138,8 @@ class Follower:
             return Moment("rows", "waiting for the snapshot")
         versions = {key: report.version for key, report in sight.current.items()}
         state = ledger_state(sight.snapshot, sight.entries, versions)
-        runs = self._instance.get_runs(publish_runs(self._dataset, state), limit=PUBLISH_ATTEMPTS)
+        newest = self._instance.get_runs(publish_runs(self._dataset, state), limit=PUBLISH_ATTEMPTS)
+        runs = [run for run in newest if PUBLISH_VOID_TAG not in run.tags]
         done = next((run for run in runs if run.status == dg.DagsterRunStatus.SUCCESS), None)
         if done is not None:
             return _ended(self._published(sight, done.run_id), sight.figures)
@@ -127,11 +149,14 @@ class Follower:
         return Moment("publish", "publishing the table", sight.figures, rate)
 
     def _published(self, sight: Sight, run_id: str) -> Ending:
+        if problems := self.observer.problems(sight):
+            said = f"the store has changed since the catalog was written: {'; '.join(problems[:NAMED_PROBLEMS])}"
+            return Ending(False, f"{said}; `batch-assets run {self._dataset}` mends it", (run_id,))
         table = self.observer.table()
         if table is None or table.version != sight.table_version:
             found = f"version {table.version}" if table else "none"
             said = f"the catalog says that table {sight.table_version} is published, but the store has {found}"
-            return Ending(False, f"{said}; `batch-assets verify {self._dataset}` tells more", (run_id,))
+            return Ending(False, f"{said}; `batch-assets run {self._dataset}` mends it", (run_id,))
         errors, warnings = failed_checks(self._instance, run_id)
         if errors:
             return Ending(False, "failed checks: " + "; ".join(errors), (run_id,), tuple(warnings))

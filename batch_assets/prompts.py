@@ -6,6 +6,7 @@ the same snapshot id, and then nothing is written.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 from collections.abc import Sequence
@@ -21,21 +22,14 @@ import pyarrow.parquet as pq
 from batch_assets.ingest import Ingested, ingest, source_name
 from batch_assets.placement import DUPLICATE, Counts, PlacedRows, Placement, Places
 from batch_assets.row_index import previous_file
+from batch_assets.snapshot_damage import FoundSnapshot, damaged_files, find_snapshot, unlike_checksums
 from batch_assets.snapshot_files import Buckets, ShardWriter
 from batch_assets.source_errors import Reject, SourceError
 from batch_assets.spec import GeneratedDatasetSpec
-from resources.objects import StoreError
-from resources.store import BatchEntry, DatasetStore, Shard, SnapshotManifest
+from resources.checked import StoredFile
+from resources.store import BatchEntry, CorruptObject, DatasetStore, Shard, SnapshotManifest
 
 DUPLICATE_ROWS = 500_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Previous:
-    """The current snapshot and its batches."""
-
-    manifest: SnapshotManifest
-    entries: list[BatchEntry]
 
 
 def build_snapshot(
@@ -57,14 +51,16 @@ def build_snapshot(
 
 
 def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path) -> SnapshotManifest:
-    previous = _previous(store)
+    previous = find_snapshot(store)
     workdir.mkdir(parents=True, exist_ok=True)
     read = ingest(spec, base, workdir)
     rows_before = None
     if previous is not None:
         with_id = spec.id is not None
         path = workdir / "previous.parquet"
-        rows_before = previous_file(path, store, previous.manifest, previous.entries, with_id=with_id)
+        rows_before = previous_file(
+            path, store, previous.manifest, previous.entries, with_id=with_id, damaged=previous.damaged
+        )
     with Placement(
         workdir, read.index, with_id=spec.id is not None, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
     ) as placement:
@@ -77,27 +73,15 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
         unchanged = previous is not None and counts.unchanged == counts.rows and not counts.removed
         if previous is not None and unchanged:
             snapshot = _snapshot_id(spec, read, counts, previous.entries)
-            if snapshot == previous.manifest.snapshot:
+            if snapshot == previous.manifest.snapshot and not previous.damaged:
+                if not _is_current(store, snapshot):
+                    store.set_current_snapshot(snapshot)
                 return previous.manifest
         places = placement.places()
     files = _write_files(read, places, counts, workdir)
     snapshot = _snapshot_id(spec, read, counts, files.entries)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
-    _upload(store, manifest, read, files, workdir)
-    return manifest
-
-
-def _previous(store: DatasetStore) -> _Previous | None:
-    snapshot = store.current_snapshot()
-    if snapshot is None:
-        return None
-    try:
-        return _Previous(store.manifest(snapshot), store.entries(snapshot))
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"{store.dataset}/snapshots/CURRENT names snapshot {snapshot}, which is not there; put it back, or delete "
-            "CURRENT to place all rows anew"
-        ) from error
+    return _upload(store, manifest, read, files, workdir)
 
 
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
@@ -222,13 +206,13 @@ def _manifest(
     counts: Counts,
     files: _Files,
     snapshot: str,
-    previous: _Previous | None,
+    previous: FoundSnapshot | None,
     now: float,
 ) -> SnapshotManifest:
     return SnapshotManifest(
         dataset=store.dataset,
         snapshot=snapshot,
-        previous=previous.manifest.snapshot if previous else None,
+        previous=_former(previous, snapshot),
         created_at=now,
         source=source_name(spec),
         rows=counts.rows,
@@ -248,18 +232,45 @@ def _manifest(
     )
 
 
-def _upload(store: DatasetStore, manifest: SnapshotManifest, read: Ingested, files: _Files, workdir: Path) -> None:
+def _former(previous: FoundSnapshot | None, snapshot: str) -> str | None:
+    """The snapshot before this one; one that is written anew keeps its own."""
+    if previous is not None and previous.manifest.snapshot == snapshot:
+        return previous.manifest.previous
+    return previous.manifest.snapshot if previous else None
+
+
+def _upload(
+    store: DatasetStore, manifest: SnapshotManifest, read: Ingested, files: _Files, workdir: Path
+) -> SnapshotManifest:
     """All files, then the manifest, then CURRENT: a snapshot is complete or it is not there."""
-    if not store.objects.exists(store.snapshot_path(manifest.snapshot, "manifest.json")):
-        _write_entries(workdir / "batches.parquet", files.entries)
-        names = (
-            [shard.path for shard in files.shards] + ["batches.parquet"] + [shard.path for shard in files.duplicates]
-        )
-        if read.rejects.count:
-            names.append(read.rejects.path.name)
+    _write_entries(workdir / "batches.parquet", files.entries)
+    names = [shard.path for shard in files.shards] + ["batches.parquet"] + [shard.path for shard in files.duplicates]
+    if read.rejects.count:
+        names.append(read.rejects.path.name)
+    known = _complete(store, manifest.snapshot)
+    if known is not None:
+        written = {name: getattr(known, name) for name in ("shards", "duplicate_shards", "files")}
+        manifest = manifest.model_copy(update=written)
+    else:
+        manifest = manifest.model_copy(update={"files": [StoredFile.of(workdir / name) for name in names]})
         for name in names:
             store.objects.upload(store.snapshot_path(manifest.snapshot, name), workdir / name)
     store.put_manifest(manifest)
+    return manifest
+
+
+def _is_current(store: DatasetStore, snapshot: str) -> bool:
+    with contextlib.suppress(CorruptObject):
+        return store.current_snapshot() == snapshot
+    return False
+
+
+def _complete(store: DatasetStore, snapshot: str) -> SnapshotManifest | None:
+    """The manifest of a snapshot that is there with all its files as they were written."""
+    with contextlib.suppress(CorruptObject):
+        manifest = store.manifest(snapshot)
+        return None if damaged_files(store, manifest) or unlike_checksums(store, manifest) else manifest
+    return None
 
 
 def _write_entries(path: Path, entries: Sequence[BatchEntry]) -> None:

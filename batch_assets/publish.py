@@ -10,12 +10,13 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from batch_assets.card import Card, card_text
 from batch_assets.duplicates import Duplicates
 from batch_assets.scan import CommittedRows, pieces, read_ahead, threads_for
 from batch_assets.table_files import Column, Source, TableFile, TableWriter, table_schema
+from resources.checked import Sealed, StoredFile, read_sealed
 from resources.objects import Objects
 from resources.store import BatchEntry, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
 
@@ -44,7 +45,7 @@ class BrokenTable(Exception):
     """Files of a published version are gone or have another size than its manifest says."""
 
 
-class PublishedTable(BaseModel):
+class PublishedTable(Sealed):
     """A published version, as its manifest.json says.
 
     `rows` counts lines: one per source row that was not rejected, `ok` + `dead`, with `duplicates` among them. Tokens
@@ -74,6 +75,7 @@ class PublishedTable(BaseModel):
     columns: list[Column]
     sources: list[Source]
     files: list[TableFile]
+    card: StoredFile | None = None
 
     @property
     def parts(self) -> int:
@@ -142,23 +144,22 @@ def published_table(store: DatasetStore, version: str | None = None) -> Publishe
         return None
     path = store.published_path(version, "manifest.json")
     try:
-        return PublishedTable.model_validate_json(store.objects.get(path))
+        return read_sealed(store.objects, path, PublishedTable, store.mended_by_run)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise CorruptObject(f"{path}: not the manifest of a table ({type(error).__name__})") from error
 
 
 def broken_files(store: DatasetStore, table: PublishedTable) -> list[str]:
     """Names of the table's files that are gone or have another size than the manifest says."""
     found = {info.path: info.size for info in store.objects.list(f"{table.path}/")}
-    return [file.name for file in table.files if found.get(f"{table.path}/{file.name}") != file.bytes]
+    written = (*table.files, *([table.card] if table.card else []))
+    return [file.name for file in written if found.get(f"{table.path}/{file.name}") != file.bytes]
 
 
-def _whole_table(store: DatasetStore, version: str | None) -> PublishedTable | None:
-    """A version whose manifest and files are all there; None otherwise, as for a version of None."""
+def _whole_table(store: DatasetStore, version: str | None = None) -> PublishedTable | None:
+    """A version (default: what readers see) whose manifest and files are all there, of their sizes; else None."""
     try:
-        table = published_table(store, version) if version else None
+        table = published_table(store, version)
     except CorruptObject:
         return None
     return None if table is None or broken_files(store, table) else table
@@ -211,15 +212,17 @@ def _write(
         sources=totals.sources(),
         files=files,
     )
-    text = card_text(table, manifest, card, totals.sample)
-    store.objects.put(store.published_path(version, "README.md"), text.encode())
-    store.objects.put(store.published_path(version, "manifest.json"), table.model_dump_json(indent=1).encode())
+    text = card_text(table, manifest, card, totals.sample).encode()
+    store.objects.put(store.published_path(version, "README.md"), text)
+    said = StoredFile(name="README.md", bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+    table = table.model_copy(update={"card": said})
+    store.objects.put(store.published_path(version, "manifest.json"), table.to_json())
     return table
 
 
 def _switch(store: DatasetStore, table: PublishedTable) -> None:
     """Point readers at `table`, unless what they see is newer: another run may have published meanwhile."""
-    seen = _whole_table(store, store.current_published())
+    seen = _whole_table(store)
     if seen is not None and seen.version == table.version:
         return
     if seen is not None:

@@ -17,6 +17,7 @@ from batch_assets.snapshot_cache import SnapshotCache
 from resources.store import BatchEntry, BatchStore
 
 PUBLISH_TAG = "batch/publish"
+PUBLISH_VOID_TAG = "batch/publish_void"  # on a publication whose table was lost, or that failed before a new request
 PUBLISH_ATTEMPTS = 3
 
 
@@ -97,7 +98,8 @@ def _publishing(instance: dg.DagsterInstance, dataset: str, state: str, *, since
     if since_refresh:
         done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
         since = max((found.end_time or 0.0 for found in instance.get_run_records(done, limit=1)), default=0.0)
-    return [found.dagster_run for found in records if found.create_timestamp.timestamp() >= since]
+    found_since = [found.dagster_run for found in records if found.create_timestamp.timestamp() >= since]
+    return [run for run in found_since if PUBLISH_VOID_TAG not in run.tags]
 
 
 def ledger_state(snapshot: str, entries: Sequence[BatchEntry], versions: Mapping[str, ledger.LedgerVersion]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from batch_assets.ledger import LedgerVersion
 from batch_assets.verify import check_object
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore
 
@@ -44,10 +45,16 @@ class Intent:
         return self.root_run_id if self.regenerate or self.redrive else ""
 
 
-def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Intent) -> RangePlan:
+def plan_range(
+    store: DatasetStore,
+    entries: Sequence[BatchEntry],
+    intent: Intent,
+    versions: Mapping[str, LedgerVersion] | None = None,
+) -> RangePlan:
     """Compare the snapshot's batches with the store. Lists, reads every current object whole; writes nothing.
 
-    A torn object at the current data version is never overwritten: the next generation replaces it.
+    `versions`: what the catalog said before this call. The name of an object is used once: one that is torn, void in
+    the catalog, or gone although the catalog has it, is replaced by the next generation.
     """
     if not entries:
         return RangePlan([], [])
@@ -55,7 +62,10 @@ def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Inten
     plan = RangePlan([], [])
     with ThreadPoolExecutor(8) as pool:
         for footer, work in pool.map(
-            lambda entry: _plan_batch(store, entry, found.get(entry.key, []), intent), entries
+            lambda entry: _plan_batch(
+                store, entry, found.get(entry.key, []), intent, versions.get(entry.key) if versions else None
+            ),
+            entries,
         ):
             if footer is not None:
                 plan.done.append(footer)
@@ -65,11 +75,19 @@ def plan_range(store: DatasetStore, entries: Sequence[BatchEntry], intent: Inten
 
 
 def _plan_batch(
-    store: DatasetStore, entry: BatchEntry, objects: list[BatchObject], intent: Intent
+    store: DatasetStore,
+    entry: BatchEntry,
+    objects: list[BatchObject],
+    intent: Intent,
+    said: LedgerVersion | None,
 ) -> tuple[BatchFooter | None, Work | None]:
+    used = -1 if said is None else said.used_for(entry.data_version)
     current = [batch for batch in objects if batch.data_version == entry.data_version]
-    if not current:
-        return None, Work(entry, 0, tuple(objects))
+    newest_there = current[-1].generation if current else -1
+    void = used if said is not None and said.void else -1
+    if not current or newest_there < used or newest_there == void:
+        sound = tuple(batch for batch in objects if batch not in current or batch.generation != void)
+        return None, Work(entry, max(used, newest_there) + 1, sound)
     newest = current[-1]
     try:
         footer = check_object(store, entry, newest)

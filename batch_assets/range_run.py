@@ -12,7 +12,7 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,9 @@ from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Origin, Outcome
 from resources.fleet import LeasedEngine
+from resources.objects import StoreError
 from resources.store import BatchFooter, DatasetStore, SnapshotManifest
+from resources.store_health import StoreHealth, is_store_trouble
 
 __all__ = ["Intent", "RangePlan", "RangeRun", "RunClaims", "RunIdentity", "Work", "plan_range"]
 
@@ -32,6 +34,7 @@ ALL_REFUSED = 200
 UNDECIDED_SECONDS = 0.05
 CLOSE_SECONDS = 2.0
 LINGER_SECONDS = 2.0
+RETRY_SECONDS = 1.0
 
 
 @dataclass
@@ -63,6 +66,7 @@ class RangeRun:
         journal_seconds: float = 2.0,
         fence: Callable[[], bool] = lambda: True,
         claims: RunClaims | None = None,
+        health: StoreHealth | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
@@ -74,6 +78,7 @@ class RangeRun:
         self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._journal_seconds = journal_seconds
         self._fence = fence
+        self.health = health or StoreHealth()
         self._journal = _Journal()
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
         self._released: set[str] = set(self._committed_keys)
@@ -87,6 +92,8 @@ class RangeRun:
             claims,
             adopted=self._adopted,
             segment=lambda path, keys: self._journal.segments.append((path, keys)),
+            health=self.health,
+            store_is_there=self.store_is_there,
         )
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._writing: Future[None] | None = None
@@ -205,6 +212,18 @@ class RangeRun:
                 self._journal.waiting[key][:0] = rows
             raise
 
+    def store_is_there(self) -> bool:
+        """The store has the snapshot of this run: it is the one that was there at the start, and it answers."""
+        return self.store.objects.exists(self.store.snapshot_path(self.manifest.snapshot, "manifest.json"))
+
+    @contextlib.contextmanager
+    def _writing_to_store(self) -> Iterator[None]:
+        """A write in the body. Never into what is left where the store was, as an empty mount point."""
+        with self.health.call("write"):
+            if not self.store_is_there():
+                raise StoreError(f"{self.store.objects.root}: the store has not the snapshot of this run any more")
+            yield
+
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
         self.source.close()
@@ -216,7 +235,7 @@ class RangeRun:
     def _drop_finished(self) -> None:
         segments = list(self._journal.segments)
         finished = [segment for segment in segments if segment[1] <= self._committed_keys]
-        if not finished or not self._fence():
+        if not finished or self.health.silent_seconds() or not self._fence():
             return
         self.store.objects.delete(path for path, _ in finished)
         for segment in finished:
@@ -270,13 +289,27 @@ class RangeRun:
         while self._undecided():  # noqa: ASYNC110  (progress has no event)
             await asyncio.sleep(UNDECIDED_SECONDS)
         try:
-            footer = await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+            footer = await self._committed(key, outcomes)
         except Exception as error:
             self._commit_error = error
             raise
         self._committed_keys.add(key)
         self._journal.waiting.pop(key, None)
         self.committed.put(footer)
+
+    async def _committed(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        """Commit, again and again while the store does not answer: what is finished is worth waiting for.
+
+        Who gives leases back and at last ends the run watches `health`.
+        """
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, self._commit, key, outcomes)
+            except Exception as error:
+                if not is_store_trouble(error):
+                    raise
+                log.warning("run %s: batch %s not written: %s", self.identity.run_id, key, type(error).__name__)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
         work = self._work[key]
@@ -291,7 +324,8 @@ class RangeRun:
             root_run_id=self.identity.intent.root_run_id,
             reused=self.source.reused(key),
         )
-        return self.store.commit(footer, outcomes, self.generation.task)[0]
+        with self._writing_to_store():
+            return self.store.commit(footer, outcomes, self.generation.task)[0]
 
     # journal
 
@@ -309,12 +343,13 @@ class RangeRun:
 
     def _write_segment(self, sequence: int, batches: Mapping[str, Sequence[Outcome]]) -> None:
         identity = self.identity
-        path = self.store.append_journal(
-            identity.key_range,
-            identity.intent.purpose,
-            identity.run_id,
-            sequence,
-            batches,
-            self.generation.task,
-        )
+        with self._writing_to_store():
+            path = self.store.append_journal(
+                identity.key_range,
+                identity.intent.purpose,
+                identity.run_id,
+                sequence,
+                batches,
+                self.generation.task,
+            )
         self._journal.segments.append((path, frozenset(batches)))

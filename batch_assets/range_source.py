@@ -7,6 +7,7 @@ is gone. Once another run is seen, every batch is looked up in the store before 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,7 +19,9 @@ from batch_assets.range_plan import RunIdentity, Work
 from batch_assets.verify import check_object
 from gpu_runner.fleet import BookError, Claim, FleetBook
 from gpu_runner.rows import Batch, Outcome, Row
+from resources.objects import StoreError
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
+from resources.store_health import StoreHealth, is_store_trouble
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,8 @@ class RangeSource:
     """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
 
     `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
-    segment of the journal that was read. Without `claims` the run is alone.
+    segment of the journal that was read. Without `claims` the run is alone. `store_is_there` asks the store something
+    small; while it is away, its batches are waited for.
     """
 
     def __init__(
@@ -65,9 +69,12 @@ class RangeSource:
         *,
         adopted: Callable[[Work, BatchFooter], None],
         segment: Callable[[str, frozenset[str]], None],
+        health: StoreHealth,
+        store_is_there: Callable[[], bool],
     ) -> None:
         self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
         self._claims, self._adopted, self._segment = claims, adopted, segment
+        self._health, self._store_is_there = health, store_is_there
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
         self._reused: dict[str, int] = {}
         self._read: set[str] = set()
@@ -111,7 +118,7 @@ class RangeSource:
     def batches(self) -> Iterator[Batch]:
         """Every batch that this run has to do; with claims, those that need an engine only while there is one."""
         self._read_journal()
-        for entry, rows in self._store.rows(self._manifest, self._in_order()):
+        for entry, rows in self._rows():
             work = self._works[entry.key]
             batch = self._batch(work, rows)
             mine = len(batch.known) == len(rows) or self._claims is None or self._mine(work, self._claims)
@@ -120,6 +127,37 @@ class RangeSource:
             if mine:
                 yield self._batch(work, rows) if mine == "journal read" else batch
                 self._journaled.pop(entry.key, None)
+
+    def _rows(self) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of the batches in order."""
+        wanted: list[BatchEntry] = []
+        given = iter(wanted.pop, None)  # one at a time, so that waiting for the next one is no call of the store
+        found = self._store.rows(self._manifest, given)
+        for entry in self._in_order():
+            while True:
+                wanted[:] = [entry]
+                try:
+                    with self._health.call("read"):
+                        line = next(found)
+                except Exception as error:
+                    if not (is_store_trouble(error) or isinstance(error, CorruptObject)) or not self._await_store():
+                        raise
+                    found = self._store.rows(self._manifest, given)
+                    continue
+                yield line
+                break
+
+    def _await_store(self) -> bool:
+        """Wait until the store answers again. False: it does, so that what failed is about one object; or we end."""
+        waited = False
+        while not self._closed.is_set():
+            with contextlib.suppress(Exception), self._health.call("read"):
+                if self._store_is_there():
+                    return waited
+                raise StoreError("the store has not what it had")
+            waited = True
+            self._closed.wait(POLL_SECONDS)
+        return False
 
     def _in_order(self) -> Iterator[BatchEntry]:
         """In key order, then those that other runs held, as they become free."""

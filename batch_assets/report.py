@@ -70,13 +70,14 @@ def show_verification(name: str, *, as_json: bool = False) -> int:
     from batch_assets.verify import verify
 
     with observing([name]) as (seen,):
-        found = verify(seen.store, _ledger_entries(seen.reports()))
+        found = verify(seen.store, ledger_of_reports(seen.reports()))
     if as_json:
         print_json(
             dataclasses.asdict(found.totals)
             | {
                 "agree": found.ok,
                 "snapshot": found.snapshot,
+                "notes": list(found.notes),
                 "differences": [dataclasses.asdict(difference) for difference in found.differences],
             }
         )
@@ -84,6 +85,8 @@ def show_verification(name: str, *, as_json: bool = False) -> int:
         sys.stdout.write(f"{verified(name, found)}\n")
     else:
         _print_differences(name, found)
+    for note in () if as_json else found.notes:
+        sys.stdout.write(f"{name}: {note}\n")
     return 0 if found.ok else 1
 
 
@@ -110,12 +113,20 @@ def _print_differences(name: str, found: Verification) -> None:
     console.print(f"{name}: {len(found.differences)} differences{rest}", highlight=False)
 
 
-def _ledger_entries(reports: Mapping[str, BatchReport]) -> dict[str, LedgerEntry]:
+def ledger_of_reports(reports: Mapping[str, BatchReport]) -> dict[str, LedgerEntry]:
+    """What `verify` compares of the catalog's entries."""
     from batch_assets.verify import LedgerEntry
 
     return {
         key: LedgerEntry(
-            report.version.data_version, report.path, report.rows, report.ok, report.dead, report.version.generation
+            report.version.data_version,
+            report.path,
+            report.rows,
+            report.ok,
+            report.dead,
+            report.version.generation,
+            report.bytes,
+            report.sha256,
         )
         for key, report in reports.items()
     }
@@ -136,6 +147,9 @@ def rebuild(name: str) -> int:
             if isinstance(found, CorruptObject):
                 sys.stderr.write(f"{found}\n")
                 unreadable += 1
+            elif _changed(found, reports.get(found.key)):
+                sys.stderr.write(f"{name} batch {found.key}: not as it was written; {seen.store.mended_by_run}\n")
+                unreadable += 1
             elif not _reported(seen.store, found, reports.get(found.key)):
                 seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, found, snapshot))
                 reported += 1
@@ -145,9 +159,18 @@ def rebuild(name: str) -> int:
 
 def _footer(store: DatasetStore, batch: BatchObject) -> BatchFooter | CorruptObject:
     try:
-        return store.footer(batch)
+        return store.read_batch(batch)[1]
     except CorruptObject as error:
         return error
+
+
+def _changed(footer: BatchFooter, report: BatchReport | None) -> bool:
+    """Whether the catalog knows that this very object had other bytes."""
+    return (
+        report is not None
+        and report.version.used_for(footer.data_version) == footer.generation
+        and report.sha256 not in (None, footer.sha256)
+    )
 
 
 def _reported(store: DatasetStore, footer: BatchFooter, report: BatchReport | None) -> bool:

@@ -14,6 +14,7 @@ import dagster as dg
 
 from batch_assets.launcher import State
 from batch_assets.turns import Turns
+from resources.objects import CorruptObject
 
 TICK_SECONDS = 20.0  # for new looks; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
 MOST_RUNS = 20  # started by one tick: the daemon starts them one after the other, and does not look meanwhile
@@ -74,7 +75,8 @@ class Rounds:
             try:
                 found = look(name)
             except Exception as error:  # of one dataset: the others are looked after
-                context.log.warning(f"{name}: {self._turns.failed(name, error)}", exc_info=True)
+                damaged = isinstance(error, CorruptObject)  # its text says everything
+                context.log.warning(f"{name}: {self._turns.failed(name, error)}", exc_info=not damaged)
                 continue
             taken = room.take(found)
             self._turns.looked(name, found.state, found.reason, news=not taken)

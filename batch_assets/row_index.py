@@ -5,10 +5,11 @@ A row id and a row key each become 128 bits of a digest, so that a row takes the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from resources.store import BatchEntry, DatasetStore, SnapshotManifest
+from resources.store import BatchEntry, CorruptObject, DatasetStore, SnapshotManifest
 
 INDEX_ROWS = 1 << 16
 PART_ROWS = 1 << 13
@@ -82,11 +83,17 @@ def previous_index(path: Path, *, with_id: bool) -> ColumnFile:
 
 
 def previous_file(
-    path: Path, store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry], *, with_id: bool
+    path: Path,
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    entries: Sequence[BatchEntry],
+    *,
+    with_id: bool,
+    damaged: Container[str] = (),
 ) -> ColumnFile:
-    """The index of a snapshot in the store."""
+    """The index of a snapshot in the store. `damaged`: paths of shards that are not read (see `_committed_rows`)."""
     out = previous_index(path, with_id=with_id)
-    for ids, keys, batches, places in _previous_rows(store, manifest, entries, path.parent):
+    for ids, keys, batches, places in _previous_rows(store, manifest, entries, path.parent, damaged):
         if with_id:
             id_hi, id_lo = halves(b"".join(map(id_digest, ids)), 16)
             extra, occurrences, kept = {"id_hi": id_hi, "id_lo": id_lo}, [0] * len(ids), None
@@ -104,10 +111,17 @@ def previous_file(
 
 
 def _previous_rows(
-    store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry], workdir: Path
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    entries: Sequence[BatchEntry],
+    workdir: Path,
+    damaged: Container[str],
 ) -> Iterator[tuple[list[str], list[str], np.ndarray, np.ndarray]]:
     for number, shard in enumerate(manifest.shards):
         path = store.snapshot_path(manifest.snapshot, shard.path)
+        if path in damaged:
+            yield from _committed_rows(store, [entry for entry in entries if entry.shard == number])
+            continue
         uri, copy = store.objects.uri(path), workdir / "previous-shard.parquet"
         if uri.startswith("s3://"):  # one download instead of thousands of small ranges
             with store.objects.open(path) as remote, copy.open("wb") as local:
@@ -121,6 +135,21 @@ def _previous_rows(
                 places = np.concatenate([np.arange(entry.rows, dtype=np.int64) for entry in part])
                 yield table.column("row_id").to_pylist(), table.column("row_key").to_pylist(), batches, places
         copy.unlink(missing_ok=True)
+
+
+def _committed_rows(
+    store: DatasetStore, entries: Sequence[BatchEntry]
+) -> Iterator[tuple[list[str], list[str], np.ndarray, np.ndarray]]:
+    """The rows of a lost shard as the batch objects have them, so that what is paid keeps its place.
+
+    Rows of batches that are not committed are not known any more: they are placed as new ones.
+    """
+    current = store.current_objects(entries)
+    for entry in entries:
+        with contextlib.suppress(KeyError, CorruptObject, FileNotFoundError):
+            table = store.batch_table(current[entry.key])
+            batches, places = np.full(entry.rows, int(entry.key), np.int64), np.arange(entry.rows, dtype=np.int64)
+            yield table.column("row_id").to_pylist(), table.column("row_key").to_pylist(), batches, places
 
 
 def _chunks(entries: Iterable[BatchEntry]) -> Iterator[list[BatchEntry]]:

@@ -29,6 +29,7 @@ from resources.fleet import FleetConfigError, GpuFleet, Requirement
 from resources.objects import self_test
 from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
+from resources.store_health import Probe
 
 ENDPOINT_TAG = "batch/endpoint"
 WAIT_SECONDS = 0.2
@@ -69,7 +70,9 @@ def generate_rows(
         heart = fleet.heart(book, context.run.run_id)
         stack.enter_context(heart.beating(store.dataset, keys[0], keys[-1]))
         intent = Intent(context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive)
-        plan = plan_range(store, entries, intent)
+        # Before the store is listed: what the catalog has by now is there, or it is lost.
+        versions = ledger.ledger_versions(context.instance, spec.name)
+        plan = plan_range(store, entries, intent, versions)
         for footer in plan.done:
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
@@ -101,7 +104,8 @@ def _generate(
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heart.rows_done = lambda: run.progress().rows_done
     reason = ""
-    with contextlib.closing(run), rare_collections(), LoopThread() as loop:
+    probe = Probe(run.health, run.store_is_there)
+    with contextlib.closing(run), rare_collections(), LoopThread() as loop, probe:
         try:
             if _needs_engine(context, loop, run, heart):
                 reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))

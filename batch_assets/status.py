@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,18 @@ from batch_assets.catalog import BatchReport, Catalog, current_reports
 from batch_assets.clock_scale import scale_words
 from batch_assets.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.publish import PublishedTable, published_table, table_version
+from batch_assets.publisher_sensor import PUBLISH_TAG, PUBLISH_VOID_TAG, ledger_state
+from batch_assets.reconcile import empty_store
 from batch_assets.stack import ensure_storage, prepare_home
+from batch_assets.store_check import listed_differences
 from gpu_runner.fleet import FleetBook, RunBeat
 from gpu_runner.targets import DatasetTarget
-from resources.objects import open_objects
+from resources.objects import StoreError, open_objects
 from resources.store import BatchEntry, BatchObject, DatasetStore
+from resources.store_health import is_store_trouble
 
+OBSERVE_SECONDS = 8.0  # after which the store is said not to answer
+CHECK_SECONDS = 60.0  # between two listings of the store, while somebody watches
 _NOTHING = Figures(0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -45,6 +52,8 @@ class DatasetStatus:
     """What `status --json` prints: counts of the snapshot, and of its committed batches.
 
     `table` is where the published table lies, or None; `table_current` says whether it is that of the snapshot.
+    `problems`: what the catalog promises and the store has not, or why the store cannot be read. Batches whose object
+    is gone are not done.
     """
 
     dataset: str
@@ -66,6 +75,7 @@ class DatasetStatus:
     eta_seconds: float | None
     runs: tuple[RunLine, ...]
     request: RequestStatus
+    problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -170,6 +180,9 @@ class Observer:
         self._catalog = Catalog(instance, store.dataset)
         self._snapshot: str | None = None
         self._entries: list[BatchEntry] = []
+        self._lost: frozenset[str] = frozenset()
+        self._problems: list[str] = []
+        self._checked_at = -math.inf
 
     def look(self) -> Sight:
         """The dataset as it is now."""
@@ -183,6 +196,37 @@ class Observer:
         rows_of_runs = {beat.run_id: beat.rows_done for beat in beats}
         return Sight(snapshot, self._entries, current, beats, figures(self._entries, current, rows_of_runs))
 
+    def problems(self, sight: Sight) -> list[str]:
+        """What the catalog promises and the store has not, by one listing of all its objects: not for every look."""
+        if sight.snapshot is None:
+            versions = ledger.ledger_versions(self.instance, self.store.dataset).values()
+            known = sum(not version.void for version in versions)
+            return [empty_store(self.store, known)] if known else []
+        published = self._was_published(sight)
+        found = listed_differences(self.store, sight.snapshot, sight.entries, sight.current, published=published)
+        self._lost = frozenset(one.batch for one in found if one.batch is not None)
+        return [f"{one.batch or 'dataset'}: {one.kind.replace('_', ' ')}: {one.expected}: {one.found}" for one in found]
+
+    def _was_published(self, sight: Sight) -> bool:
+        """Whether the catalog says that the table of just these batches was published."""
+        if sight.snapshot is None or sight.missing:
+            return False
+        versions = {key: report.version for key, report in sight.current.items()}
+        state = {PUBLISH_TAG: ledger_state(sight.snapshot, sight.entries, versions)}
+        done = self.instance.get_runs(dg.RunsFilter(tags=state, statuses=[dg.DagsterRunStatus.SUCCESS]))
+        return any(PUBLISH_VOID_TAG not in run.tags for run in done)
+
+    def checked(self, now: float) -> tuple[Sight, list[str]]:
+        """The dataset with what the store lost left out, and the problems. Lists the store at most every minute."""
+        sight = self.look()
+        if now - self._checked_at >= CHECK_SECONDS or now < self._checked_at:
+            self._problems, self._checked_at = self.problems(sight), now
+        if self._lost:
+            current = {key: report for key, report in sight.current.items() if key not in self._lost}
+            beats = {beat.run_id: beat.rows_done for beat in sight.beats}
+            sight = dataclasses.replace(sight, current=current, figures=figures(sight.entries, current, beats))
+        return sight, self._problems
+
     def reports(self) -> dict[str, BatchReport]:
         """The newest ledger entry of every batch, also of those that the snapshot does not have."""
         return self._catalog.reports()
@@ -192,12 +236,19 @@ class Observer:
         return published_table(self.store)
 
 
+def trouble_text(store: DatasetStore, error: Exception) -> str:
+    """Why the store cannot be looked at, in one line."""
+    if isinstance(error, StoreError):
+        return str(error)
+    return f"the store {store.objects.root} does not answer ({type(error).__name__})"
+
+
 @contextlib.contextmanager
 def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
     """An observer of each dataset on this DAGSTER_HOME and store, for as long as the body runs."""
     home = prepare_home()
     ensure_storage(home)
-    objects = open_objects(settings.store_root())
+    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS)
     with (
         dg.DagsterInstance.from_config(str(home)) as instance,
         contextlib.closing(FleetBook(settings.fleet_database())) as book,
@@ -206,8 +257,14 @@ def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
 
 
 def dataset_status(observer: Observer, now: float) -> DatasetStatus:
-    """Status of one dataset; `now` is in Unix seconds."""
-    sight, table = observer.look(), observer.table()
+    """Status of one dataset; `now` is in Unix seconds. A store that cannot be read is one of its problems."""
+    try:
+        sight, problems = observer.checked(now)
+        table = observer.table()
+    except Exception as error:
+        if not isinstance(error, StoreError) and not is_store_trouble(error):
+            raise
+        sight, problems, table = Sight(None, [], {}, (), _NOTHING), [trouble_text(observer.store, error)], None
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
     working = [record.start_time for record in records if record.start_time and record.dagster_run.run_id in beats]
@@ -233,6 +290,7 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         eta_seconds=_eta(counts, rate),
         runs=tuple(_line(record, beats.get(record.dagster_run.run_id), now) for record in records),
         request=request_status(observer.book, observer.store.dataset),
+        problems=tuple(problems),
     )
 
 

@@ -5,6 +5,7 @@ Nothing is repaired here. Every difference says what was expected, what was foun
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batch_assets.dead_letters import current_dead_letters, dead_letter_rows, dead_letters_version
+from batch_assets.dead_letters import (
+    check_dead_letters,
+    current_dead_letters,
+    dead_letter_rows,
+    dead_letters_version,
+    list_manifest,
+)
 from batch_assets.differences import Difference, error_text
 from batch_assets.publish import table_version
 from batch_assets.scan import read_ahead, threads_for
-from batch_assets.verify_table import verify_table
+from batch_assets.snapshot_damage import damaged_files, unlike_checksums
+from batch_assets.verify_table import readers_version, verify_table
 from gpu_runner.rows import data_version
 from resources.store import (
     BatchEntry,
@@ -29,8 +37,7 @@ from resources.store import (
 
 RUN = "run the batch"
 REBUILD = "run rebuild-ledger: it reports the batch from the store"
-REGENERATE = "delete the object and run the batch: it is generated again"
-PROMPTS = "delete the snapshot's folder and materialize prompts"
+REGENERATE = "delete the object, then `batch-assets run`: the batch is generated again"
 DEAD_LETTERS = "materialize the dead_letters asset"
 
 
@@ -44,6 +51,8 @@ class LedgerEntry:
     ok: int | None = None
     dead: int | None = None
     generation: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared and what differs."""
+    """What was compared and what differs. `notes`: what could not be compared, and why."""
 
     snapshot: str | None
     totals: Totals
     differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -88,14 +98,20 @@ class _Checked:
 
 def verify(store: DatasetStore, ledger: Mapping[str, LedgerEntry], *, threads: int | None = None) -> Verification:
     """Compare everything of the current snapshot; every current object and the published table are read whole."""
-    snapshot = store.current_snapshot()
+    try:
+        snapshot = store.current_snapshot()
+    except CorruptObject as error:
+        broken = Difference("corrupt_pointer", None, "a snapshot", str(error), store.mended_by_run)
+        return Verification(None, Totals(store.dataset), (broken,))
     if snapshot is None:
         missing = Difference("no_snapshot", None, "a snapshot", "none", "materialize prompts")
         return Verification(None, Totals(store.dataset), (missing,))
     try:
         manifest, entries = store.manifest(snapshot), store.entries(snapshot)
-    except (FileNotFoundError, ValueError, pa.ArrowException, OSError) as error:
-        broken = Difference("corrupt_snapshot", None, f"manifest and batches of {snapshot}", error_text(error), PROMPTS)
+    except CorruptObject as error:
+        broken = Difference(
+            "corrupt_snapshot", None, f"manifest and batches of {snapshot}", str(error), store.mended_by_run
+        )
         return Verification(snapshot, Totals(store.dataset), (broken,))
     current = store.current_objects(entries)
     threads = threads or threads_for(store.objects)
@@ -122,9 +138,22 @@ def verify(store: DatasetStore, ledger: Mapping[str, LedgerEntry], *, threads: i
     expected = table_version(snapshot, current) if len(current) == len(entries) else None
     differences += verify_table(store, manifest, expected, totals if len(footers) == len(entries) else None)
     differences += _dead_letter_differences(store, snapshot, current, footers, expected is not None)
-    seen = store.current_published()
+    seen = readers_version(store)
     folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
-    return Verification(snapshot, replace(totals, table=folder), tuple(differences))
+    return Verification(
+        snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(store, manifest, ledger))
+    )
+
+
+def _notes(store: DatasetStore, manifest: SnapshotManifest, ledger: Mapping[str, LedgerEntry]) -> Iterator[str]:
+    if not manifest.files:
+        yield f"snapshot {manifest.snapshot} was made before there were checksums: its files were compared by counts"
+    if without := sum(entry.sha256 is None for entry in ledger.values() if entry.path is not None):
+        yield f"{without} batches were reported before there were checksums: page checksums and counts were compared"
+    with contextlib.suppress(CorruptObject):
+        listed = current_dead_letters(store)
+        if listed is not None and list_manifest(store, listed) is None:
+            yield f"the list of dead letters {listed} has no checksum beside it: page checksums were compared"
 
 
 def check_object(store: DatasetStore, entry: BatchEntry, batch: BatchObject) -> BatchFooter:
@@ -164,6 +193,9 @@ def _check_batch(
         footer = check_object(store, entry, batch)
     except (CorruptObject, FileNotFoundError) as error:
         return _Checked(None, [Difference("corrupt_object", key, "a whole object", error_text(error), REGENERATE)])
+    if said is not None and said.generation == batch.generation and said.sha256 not in (None, footer.sha256):
+        wanted = f"{store.batch_path(batch)} sha256 {said.sha256}"
+        return _Checked(None, [Difference("corrupt_object", key, wanted, f"sha256 {footer.sha256}", REGENERATE)])
     return _Checked(footer, list(_catalog_differences(store, batch, footer, said)))
 
 
@@ -201,14 +233,25 @@ def _snapshot_differences(
     }
     for name, (expected, found) in counts.items():
         if expected != found:
-            yield Difference("corrupt_snapshot", None, f"{name}: {expected}", str(found), PROMPTS)
+            yield Difference("corrupt_snapshot", None, f"{name}: {expected}", str(found), store.mended_by_run)
+    unlike = unlike_checksums(store, manifest)
+    for path, (expected_digest, digest) in unlike.items():
+        yield Difference(
+            "corrupt_snapshot", None, f"{path} sha256 {expected_digest}", f"sha256 {digest}", store.mended_by_run
+        )
+    for path in (found for found in damaged_files(store, manifest) if found not in unlike):
+        yield Difference("corrupt_snapshot", None, path, "none", store.mended_by_run)
     for number, shard in enumerate((*manifest.shards, *manifest.duplicate_shards)):
         path = store.snapshot_path(manifest.snapshot, shard.path)
+        if path in unlike:
+            continue
         try:
             with store.objects.open(path) as file:
                 metadata = pq.read_metadata(file)
         except (FileNotFoundError, pa.ArrowException, OSError) as error:
-            yield Difference("corrupt_snapshot", None, f"{path} with {shard.rows} rows", error_text(error), PROMPTS)
+            yield Difference(
+                "corrupt_snapshot", None, f"{path} with {shard.rows} rows", error_text(error), store.mended_by_run
+            )
             continue
         wrong = [
             entry.key
@@ -220,7 +263,9 @@ def _snapshot_differences(
         ]
         if wrong or metadata.num_rows != shard.rows:
             found_rows = f"{metadata.num_rows} rows" + (f", other rows in batch {wrong[0]}" if wrong else "")
-            yield Difference("corrupt_snapshot", None, f"{path} with {shard.rows} rows", found_rows, PROMPTS)
+            yield Difference(
+                "corrupt_snapshot", None, f"{path} with {shard.rows} rows", found_rows, store.mended_by_run
+            )
 
 
 def _dead_letter_differences(
@@ -232,7 +277,11 @@ def _dead_letter_differences(
 ) -> Iterator[Difference]:
     """The list of dead letters, once the snapshot is complete; none at all is fine when there is nothing to list."""
     dead = sum(footer.dead for footer in footers)
-    listed = current_dead_letters(store)
+    try:
+        listed = current_dead_letters(store)
+    except CorruptObject as error:
+        yield Difference("corrupt_pointer", None, "a list of dead letters", str(error), DEAD_LETTERS)
+        return
     if not complete or len(footers) < len(current) or (listed is None and not dead):
         return
     expected = dead_letters_version(snapshot, (current[footer.key] for footer in footers if footer.dead))
@@ -241,6 +290,7 @@ def _dead_letter_differences(
         yield Difference("stale_dead_letters", None, f"version {expected}, {dead} rows", found, DEAD_LETTERS)
         return
     try:
+        check_dead_letters(store, listed)
         rows = dead_letter_rows(store, listed)
     except (CorruptObject, FileNotFoundError) as error:
         yield Difference("stale_dead_letters", None, f"{dead} rows", error_text(error), DEAD_LETTERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from batch_assets.differences import Difference, error_text
 from batch_assets.publish import PublishedTable, published_table
 from batch_assets.table_scan import Hashes, repeated_ids, table_batches
+from resources.checked import sha256_of
 from resources.store import CorruptObject, DatasetStore, SnapshotManifest
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 PUBLISH = "materialize the dataset asset"
 REPAIR = "delete manifest.json of this version and materialize the dataset asset: it is written anew"
-_READ = 1 << 22
 _NAMED = 5
 
 
@@ -30,7 +30,11 @@ def verify_table(
     `expected` is the version that the current objects make (None while batches are missing: an older table is then as
     it should be), `totals` their counts (None when some could not be read).
     """
-    seen = store.current_published()
+    try:
+        seen = store.current_published()
+    except CorruptObject as error:
+        yield Difference("corrupt_pointer", None, f"version {expected or 'of a table'}", str(error), PUBLISH)
+        return
     if seen is None:
         if expected is not None:
             yield Difference("missing_table", None, f"version {expected}", "none", PUBLISH)
@@ -53,19 +57,23 @@ def verify_table(
         yield from _count_differences(table, manifest, totals)
 
 
+def readers_version(store: DatasetStore) -> str | None:
+    """Version that readers see; None where CURRENT is gone or damaged."""
+    with contextlib.suppress(CorruptObject):
+        return store.current_published()
+    return None
+
+
 def _file_differences(store: DatasetStore, table: PublishedTable) -> Iterator[Difference]:
-    for file in table.files:
+    for file in (*table.files, *([table.card] if table.card else [])):
         path = f"{table.path}/{file.name}"
-        digest = hashlib.sha256()
         try:
-            with store.objects.open(path) as opened:
-                while block := opened.read(_READ):
-                    digest.update(block)
+            digest = sha256_of(store.objects, path)
         except FileNotFoundError:
             yield Difference("broken_table", None, path, "none", PUBLISH)
             continue
-        if digest.hexdigest() != file.sha256:
-            yield Difference("broken_table", None, f"{path} sha256 {file.sha256}", digest.hexdigest(), REPAIR)
+        if digest != file.sha256:
+            yield Difference("broken_table", None, f"{path} sha256 {file.sha256}", digest, REPAIR)
 
 
 def _line_differences(store: DatasetStore, table: PublishedTable) -> Iterator[Difference]:

@@ -8,6 +8,7 @@ condition on CompleteMultipartUpload); on disk it is a hard link to a file that 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import os
 import tempfile
@@ -29,12 +30,20 @@ class StoreError(Exception):
     """The store cannot be used as it is: says what was expected, what was found, and what to do."""
 
 
+class CorruptObject(StoreError):
+    """An object in the store does not say what its name promises."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object of a listing: its path below the root and its size in bytes."""
+    """One object of a listing: its path below the root and its size in bytes.
+
+    `etag` changes whenever the object is written again; a change of bytes that goes past the store may leave it.
+    """
 
     path: str
     size: int
+    etag: str = ""
 
 
 class Objects(Protocol):
@@ -77,8 +86,10 @@ class Objects(Protocol):
         """Options for `polars.scan_parquet(uri, storage_options=…)`; empty for a local folder."""
 
 
-def open_objects(root: str) -> Objects:
+def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
     """Objects below `root`: `s3://bucket/prefix`, `file:///folder` or a folder.
+
+    `retry_seconds`: how long a request to S3 is tried again; short where somebody waits for an answer.
 
     S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
     """
@@ -88,7 +99,7 @@ def open_objects(root: str) -> Objects:
             raise StoreError(
                 f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
             )
-        return S3Objects(parts.netloc, parts.path.strip("/"))
+        return S3Objects(parts.netloc, parts.path.strip("/"), retry_seconds)
     if parts.scheme == "file":
         return LocalObjects(Path(parts.path))
     if parts.scheme and len(parts.scheme) > 1:
@@ -200,7 +211,8 @@ class LocalObjects:
                     yield from self._walk(Path(entry.path), path + "/", start_after)
             elif path > start_after and not entry.name.startswith(_TEMPORARY):
                 with contextlib.suppress(FileNotFoundError):
-                    yield ObjectInfo(path, entry.stat().st_size)
+                    found = entry.stat()
+                    yield ObjectInfo(path, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}")
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -225,8 +237,9 @@ class LocalObjects:
 class S3Objects:
     """Objects below a prefix of an S3 bucket, through obstore (path-style on a custom endpoint)."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
+    def __init__(self, bucket: str, prefix: str, retry_seconds: float = 180.0) -> None:
         self.bucket, self.prefix = bucket, prefix
+        self._retry = datetime.timedelta(seconds=retry_seconds)
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")
         self._store_handle: S3Store | None = None
 
@@ -245,7 +258,7 @@ class S3Objects:
                 prefix=self.prefix or None,
                 credential_provider=Boto3CredentialProvider(),
                 client_options={"allow_http": bool(endpoint and endpoint.startswith("http://")), "timeout": "60s"},
-                retry_config={"max_retries": 8},
+                retry_config={"max_retries": 8, "retry_timeout": self._retry},
                 **config,
             )
         return self._store_handle
@@ -296,7 +309,7 @@ class S3Objects:
 
         for page in obstore.list(self._store, prefix.rstrip("/") or None, offset=start_after or None, chunk_size=1000):
             for meta in page:
-                yield ObjectInfo(meta["path"], meta["size"])
+                yield ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "")
 
     def delete(self, paths: Iterable[str]) -> None:
         import obstore

@@ -18,19 +18,16 @@ from typing import Any
 import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
-from resources.objects import Objects, open_objects
+from resources.checked import Sealed, StoredFile, read_pointer, read_sealed
+from resources.objects import CorruptObject, ObjectInfo, Objects, open_objects
 from resources.tables import is_outcomes_table, outcomes_from, outcomes_table, with_parts, without_empty_parts
 
 FOOTER_KEY = b"batch_assets"
 _CHECKSUM_BYTES = 8
 _OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
-
-
-class CorruptObject(Exception):
-    """An object in the store does not say what its name promises."""
 
 
 class Shard(BaseModel):
@@ -41,8 +38,11 @@ class Shard(BaseModel):
     rows: int
 
 
-class SnapshotManifest(BaseModel):
-    """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete."""
+class SnapshotManifest(Sealed):
+    """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete.
+
+    `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = 1
@@ -63,7 +63,8 @@ class SnapshotManifest(BaseModel):
     unchanged: int
     keep_columns: list[str]
     shards: list[Shard]
-    duplicate_shards: list[Shard] = []
+    duplicate_shards: list[Shard] = Field(default_factory=list)
+    files: list[StoredFile] = Field(default_factory=list)
     generation: dict[str, Any]
 
     def settings(self) -> Generation:
@@ -97,7 +98,10 @@ class BatchObject:
 
 
 class BatchFooter(BaseModel):
-    """What a batch object says of itself in its Parquet footer; the ledger event is made from it alone."""
+    """What a batch object says of itself in its Parquet footer; the ledger event is made from it alone.
+
+    `bytes` and `sha256` are those of the object: not part of what it says, but known to whoever wrote or read it whole.
+    """
 
     model_config = ConfigDict(frozen=True)
     format: int = 1
@@ -119,6 +123,11 @@ class BatchFooter(BaseModel):
     engine: str
     usd: float | None = None
     reused: int = 0
+    bytes: int | None = Field(default=None, exclude=True)
+    sha256: str | None = Field(default=None, exclude=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchFooter) and self.model_dump() == other.model_dump()
 
     @classmethod
     def of(
@@ -179,19 +188,34 @@ class DatasetStore:
         return f"{self.dataset}/snapshots/{snapshot}/{name}"
 
     def current_snapshot(self) -> str | None:
-        """Id of the newest complete snapshot, or None before the first."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.objects.get(f"{self.dataset}/snapshots/CURRENT").decode().strip()
-        return None
+        """Id of the newest complete snapshot, or None before the first. Raises CorruptObject."""
+        return read_pointer(self.objects, f"{self.dataset}/snapshots/CURRENT", self.mended_by_run)
+
+    @property
+    def mended_by_run(self) -> str:
+        """What to do about a snapshot, or a pointer, that is gone or damaged."""
+        return f"`batch-assets run {self.dataset}` mends it"
 
     def manifest(self, snapshot: str) -> SnapshotManifest:
-        """Raises FileNotFoundError when the snapshot was never completed."""
-        return SnapshotManifest.model_validate_json(self.objects.get(self.snapshot_path(snapshot, "manifest.json")))
+        """Raises CorruptObject when the snapshot was never completed, or its manifest is gone or damaged."""
+        path = self.snapshot_path(snapshot, "manifest.json")
+        try:
+            return read_sealed(self.objects, path, SnapshotManifest, self.mended_by_run)
+        except FileNotFoundError:
+            raise CorruptObject(
+                f"{path}: expected the manifest of a snapshot, found none; {self.mended_by_run}"
+            ) from None
+
+    def snapshots(self) -> list[str]:
+        """Ids of the snapshots that have a manifest."""
+        prefix = f"{self.dataset}/snapshots/"
+        names = (info.path[len(prefix) :].partition("/") for info in self.objects.list(prefix))
+        return [snapshot for snapshot, _, name in names if name == "manifest.json"]
 
     def put_manifest(self, manifest: SnapshotManifest) -> None:
         """Complete a snapshot whose other files are in place, and make it the current one."""
         path = self.snapshot_path(manifest.snapshot, "manifest.json")
-        self.objects.put(path, manifest.model_dump_json(indent=1).encode())
+        self.objects.put(path, manifest.to_json())
         self.set_current_snapshot(manifest.snapshot)
 
     def set_current_snapshot(self, snapshot: str) -> None:
@@ -199,27 +223,46 @@ class DatasetStore:
         self.objects.put(f"{self.dataset}/snapshots/CURRENT", snapshot.encode())
 
     def entries(self, snapshot: str) -> list[BatchEntry]:
-        """Every batch of the snapshot in key order."""
-        data = pa.BufferReader(self.objects.get(self.snapshot_path(snapshot, "batches.parquet")))
-        with pq.ParquetFile(data) as file:
+        """Every batch of the snapshot in key order. Raises CorruptObject."""
+        path, names = (
+            self.snapshot_path(snapshot, "batches.parquet"),
+            ("key", "rows", "data_version", "shard", "row_group"),
+        )
+        with self._whole(path), pq.ParquetFile(pa.BufferReader(self.objects.get(path))) as file:
             table = file.read(use_threads=False)
-        columns = [table.column(name).to_pylist() for name in ("key", "rows", "data_version", "shard", "row_group")]
+            columns = [table.column(name).to_pylist() for name in names]
         return [BatchEntry(*line) for line in zip(*columns, strict=True)]
+
+    @contextlib.contextmanager
+    def _whole(self, path: str) -> Iterator[None]:
+        """A file of a snapshot is read in the body: says what to do when it is gone or cannot be read."""
+        try:
+            yield
+        except (FileNotFoundError, pa.ArrowException, KeyError, OSError) as error:
+            found = (
+                "none" if isinstance(error, FileNotFoundError) else f"one that cannot be read ({type(error).__name__})"
+            )
+            raise CorruptObject(
+                f"{path}: expected a file of the snapshot, found {found}; {self.mended_by_run}"
+            ) from error
 
     def prompt_tables(
         self, manifest: SnapshotManifest, entries: Iterable[BatchEntry], columns: Sequence[str] | None = None
     ) -> Iterator[tuple[BatchEntry, pa.Table]]:
-        """The prompt rows of each batch, one row group at a time, with its shard opened once."""
+        """The prompt rows of each batch, one row group at a time, with its shard opened once. Raises CorruptObject."""
         with contextlib.ExitStack() as stack:
-            shard, reader = -1, None
+            shard, reader, path = -1, None, ""
             for entry in entries:
                 if entry.shard != shard:
                     stack.close()
                     path = self.snapshot_path(manifest.snapshot, manifest.shards[entry.shard].path)
-                    file = stack.enter_context(self.objects.open(path))
-                    reader, shard = stack.enter_context(pq.ParquetFile(file)), entry.shard
+                    with self._whole(path):
+                        file = stack.enter_context(self.objects.open(path))
+                        reader, shard = stack.enter_context(pq.ParquetFile(file)), entry.shard
                 assert reader is not None
-                yield entry, reader.read_row_group(entry.row_group, columns=columns)
+                with self._whole(path):
+                    table = reader.read_row_group(entry.row_group, columns=columns)
+                yield entry, table
 
     def rows(
         self, manifest: SnapshotManifest, entries: Iterable[BatchEntry]
@@ -242,14 +285,19 @@ class DatasetStore:
 
     def objects_by_batch(self, first: str = "", last: str = "~") -> dict[str, list[BatchObject]]:
         """All objects of the batches from `first` to `last`, oldest generation first within a data version."""
-        prefix = f"{self.dataset}/batches/"
         found: dict[str, list[BatchObject]] = defaultdict(list)
+        for batch, _ in self.batch_infos(first, last):
+            found[batch.key].append(batch)
+        return {key: sorted(batch) for key, batch in found.items()}
+
+    def batch_infos(self, first: str = "", last: str = "~") -> Iterator[tuple[BatchObject, ObjectInfo]]:
+        """All objects of the batches from `first` to `last` with their sizes, in the order of a listing."""
+        prefix = f"{self.dataset}/batches/"
         for info in self.objects.list(prefix, start_after=prefix + first if first else ""):
             if match := _OBJECT_NAME.match(info.path[len(prefix) :]):
                 if match["key"] > last:
                     break
-                found[match["key"]].append(BatchObject(match["key"], match["version"], int(match["generation"])))
-        return {key: sorted(batch) for key, batch in found.items()}
+                yield BatchObject(match["key"], match["version"], int(match["generation"])), info
 
     def current_objects(self, entries: Sequence[BatchEntry]) -> dict[str, BatchObject]:
         """The object with the highest generation at each entry's data version; entries without one are missing."""
@@ -279,9 +327,10 @@ class DatasetStore:
         table = table.replace_schema_metadata({FOOTER_KEY: footer.model_dump_json()})
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
-        if self.objects.create(self.batch_path(batch), buffer.getvalue()):
-            return footer, True
-        return self.footer(batch), False
+        data = buffer.getvalue()
+        if self.objects.create(self.batch_path(batch), data):
+            return _as_stored(footer, data), True
+        return self.read_batch(batch)[1], False
 
     def footer(self, batch: BatchObject) -> BatchFooter:
         """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
@@ -297,16 +346,16 @@ class DatasetStore:
 
         Raises CorruptObject, FileNotFoundError.
         """
-        data = pa.BufferReader(self.objects.get(self.batch_path(batch)))
+        data = self.objects.get(self.batch_path(batch))
         try:
-            with pq.ParquetFile(data, page_checksum_verification=True) as file:
+            with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
                 table, footer = file.read(use_threads=False), self._footer(batch, file.metadata)
         except (pa.ArrowException, OSError) as error:
             raise self._not_whole(batch, error) from error
         # Page checksums cover the rows; what says how to read them, the file's own footer, has none.
         if not is_outcomes_table(table) or table.num_rows != footer.rows:
             raise CorruptObject(f"{self.batch_path(batch)}: its columns or its number of rows are not as written")
-        return with_parts(table), footer
+        return with_parts(table), _as_stored(footer, data)
 
     def _not_whole(self, batch: BatchObject, error: Exception) -> CorruptObject:
         return CorruptObject(f"{self.batch_path(batch)}: not a whole batch object ({type(error).__name__}: {error})")
@@ -401,14 +450,16 @@ class DatasetStore:
         return f"{self.dataset}/published/{version}/{name}"
 
     def current_published(self) -> str | None:
-        """Version that readers see, or None before the first publication."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.objects.get(f"{self.dataset}/published/CURRENT").decode().strip()
-        return None
+        """Version that readers see, or None before the first publication. Raises CorruptObject."""
+        return read_pointer(self.objects, f"{self.dataset}/published/CURRENT", self.mended_by_run)
 
     def publish(self, version: str) -> None:
         """Switch readers to a version whose files are all in place."""
         self.objects.put(f"{self.dataset}/published/CURRENT", version.encode())
+
+
+def _as_stored(footer: BatchFooter, data: bytes) -> BatchFooter:
+    return footer.model_copy(update={"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
 def _checksum(data: bytes) -> bytes:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpu_runner.rows import Generation, Origin, Outcome, Row, Task, data_version, row_key
+from resources.checked import StoredFile
 from resources.store import BatchEntry, BatchFooter, BatchObject, DatasetStore, Shard, SnapshotManifest
 
 ORIGIN = Origin("simulated/tiny", "simulated 1.0", "simulated", "1x H100", True, "run-1")
@@ -110,6 +111,7 @@ def write_snapshot(
         keep_columns=keep,
         shards=shards,
         duplicate_shards=copies,
+        files=written_files(store, snapshot),
         generation={
             "task": task,
             "model": MODEL,
@@ -120,6 +122,17 @@ def write_snapshot(
     )
     store.put_manifest(manifest)
     return manifest
+
+
+def written_files(store: DatasetStore, snapshot: str) -> list[StoredFile]:
+    """Size and checksum of what lies in a snapshot's folder."""
+    folder = store.snapshot_path(snapshot, "")
+    found = {info.path[len(folder) :]: store.objects.get(info.path) for info in store.objects.list(folder)}
+    return [
+        StoredFile(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in found.items()
+        if name != "manifest.json"
+    ]
 
 
 def commit(

@@ -215,7 +215,7 @@ def test_a_table_that_is_gone_from_the_store_is_no_success(site: Site):
     ending = site.look(request).ending
     assert ending is not None
     assert not ending.ok
-    assert "the store has none" in ending.said
+    assert "missing table" in ending.said
 
 
 def test_three_failed_publications_end_it_with_their_reason(site: Site):

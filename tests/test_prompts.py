@@ -25,7 +25,7 @@ from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from batch_assets.templates import Refused, Template
 from gpu_runner.rows import Row, row_key
-from resources.objects import Objects, StoreError
+from resources.objects import Objects
 from resources.store import DatasetStore, SnapshotManifest
 
 ROOT = Path(__file__).parents[1]
@@ -524,13 +524,6 @@ def test_a_crash_while_writing_leaves_the_snapshot_before_and_the_next_try_compl
     assert bench.store.current_snapshot() == second.snapshot
     assert (second.rows, second.rejected, second.duplicates) == (601, 1, 1)
     assert len(bench.rows(second)) == 601
-
-
-def test_a_current_snapshot_that_is_gone_is_said_and_not_papered_over(bench: Bench) -> None:
-    first = bench.build(questions(3))
-    bench.store.objects.delete([bench.store.snapshot_path(first.snapshot, "manifest.json")])
-    with pytest.raises(StoreError, match=f"names snapshot {first.snapshot}, which is not there"):
-        bench.build(questions(4))
 
 
 def test_more_batches_than_keys_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

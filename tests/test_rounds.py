@@ -158,9 +158,8 @@ def test_batches_that_are_lost_from_the_ledger_are_seen(site: Site):
     refreshed(site, "d1")
     committed(site, "d1")
     assert launched(site, kept) == set()
-    void = dg.AssetMaterialization(
-        ledger.rows_key("d1"), partition=KEYS[3], tags=ledger.version_tags("d1", "void", "snapshot")
-    )
+    version = ledger.ledger_versions(site.instance, "d1")[KEYS[3]]
+    void = ledger.void_event("d1", KEYS[3], version.voided(), "snapshot", "its object is gone", None)
     site.instance.report_runless_asset_event(void)
     assert launched(site, kept) == {"d1"}
 
@@ -173,7 +172,7 @@ def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: Site, monkeyp
     good = store(site, "d0").current_snapshot()
     store(site, "d0").set_current_snapshot("gone")
     assert launched(site, kept) == {"d1"}
-    assert "d0: could not be looked at: FileNotFoundError" in (site.tick("launcher", kept).skip_message or "")
+    assert "d0: could not be looked at: CorruptObject: d0/snapshots" in (site.tick("launcher", kept).skip_message or "")
     assert good is not None
     store(site, "d0").set_current_snapshot(good)
     monkeypatch.setattr(turns, "RETRY_SECONDS", 0.0)

@@ -52,7 +52,7 @@ def test_a_snapshot_is_read_back_batch_by_batch(any_objects: Objects) -> None:
     assert [entry.key for entry, _ in found] == ["00001", "00002", "00003", "00004"]
     assert [row.row_id for _, rows in found for row in rows] == [f"id-{i:06d}" for i in range(10, 47)]
     assert found[0][1][0].prompt == b'[{"role":"user","content":"What is 10 plus 10?"}]'
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CorruptObject, match="expected the manifest of a snapshot, found none"):
         store.manifest("0123456789abcdef")
 
 
