@@ -19,7 +19,7 @@ from batch_assets.source import BLOCK_ROWS, Block, read_source
 from batch_assets.source_errors import LISTED, Reject, SourceError
 from batch_assets.source_parquet import plain, plain_type
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.templates import Refused, Template
+from batch_assets.templates import Refused, Template, TemplateExhausted
 from batch_assets.where import Where
 from gpu_runner.rows import Generation
 
@@ -121,7 +121,13 @@ class Prompts:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
         texts: list[list[Any]] = []
         for role, template in self._parts:
-            column: list[Any] = template.render_column(block.columns, len(block.lines))
+            try:
+                column: list[Any] = template.render_column(block.columns, len(block.lines))
+            except TemplateExhausted as error:
+                where = f"prompt, message {role}" if self._chat else "prompt"
+                raise SourceError(
+                    f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}"
+                ) from None
             for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
                 reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
                 refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")

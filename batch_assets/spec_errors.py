@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,9 @@ class SpecError(Exception):
         super().__init__(f"{self.file}: {count} in the attributes of this dataset\n{lines}")
 
 
+_SHORT = reprlib.Repr()
+
+
 class Unusable(ValueError):
     """Raised by the spec's own validators, with the words that the reader shall see.
 
@@ -76,8 +81,26 @@ def show(value: object) -> str:
     """A value as the reader wrote it, cut to a line, with control characters escaped."""
     if value is None:
         return "nothing"
-    text = repr(value)
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value) if _is_large(value) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _is_large(value: object) -> bool:
+    """Whether it would take long to write it down; it may hold itself many times."""
+    stack, seen = [value], 0
+    while stack and seen < 1000:
+        one = stack.pop()
+        seen += 1 + (len(one) // 100 if isinstance(one, str | bytes) else 0)
+        if isinstance(one, int) and one.bit_length() > 256:
+            return True
+        if isinstance(one, Mapping):
+            stack.extend(itertools.islice(one.values(), 1000))
+            stack.extend(itertools.islice(one, 1000))
+        elif isinstance(one, list | tuple | set):
+            stack.extend(itertools.islice(one, 1000))
+    return bool(stack)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
