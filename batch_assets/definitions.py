@@ -8,7 +8,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.capacity import capacity_sensor
-from batch_assets.declared import declared, foreign_folder
+from batch_assets.declared import check_files, declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.sensors import reaper, watchdog
 from batch_assets.spend import bookkeeper, spend
@@ -20,6 +20,7 @@ from resources.store import BatchStore
 def defs() -> dg.Definitions:
     """All definitions."""
     if foreign_folder() is None:
+        check_files(Path(__file__).parent / "defs")
         datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     else:
         datasets = dg.Definitions.merge(*(dataset_definitions(*found) for found in declared().values()))

@@ -44,7 +44,7 @@ class SchemaProblem(ValueError):
 
     def __init__(self, expected: str, found: str, where: str = "", hint: str = "") -> None:
         at = f" at {where}" if where else ""
-        super().__init__(f"expected {expected}, found {found}{at}")
+        super().__init__(f"JSON schema: expected {expected}, found {found}{at}")
         self.expected, self.found, self.hint = expected, f"{found}{at}", hint
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gpu_runner.providers.here import LocalProviderConfig
@@ -17,6 +16,7 @@ from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from resources.alerts import AlertConfig
 from resources.pricing import PricingConfig
+from resources.yaml_files import YamlProblem, load, read_text
 
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
@@ -128,18 +128,15 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            found = cls.model_validate(yaml.safe_load(path.read_text()))
+            found = cls.model_validate(load(read_text(path)))
             return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
             raise FleetConfigError(f"{path}: {problems}") from None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)  # never the line itself: it may hold a secret
-            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            said = getattr(error, "problem", None) or type(error).__name__
-            raise FleetConfigError(f"{path}: {where}expected YAML, found: {said}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise FleetConfigError(f"{path}: expected YAML, found: {error}") from None
+        except YamlProblem as error:
+            raise FleetConfigError(f"{path}: {error}") from None
+        except OSError as error:
+            raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
 
 
 def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from resources.yaml_files import YamlProblem, compose, load, read_text
+
 
 class PricingError(Exception):
     """A price source cannot be read: what was expected, what was found, and where."""
@@ -59,14 +61,14 @@ LineOf = Callable[[str], int]
 
 def read_yaml(path: Path) -> list[PriceLine]:
     """Lines of a YAML file with a list under `offers`."""
-    text = _read_text(path)
     try:
-        content = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise PricingError(f"{path}{line}: expected YAML, found {getattr(error, 'problem', error)}") from None
+        text = read_text(path)
+        content, root = load(text), compose(text)
+    except YamlProblem as error:
+        line = f", line {error.line}" if error.line else ""
+        raise PricingError(f"{path}{line}: {error.said}") from None
+    except OSError as error:
+        raise PricingError(f"{path}: expected a readable file, found: {error.strerror}") from None
     if not isinstance(content, dict) or set(content) != {"offers"} or not isinstance(content["offers"], list):
         raise PricingError(f"{path}: expected one key `offers` with a list, found {_shape(content)}")
     nodes = root.value[-1][1].value
