@@ -8,6 +8,10 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 
 
+class SettingError(Exception):
+    """An environment variable holds what it must not."""
+
+
 def dagster_home() -> Path:
     """Folder of Dagster's own state: DAGSTER_HOME, else `.dagster_home` in the project."""
     return Path(os.environ.get("DAGSTER_HOME") or PROJECT / ".dagster_home").resolve()
@@ -25,7 +29,16 @@ def fleet_database() -> str:
 
 def capacity_seconds() -> float:
     """How often the capacity sensor looks: BATCH_ASSETS_CAPACITY_SECONDS, else every 30 seconds."""
-    return float(os.environ.get("BATCH_ASSETS_CAPACITY_SECONDS") or 30)
+    text = os.environ.get("BATCH_ASSETS_CAPACITY_SECONDS") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise SettingError(
+            f"BATCH_ASSETS_CAPACITY_SECONDS: expected seconds, above 0 and at most 86400, found {text!r:.80}"
+        )
+    return seconds
 
 
 def fleet_config() -> Path:

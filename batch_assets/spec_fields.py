@@ -13,6 +13,7 @@ from batch_assets.cron import cron_problem
 from batch_assets.moments import MomentProblem, parse_deadline
 from batch_assets.spec_errors import Unusable, show
 from batch_assets.templates import Template, TemplateProblem
+from gpu_runner.addresses import name_problem
 
 MAX_SCHEMA_BYTES = 100_000
 # Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
@@ -69,6 +70,12 @@ def _deadline(value: str) -> str:
         parse_deadline(value)
     except MomentProblem as error:
         raise Unusable(error.expected, show(value), error.hint) from error
+    return value
+
+
+def _model(value: str) -> str:
+    if problem := name_problem(value):
+        raise Unusable("a model as the engine knows it, e.g. Qwen/Qwen3-8B", show(value), f"{problem.capitalize()}.")
     return value
 
 
@@ -169,6 +176,10 @@ def _finite(value: Any) -> bool:
 def _scalar(value: Any) -> Any:
     if value is not None and not isinstance(value, str | int | float | bool):
         raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise Unusable("a whole number of at most 64 bits", show(value), "Quote it to make it text.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unusable("a finite number", show(value), "Quote it to make it text.")
     if isinstance(value, str) and not value.isascii():
         encodable(value)
     return value
@@ -182,6 +193,7 @@ Scalar = Annotated[
     AfterValidator(_scalar),
     WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
 ]
+Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
 Name = Annotated[str, AfterValidator(_name)]
 Cron = Annotated[str, AfterValidator(_cron)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]

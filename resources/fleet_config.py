@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gpu_runner.addresses import AddressProblem, host_and_port
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
@@ -54,8 +55,11 @@ class EngineConfig(BaseModel):
         if (self.kind == "endpoint") != (self.url is not None):
             raise ValueError("url: expected for kind endpoint, and for no other kind")
         if self.url is not None:
-            parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            try:
+                host_and_port(self.url)
+            except AddressProblem as error:
+                raise ValueError(f"url: {error}") from None
+            if urlsplit(self.url).username is not None:
                 raise ValueError("url: expected http://host:port or https://host:port, without a user or password")
         return self
 
