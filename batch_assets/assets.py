@@ -94,9 +94,7 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
     ) -> dg.MaterializeResult:
         if config.model and (problem := name_problem(config.model)):
-            raise dg.Failure(
-                f"run config: model: expected a model as the engine knows it, found one of which {problem}"
-            )
+            raise dg.Failure(f"run config: model: expected a model as the engine knows it, but {problem}")
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
         data = store.dataset(spec.name)
         self_test(data.objects)

@@ -99,8 +99,8 @@ def _of_the_machine(error: BaseException | None) -> str | None:
         if module == "sqlalchemy" or isinstance(error, sqlite3.Error):
             # The message of SQLAlchemy holds the statement; the driver's own says what is wrong.
             cause = str(getattr(error, "orig", None) or error).strip().splitlines()
-            variables = "DAGSTER_HOME, BATCH_ASSETS_FLEET_DB"
-            return f"the fleet's or Dagster's database cannot be used: {cause[0] if cause else ''}. It is set by {variables}"
+            said = cause[0] if cause else type(error).__name__
+            return f"a database cannot be used: {said}. Look at DAGSTER_HOME and BATCH_ASSETS_FLEET_DB"
         error = error.__cause__ or error.__context__
     return None
 
