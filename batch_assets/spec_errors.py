@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+MAX_PROBLEM = 1000
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -59,7 +60,8 @@ class SpecError(Exception):
         self.file = str(file)
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        texts = [str(problem) for problem in self.problems]
+        lines = "\n".join(f"  {text if len(text) <= MAX_PROBLEM else text[:MAX_PROBLEM] + '…'}" for text in texts)
         super().__init__(f"{self.file}: {count} in the attributes of this dataset\n{lines}")
 
 
@@ -118,10 +120,10 @@ def explain(error: ValidationError, model: type[BaseModel], data: object, file: 
 def _problem(detail: dict[str, Any], model: type[BaseModel], data: object) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
     location = _location(detail["loc"], data, keep_last=kind in ("missing", "extra_forbidden"))
-    key, found = ".".join(str(part) for part in location) or "attributes", show(detail["input"])
+    key, found = ".".join(f"{part!s:.200}" for part in location) or "attributes", show(detail["input"])
     if kind == "extra_forbidden":
         known = sorted(model_at(model, location[:-1]).model_fields)
-        return Problem(key, "a known key", f"{location[-1]!r}", nearest(str(location[-1]), known))
+        return Problem(key, "a known key", show(location[-1]), nearest(str(location[-1]), known))
     if kind == "missing":
         field = model_at(model, location[:-1]).model_fields.get(str(location[-1]))
         return Problem(key, "a value", "nothing", (field and field.description) or "")

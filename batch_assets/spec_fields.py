@@ -31,9 +31,7 @@ _SQL_OPERATOR = re.compile(
 )
 _SQL_CALL = re.compile(r"\b(\w+)\s*\(")
 _SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
-_SWELLING = frozenset(
-    {"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest", "replace", "array_to_string"}
-)
+_SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
 _SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 

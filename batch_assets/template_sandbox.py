@@ -64,9 +64,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # Without the optimizer, which would work out `'a' | center(2e9)` while it compiles.
         super().__init__(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=False, optimized=False)
         install(self, self.meter)
-        self.globals = {f"{BUILTIN}{name}": self.globals[name] for name in _GLOBALS} | {
-            f"{BUILTIN}range": bounded_range
-        }
+        self.builtins = {f"{BUILTIN}{name}": self.globals[name] for name in _GLOBALS}
+        self.builtins[f"{BUILTIN}range"] = bounded_range
+        self.globals = {}  # a template finds them among its variables, under names that no column can have
         self.filters |= {
             "attr": self._attribute,
             COUNTED: self._counted,

@@ -17,7 +17,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, meta, nod
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 
-from batch_assets.template_sandbox import Sandbox
+from batch_assets.template_sandbox import BUILTIN, Sandbox
 from batch_assets.template_tree import COLUMN, Guard, NotHere, called_names, check_statements, stored_names
 from batch_assets.template_values import MAX_STEPS, MAX_TEXT, Nothing, TooMuch, Unprintable, text_of
 
@@ -77,8 +77,10 @@ class Template:
         check_statements(tree)
         stored, (called, plain) = stored_names(tree), called_names(tree)
         undeclared = meta.find_undeclared_variables(tree)
+        if "self" in (called | plain) - stored:  # Jinja declares it by itself, for blocks
+            undeclared.add("self")
         # A name that is only called is a function of Jinja; any other one is a column, also `range` and `self`.
-        functions = {name for name in called - plain if f"_jinja_{name}" in self._sandbox.globals}
+        functions = {name for name in called - plain if f"{BUILTIN}{name}" in self._sandbox.builtins}
         self.columns = frozenset(undeclared - functions)
         self._names = sorted(self.columns)
         renamed = {name: f"{COLUMN}{i}" for i, name in enumerate(self._names) if name not in stored}
@@ -120,7 +122,7 @@ class Template:
         self._sandbox.meter.left = MAX_STEPS
         try:
             # Jinja's own way to a context builds a ChainMap for every row, which costs as much as rendering it.
-            variables = {**self._sandbox.globals, **dict(zip(self._inner, row, strict=True))}
+            variables = {**self._sandbox.builtins, **dict(zip(self._inner, row, strict=True))}
             context = Context(self._sandbox, variables, None, {})
             return self._sandbox.concat(self._template.root_render_func(context))
         except TooMuch as error:

@@ -37,7 +37,8 @@ def compile_check(schema: Mapping[str, Any]) -> Check:
             return None
         first = next(iter(validator.iter_errors(value)))
         where = "/".join(map(str, first.instance_path)) or "the top"
-        return f"{first.message} (at {where})"[:PROBLEM_LENGTH]
+        place = f" (at {where:.80})"
+        return first.message[: PROBLEM_LENGTH - len(place)] + place
 
     return check
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gpu_runner.addresses import AddressProblem, host_and_port
+from gpu_runner.addresses import AddressProblem, host_and_port, name_problem
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
@@ -34,7 +34,7 @@ class EngineConfig(BaseModel):
     `simulated` and `process` engines are started for a lease and ended with it; an `endpoint` runs already.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     kind: Literal["simulated", "process", "endpoint"]
     url: str | None = None
@@ -49,6 +49,14 @@ class EngineConfig(BaseModel):
     arguments: list[str] = Field(default=[], description="simulated only: further arguments of gpu_runner.simulator")
     provider: str = "local"
     instance_type: str = "local"
+
+    @field_validator("models")
+    @classmethod
+    def _models_are_words(cls, models: list[str]) -> list[str]:
+        for model in models:
+            if problem := name_problem(model):
+                raise ValueError(f"models: expected names of models, found one of which {problem}")
+        return models
 
     @model_validator(mode="after")
     def _endpoint_has_url(self) -> EngineConfig:
@@ -67,7 +75,7 @@ class EngineConfig(BaseModel):
 class FleetConfig(BaseModel):
     """What fleet.yaml holds: engines that stand there anyway, and providers of which instances are rented."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     engines: list[EngineConfig] = Field(default=[], description="engines that are taken before anything is rented")
     simulated: SimulatedCloudConfig | None = Field(default=None, description="providers that only play their machines")
     local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")

@@ -32,7 +32,7 @@ class PriceLine(BaseModel):
     gpus: int = Field(default=1, ge=1, description="a whole number of GPUs, 1 or more")
     gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="GiB per GPU, above 0")
     spot: bool = Field(default=False, description="true or false")
-    price_per_hour: float = Field(description="US dollars per hour for the whole instance")
+    price_per_hour: float = Field(allow_inf_nan=False, description="US dollars per hour for the whole instance")
     boot_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="seconds, 0 or more")
     reliability: float | None = Field(default=None, ge=0, le=1, description="a share from 0 to 1")
     capacity: int | None = Field(default=None, ge=0, description="a whole number of instances, 0 or more")
@@ -51,8 +51,12 @@ class HistoryLine(BaseModel):
     gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="GiB per GPU, above 0")
     vcpus: float | None = Field(default=None, ge=0, description="a number of CPUs or nothing")
     ram_gib: float | None = Field(default=None, ge=0, description="GiB or nothing")
-    on_demand_usd_per_hour: float | None = Field(default=None, description="US dollars per hour or nothing")
-    spot_usd_per_hour: float | None = Field(default=None, description="US dollars per hour or nothing")
+    on_demand_usd_per_hour: float | None = Field(
+        default=None, allow_inf_nan=False, description="US dollars per hour or nothing"
+    )
+    spot_usd_per_hour: float | None = Field(
+        default=None, allow_inf_nan=False, description="US dollars per hour or nothing"
+    )
 
 
 Line = TypeVar("Line", bound=BaseModel)

@@ -33,7 +33,7 @@ class _Loader(_BASE):  # type: ignore[misc,valid-type]
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, OverflowError, TypeError) as error:
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError) as error:
             kind = node.tag.rpartition(":")[2]
             place = node.start_mark.line + 1, node.start_mark.column + 1
             raise YamlProblem(f"a {kind}", "text that looks like one and is none; put it in quotes", *place) from error

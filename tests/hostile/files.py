@@ -26,7 +26,7 @@ TEXTS = [
     ("base64 that is none", "a: !!binary '#'\n", None),
     ("an int tag on text", "a: !!int x\n", "int"),
     ("a float tag on text", "a: !!float x\n", "float"),
-    ("a bool tag on text", "a: !!bool x\n", "YAML"),
+    ("a bool tag on text", "a: !!bool x\n", "bool"),
     ("a list as a key", "? [a, b]\n: 1\n", "key"),
     ("a mapping as a key", "{{a: b}: 1}\n", "key"),
     ("a tab", "a:\n\t- b\n", "YAML"),
@@ -54,14 +54,16 @@ DEFS = [
         ),
     ),
 ]
+# What takes the longest is read by one of the three; they share their reader.
+QUICK = [one for one in TEXTS if one[0] not in ("600,000 values", "17 MiB", "100,000 open lists")]
 FLEETS = [
-    *cases("fleet", *[(name, text, words or "extra") for name, text, words in TEXTS]),
+    *cases("fleet", *[(name, text, words or "extra") for name, text, words in QUICK]),
     *cases(
         "fleet",
         ("two documents", "idle_minutes: 1\n---\nidle_minutes: 2\n", "one document"),
         ("a list", "- a\n", "found list"),
         ("text", "hello\n", "hello"),
-        ("a number", "1e400\n", "inf"),
+        ("a number", "3\n", "found 3"),
         ("idle nan", "idle_minutes: .nan\n", "idle_minutes"),
         ("idle infinite", "idle_minutes: .inf\n", "idle_minutes"),
         ("a negative number of instances", "max_instances: -1\n", "max_instances"),
@@ -93,7 +95,7 @@ FLEETS = [
     ),
 ]
 PRICES = [
-    *cases("prices", *[(name, text, words or "one key") for name, text, words in TEXTS]),
+    *cases("prices", *[(name, text, words or "one key") for name, text, words in QUICK]),
     *cases(
         "prices",
         ("a price that is nan", "offers: [{provider: us, gpu: L4, price_per_hour: .nan}]\n", "price_per_hour"),

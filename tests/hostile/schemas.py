@@ -83,7 +83,7 @@ SIZES = cases(
         {"$defs": {"a0": {}} | {f"a{i}": {"$ref": f"#/$defs/a{i - 1}"} for i in range(1, 300)}, "$ref": "#/$defs/a299"},
         None,
     ),
-    ("a wide anyOf in a wide anyOf", {"anyOf": [{"anyOf": [{"type": "null"}] * 120}] * 120}, "schemas for one value"),
+    ("a wide anyOf in a wide anyOf", {"anyOf": [{"anyOf": [{}] * 110}] * 110}, "schemas for one value"),
     ("an enum of 60,000 numbers", {"enum": list(range(60_000))}, "values"),
     ("an enum of 200 kB", {"enum": ["x" * 200_000]}, "bytes"),
     ("19,000 properties", {"properties": {f"p{i}": {} for i in range(18_000)}}, "bytes"),
@@ -109,7 +109,7 @@ ANSWERS = cases(
     ("lists in lists without an end", ({"items": {"$ref": "#"}}, "[" * 100_000), "not JSON"),
     ("a pattern that searches for ever", ({"pattern": r"^(?=(a+)+$)(a|aa)+$"}, '"' + "a" * 60 + 'b"'), "match"),
     ("a pattern with a reference back", ({"pattern": r"(a*)*\1b"}, '"' + "a" * 100_000 + '"'), "at the top"),
-    ("a pattern that is linear", ({"pattern": "^(a+)+$"}, '"' + "a" * 100_000 + 'b"'), "match"),
+    ("a pattern that is linear", ({"pattern": "^(a+)+$"}, '"' + "a" * 100_000 + 'b"'), "at the top"),
     (
         "20,000 unique objects",
         ({"uniqueItems": True}, "[" + ",".join(f'{{"a":{i}}}' for i in range(20_000)) + "]"),
