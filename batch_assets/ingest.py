@@ -29,6 +29,8 @@ MAX_ID = 1024
 _PART_BYTES = 8 << 20
 _SORTED = orjson.OPT_SORT_KEYS
 _KEEP = "keep"
+# Arrow takes its zones from pytz where that is installed, else from zoneinfo.
+_NO_ZONE = ("UnknownTimeZoneError", "ZoneInfoNotFoundError")
 _REJECTS = pa.schema([("file", pa.string()), ("line", pa.int64()), ("reason", pa.string())])
 
 
@@ -164,9 +166,15 @@ class Prompts:
 def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
     reading = _Reading(spec, workdir)
-    for block in read_source(spec.source, reading.columns, base, reading.unseen):
-        if not reading.take(block):
-            break
+    try:
+        for block in read_source(spec.source, reading.columns, base, reading.unseen):
+            if not reading.take(block):
+                break
+    except LookupError as error:
+        if type(error).__name__ not in _NO_ZONE:
+            raise
+        expected = "expected time zones that this machine knows (Europe/Paris, UTC)"
+        raise SourceError(f"{source_name(spec)}: {expected}, found {str(error)[:100]} in a column") from error
     return reading.finish()
 
 

@@ -331,6 +331,13 @@ def test_what_is_no_data_names_its_column_and_row(bench: Bench) -> None:
         bench.build([{"order": {"a": 1}}], prompt={"user": "{{ order.items }}"})
 
 
+def test_an_unknown_time_zone_is_said(bench: Bench) -> None:
+    times = pa.array([1, 2], pa.timestamp("us", tz="Nowhere/City"))
+    pq.write_table(pa.table({"q": ["a", "b"], "t": times}), bench.folder / "times.parquet")
+    with pytest.raises(SourceError, match="times.parquet: expected time zones .* found 'Nowhere/City'"):
+        bench.build(source={"path": "times.parquet"}, prompt={"user": "{{ q }} {{ t }}"})
+
+
 def test_a_template_that_takes_too_much_of_every_row_stops_the_reading(bench: Bench) -> None:
     text = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ q }}"
     with pytest.raises(SourceError, match="message user: template takes more than 250,000 steps .* so did 20 rows"):
