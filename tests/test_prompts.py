@@ -334,13 +334,13 @@ def test_what_is_no_data_names_its_column_and_row(bench: Bench) -> None:
 def test_an_unknown_time_zone_is_said(bench: Bench) -> None:
     times = pa.array([1, 2], pa.timestamp("us", tz="Nowhere/City"))
     pq.write_table(pa.table({"q": ["a", "b"], "t": times}), bench.folder / "times.parquet")
-    with pytest.raises(SourceError, match="times.parquet: expected time zones .* found 'Nowhere/City'"):
+    with pytest.raises(SourceError, match=r"times.parquet: expected time zones .* found 'Nowhere/City'"):
         bench.build(source={"path": "times.parquet"}, prompt={"user": "{{ q }} {{ t }}"})
 
 
 def test_a_template_that_takes_too_much_of_every_row_stops_the_reading(bench: Bench) -> None:
     text = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ q }}"
-    with pytest.raises(SourceError, match="message user: template takes more than 250,000 steps .* so did 20 rows"):
+    with pytest.raises(SourceError, match=r"message user: template takes more than 250,000 steps .* so did 20 rows"):
         bench.build(questions(500), prompt={"user": text}, on_bad_row="skip")
 
 
