@@ -34,6 +34,7 @@ from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.accounts import Split
+from gpu_runner.addresses import name_problem
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet import FleetConfigError, GpuFleet
@@ -100,6 +101,8 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
     def prompts(
         context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
     ) -> dg.MaterializeResult:
+        if config.model and (problem := name_problem(config.model)):
+            raise dg.Failure(f"run config: model: expected a model as the engine knows it, but {problem}")
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
         data = store.dataset(spec.name)
         started = time.monotonic()

@@ -7,7 +7,9 @@ are imported by the commands that need them, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import sqlite3
 import sys
 import time
 import traceback
@@ -15,6 +17,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from batch_assets.settings import SettingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +82,36 @@ def user_errors() -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in ("FleetConfigError", "PricingError", "LaunchError", "DagsterInvalidConfigError"):
             _fail(str(error), 2)
+        if (said := _of_the_machine(error)) is not None:
+            _fail(said, 2)
         raise
+
+
+def _of_the_machine(error: BaseException | None) -> str | None:
+    """What is wrong with this machine or its settings: a full disk, a folder that may not be written, no database."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+            return f"{where}{error.strerror or type(error).__name__}. {_ADVICE.get(error.errno, '')}".rstrip()
+        if isinstance(error, SettingError):
+            return str(error)
+        module = type(error).__module__.partition(".")[0]
+        if module == "sqlalchemy" or isinstance(error, sqlite3.Error):
+            # The message of SQLAlchemy holds the statement; the driver's own says what is wrong.
+            cause = str(getattr(error, "orig", None) or error).strip().splitlines()
+            said = cause[0] if cause else type(error).__name__
+            return f"a database cannot be used: {said}. Look at DAGSTER_HOME and BATCH_ASSETS_FLEET_DB"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_ADVICE = {
+    errno.ENOSPC: "Make room there, then give the same command again: it goes on where it was.",
+    errno.EDQUOT: "Make room there, then give the same command again: it goes on where it was.",
+    errno.EFBIG: "A limit on the size of files (ulimit -f) is too low.",
+    errno.EACCES: "Name another folder, or give this user access to it.",
+    errno.EROFS: "Name another folder: DAGSTER_HOME, BATCH_ASSETS_STORE.",
+}
 
 
 def _errors() -> Console:
@@ -112,14 +145,24 @@ def _known(name: str) -> GeneratedDatasetSpec:
 
 def _check_endpoint(endpoint: str) -> None:
     """Somebody must answer there now: a run would wait ten minutes for it."""
+    from gpu_runner.addresses import AddressProblem, host_and_port
     from gpu_runner.providers.local import EngineStartError, wait_reachable
 
-    if not endpoint.startswith(("http://", "https://")):
-        raise UserError(f"--endpoint: expected a URL like http://127.0.0.1:8000, found {endpoint!r}")
+    try:
+        host_and_port(endpoint)
+    except AddressProblem as error:
+        raise UserError(f"--endpoint: {error}") from None
     try:
         wait_reachable(endpoint, ENDPOINT_SECONDS)
     except EngineStartError as error:
         raise UserError(f"--endpoint: {error}") from None
+
+
+def _check_model(model: str | None) -> None:
+    from gpu_runner.addresses import name_problem
+
+    if model is not None and (problem := name_problem(model)):
+        raise UserError(f"--model: expected a model as the engine knows it, found {model[:100]!r}: {problem}")
 
 
 def _wished(
@@ -157,6 +200,7 @@ def run(
         _wished(_known(name), deadline, budget_usd, objective, max_instances)
         if endpoint is not None:
             _check_endpoint(endpoint)
+        _check_model(model)
         from batch_assets.request import Request
         from batch_assets.summary import carry_out
         from batch_assets.wishes import tags_of

@@ -10,12 +10,12 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from batch_assets import settings
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from batch_assets.spec_errors import Problem, SpecError
+from resources.yaml_files import YamlProblem, load_all, read_text
 
 COMPONENT = "batch_assets.GeneratedDataset"
 KEPT_FILES = 2_000
@@ -60,10 +60,25 @@ def _read(file: Path, *_of_the_same_file: int) -> Sequence[GeneratedDatasetSpec]
 
 
 def _parse(file: Path) -> Iterator[GeneratedDatasetSpec]:
-    try:
-        documents = list(yaml.safe_load_all(file.read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(file, [Problem("", "YAML", str(error), "")]) from None
-    for document in documents:
+    for document in _documents(file):
         if isinstance(document, dict) and document.get("type") == COMPONENT:
             yield load_spec(document.get("attributes") or {}, file)
+
+
+def check_files(folder: Path) -> None:
+    """Refuse YAML that would keep Dagster's own loader busy for ever. Raises SpecError for the first such file."""
+    for name in ("defs.yaml", "component.yaml"):
+        for file in sorted(folder.rglob(name)):
+            _documents(file)
+
+
+def _documents(file: Path) -> list[Any]:
+    try:
+        return load_all(read_text(file))
+    except YamlProblem as error:
+        where = f"line {error.line}, column {error.column}" if error.line else "this file"
+        raise SpecError(file, [Problem(where, error.expected, error.found)]) from None
+    except OSError as error:
+        raise SpecError(
+            file, [Problem("this file", "a readable file", error.strerror or type(error).__name__)]
+        ) from None

@@ -10,7 +10,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from batch_assets import settings
 from batch_assets.assets import freshness
 from batch_assets.capacity import Datasets, capacity_sensor
-from batch_assets.declared import declared, foreign_folder
+from batch_assets.declared import check_files, declared, foreign_folder
 from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.launcher_sensor import launcher_sensor
 from batch_assets.publisher_sensor import publish_job, publisher_sensor
@@ -33,6 +33,7 @@ def defs() -> dg.Definitions:
     """All definitions."""
     found = declared()
     if foreign_folder() is None:
+        check_files(Path(__file__).parent / "defs")
         datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     else:
         datasets = dg.Definitions.merge(*(dataset_definitions(*one) for one in found.values()))

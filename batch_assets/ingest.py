@@ -19,7 +19,7 @@ from batch_assets.source import BLOCK_ROWS, Block, read_source
 from batch_assets.source_errors import LISTED, Reject, SourceError
 from batch_assets.source_parquet import plain, plain_type
 from batch_assets.spec import GeneratedDatasetSpec
-from batch_assets.templates import Refused, Template
+from batch_assets.templates import Refused, Template, TemplateExhausted
 from batch_assets.where import Where
 from gpu_runner.rows import Generation
 
@@ -29,6 +29,8 @@ MAX_ID = 1024
 _PART_BYTES = 8 << 20
 _SORTED = orjson.OPT_SORT_KEYS
 _KEEP = "keep"
+# Arrow takes its zones from pytz where that is installed, else from zoneinfo.
+_NO_ZONE = ("UnknownTimeZoneError", "ZoneInfoNotFoundError")
 _REJECTS = pa.schema([("file", pa.string()), ("line", pa.int64()), ("reason", pa.string())])
 
 
@@ -121,7 +123,13 @@ class Prompts:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
         texts: list[list[Any]] = []
         for role, template in self._parts:
-            column: list[Any] = template.render_column(block.columns, len(block.lines))
+            try:
+                column: list[Any] = template.render_column(block.columns, len(block.lines))
+            except TemplateExhausted as error:
+                where = f"prompt, message {role}" if self._chat else "prompt"
+                raise SourceError(
+                    f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}"
+                ) from None
             for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
                 reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
                 refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")
@@ -158,9 +166,15 @@ class Prompts:
 def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
     reading = _Reading(spec, workdir)
-    for block in read_source(spec.source, reading.columns, base, reading.unseen):
-        if not reading.take(block):
-            break
+    try:
+        for block in read_source(spec.source, reading.columns, base, reading.unseen):
+            if not reading.take(block):
+                break
+    except LookupError as error:
+        if type(error).__name__ not in _NO_ZONE:
+            raise
+        expected = "expected time zones that this machine knows (Europe/Paris, UTC)"
+        raise SourceError(f"{source_name(spec)}: {expected}, found {str(error)[:100]} in a column") from error
     return reading.finish()
 
 

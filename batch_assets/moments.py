@@ -52,6 +52,8 @@ class Deadline:
 def parse_deadline(text: str, zone: str = UTC) -> Deadline:
     """The deadline in a text; a cron schedule is meant in the time zone `zone`. Raises MomentProblem."""
     text = text.strip()
+    if len(text) > 200:
+        raise MomentProblem("It is longer than 200 characters.")
     if (seconds := parse_seconds(text)) is not None:
         if not 0 < seconds <= _LONGEST:
             raise MomentProblem("The time lies between 1 second and 366 days.")
@@ -63,6 +65,8 @@ def parse_deadline(text: str, zone: str = UTC) -> Deadline:
             raise MomentProblem(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
         if moment.tzinfo is None:
             raise MomentProblem("Say in which time zone it is: end it with Z or +02:00.")
+        if not 2000 <= moment.year < 3000:
+            raise MomentProblem("The year lies between 2000 and 3000.")
         return Deadline(moment=moment.timestamp())
     if text.startswith("@") or len(text.split()) == 5:
         if problem := cron_problem(text):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+class SettingError(Exception):
+    """An environment variable holds what it must not."""
 
 
 def dagster_home() -> Path:
@@ -20,12 +25,27 @@ def store_root() -> str:
 
 def fleet_database() -> str:
     """SQLAlchemy URL of the fleet's tables: BATCH_ASSETS_FLEET_DB, else SQLite in DAGSTER_HOME."""
-    return os.environ.get("BATCH_ASSETS_FLEET_DB") or f"sqlite:///{dagster_home() / 'fleet.db'}"
+    named = os.environ.get("BATCH_ASSETS_FLEET_DB") or ""
+    try:
+        _ = urlsplit(named).port
+    except ValueError:  # never the address itself: there may be a password in it
+        expected = "a URL like postgresql://host:5432/name or sqlite:////path/fleet.db"
+        raise SettingError(f"BATCH_ASSETS_FLEET_DB: expected {expected}, found one that cannot be read") from None
+    return named or f"sqlite:///{dagster_home() / 'fleet.db'}"
 
 
 def capacity_seconds() -> float:
     """How often the capacity sensor looks: BATCH_ASSETS_CAPACITY_SECONDS, else every 30 seconds."""
-    return float(os.environ.get("BATCH_ASSETS_CAPACITY_SECONDS") or 30)
+    text = os.environ.get("BATCH_ASSETS_CAPACITY_SECONDS") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise SettingError(
+            f"BATCH_ASSETS_CAPACITY_SECONDS: expected seconds, above 0 and at most 86400, found {text!r:.80}"
+        )
+    return seconds
 
 
 def fleet_config() -> Path:

@@ -27,6 +27,7 @@ from batch_assets.spec_fields import (
     Deadline,
     Encodable,
     JsonSchema,
+    Model,
     Name,
     Rate,
     Scalar,
@@ -87,7 +88,9 @@ class SourceSpec(Strict):
         default=None,
         description="SQL condition over the columns, e.g. score > 3 AND lang = 'en'; other rows are left out.",
     )
-    limit: int | None = Field(default=None, ge=1, description="Only the first rows that `where` lets through.")
+    limit: int | None = Field(
+        default=None, ge=1, le=(1 << 63) - 1, description="Only the first rows that `where` lets through."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -134,20 +137,24 @@ class SamplingSpec(Strict):
     max_tokens: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Most tokens per row. Default 1024 for chat and completion."
     )
-    min_tokens: int | None = Field(default=None, ge=0, description="Fewest tokens per row.")
+    min_tokens: int | None = Field(default=None, ge=0, le=1 << 20, description="Fewest tokens per row.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling.")
-    top_k: int | None = Field(default=None, ge=-1, description="Only the k likeliest tokens; -1 = all.")
+    top_k: int | None = Field(
+        default=None, ge=-1, le=(1 << 31) - 1, description="Only the k likeliest tokens; -1 = all."
+    )
     min_p: float | None = Field(
         default=None, ge=0, le=1, description="Least probability relative to the likeliest token."
     )
-    seed: int | None = Field(default=None, ge=0, description="Makes a request repeatable on engines that honour it.")
+    seed: int | None = Field(
+        default=None, ge=0, le=(1 << 63) - 1, description="Makes a request repeatable on engines that honour it."
+    )
     stop: list[str] | None = Field(
         default=None, min_length=1, max_length=16, description="Texts that end the generation."
     )
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, by count.")
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
-    dimensions: int | None = Field(default=None, ge=1, description="Length of the vectors (embedding).")
+    dimensions: int | None = Field(default=None, ge=1, le=1 << 20, description="Length of the vectors (embedding).")
     chat_template_kwargs: Encodable | None = Field(
         default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
     )
@@ -192,7 +199,7 @@ class GeneratedDatasetSpec(Strict):
     source: SourceSpec = Field(description="Where the rows come from.")
     task: Task = Field(default="chat", description="chat, completion or embedding.")
     prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
-    model: str = Field(min_length=1, max_length=255, description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
+    model: Model = Field(description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
     sampling: SamplingSpec = Field(default=SamplingSpec(), description="Temperature, max_tokens and so on.")
     output: OutputSpec = Field(default=OutputSpec(), description="Structure of the outputs.")
     id: Column | None = Field(
@@ -220,7 +227,10 @@ class GeneratedDatasetSpec(Strict):
         "(its next moment after the request), or a moment (2027-01-31T06:00:00Z).",
     )
     budget_usd: float | None = Field(
-        default=None, gt=0, description="Most US dollars that one request may cost. A hard stop: the work then pauses."
+        default=None,
+        gt=0,
+        le=1e9,
+        description="Most US dollars that one request may cost. A hard stop: the work then pauses.",
     )
     objective: Objective = Field(
         default="cheapest", description="Least cost, least time, or least product of both; within deadline and budget."

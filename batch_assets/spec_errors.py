@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+MAX_PROBLEM = 1000
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -57,8 +60,12 @@ class SpecError(Exception):
         self.file = str(file)
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        texts = [str(problem) for problem in self.problems]
+        lines = "\n".join(f"  {text if len(text) <= MAX_PROBLEM else text[:MAX_PROBLEM] + '…'}" for text in texts)
         super().__init__(f"{self.file}: {count} in the attributes of this dataset\n{lines}")
+
+
+_SHORT = reprlib.Repr()
 
 
 class Unusable(ValueError):
@@ -76,8 +83,26 @@ def show(value: object) -> str:
     """A value as the reader wrote it, cut to a line, with control characters escaped."""
     if value is None:
         return "nothing"
-    text = repr(value)
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value) if _is_large(value) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _is_large(value: object) -> bool:
+    """Whether it would take long to write it down; it may hold itself many times."""
+    stack, seen = [value], 0
+    while stack and seen < 1000:
+        one = stack.pop()
+        seen += 1 + (len(one) // 100 if isinstance(one, str | bytes) else 0)
+        if isinstance(one, int) and one.bit_length() > 256:
+            return True
+        if isinstance(one, Mapping):
+            stack.extend(itertools.islice(one.values(), 1000))
+            stack.extend(itertools.islice(one, 1000))
+        elif isinstance(one, list | tuple | set):
+            stack.extend(itertools.islice(one, 1000))
+    return bool(stack)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -95,10 +120,10 @@ def explain(error: ValidationError, model: type[BaseModel], data: object, file: 
 def _problem(detail: dict[str, Any], model: type[BaseModel], data: object) -> Problem:
     kind, context = detail["type"], detail.get("ctx", {})
     location = _location(detail["loc"], data, keep_last=kind in ("missing", "extra_forbidden"))
-    key, found = ".".join(str(part) for part in location) or "attributes", show(detail["input"])
+    key, found = ".".join(f"{part!s:.200}" for part in location) or "attributes", show(detail["input"])
     if kind == "extra_forbidden":
         known = sorted(model_at(model, location[:-1]).model_fields)
-        return Problem(key, "a known key", f"{location[-1]!r}", nearest(str(location[-1]), known))
+        return Problem(key, "a known key", show(location[-1]), nearest(str(location[-1]), known))
     if kind == "missing":
         field = model_at(model, location[:-1]).model_fields.get(str(location[-1]))
         return Problem(key, "a value", "nothing", (field and field.description) or "")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import math
 import re
 import zoneinfo
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -15,6 +15,7 @@ from batch_assets.cron import cron_problem
 from batch_assets.moments import MomentProblem, known_zone, parse_deadline
 from batch_assets.spec_errors import Unusable, show
 from batch_assets.templates import Template, TemplateProblem
+from gpu_runner.addresses import name_problem
 
 MAX_SCHEMA_BYTES = 100_000
 # Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
@@ -23,6 +24,16 @@ _NOT_PER_ROW = re.compile(
     r"|lag|lead|ntile|over)\s*\(",
     re.IGNORECASE,
 )
+MAX_CONDITION = 20_000
+MAX_OPERATORS = 500
+MAX_PARENTHESES = 50
+MAX_JOINED = 50
+_SQL_OPERATOR = re.compile(
+    r"\b(?:AND|OR|NOT|LIKE|ILIKE|BETWEEN|CASE|WHEN|IS|XOR)\b|\|\||::|[-+*/%<>=!~^&|]", re.IGNORECASE
+)
+_SQL_CALL = re.compile(r"\b(\w+)\s*\(")
+_SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
+_SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
 _SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
@@ -82,6 +93,12 @@ def _deadline(value: str) -> str:
     return value
 
 
+def _model(value: str) -> str:
+    if problem := name_problem(value):
+        raise Unusable("a model as the engine knows it, e.g. Qwen/Qwen3-8B", show(value), f"{problem.capitalize()}.")
+    return value
+
+
 def _template(value: str) -> str:
     try:
         Template(value)
@@ -91,48 +108,66 @@ def _template(value: str) -> str:
 
 
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
-    import jsonschema_rs
     import orjson
 
+    from gpu_runner.schema import compile_check
+    from gpu_runner.schema_limits import SchemaProblem, check_schema
+
     try:
+        check_schema(value)
         size = len(orjson.dumps(value))
+        if size > MAX_SCHEMA_BYTES:
+            raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
+        compile_check(value)
+    except SchemaProblem as error:
+        raise Unusable(error.expected, error.found, error.hint) from error
     except TypeError as error:
         raise Unusable("a JSON schema", show(value), f"It holds what JSON cannot: {error}.") from error
-    if size > MAX_SCHEMA_BYTES:
-        raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
-    for reference in _references(value):
-        if not str(reference).startswith("#"):
-            raise Unusable("references within the schema (#/$defs/…)", f"$ref {show(reference)}", "Nothing is fetched.")
-    try:
-        jsonschema_rs.meta.validate(value)
-        jsonschema_rs.validator_for(value)
-    except (jsonschema_rs.ValidationError, ValueError) as error:
-        raise Unusable("a valid JSON schema", show(value), f"{str(error).splitlines()[0]}.") from error
     return value
-
-
-def _references(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        own = [value[key] for key in ("$ref", "$dynamicRef") if key in value]
-        return own + [found for inner in value.values() for found in _references(inner)]
-    if isinstance(value, list):
-        return [found for inner in value for found in _references(inner)]
-    return []
 
 
 def _where(value: str) -> str:
     import polars as pl
 
-    if found := _NOT_PER_ROW.search(_SQL_TEXT.sub("''", value)):
+    bare = _SQL_TEXT.sub("''", value)
+    _check_condition_size(value, bare)
+    if found := _NOT_PER_ROW.search(bare):
         raise Unusable("a condition on one row at a time", show(value), f"{found[1]}() looks at many rows.")
     try:
         columns = pl.sql_expr(value).meta.root_names()
     except Exception as error:  # Polars has no one class for what its SQL parser refuses
-        reason = f"{str(error).splitlines()[0]}."
+        reason = f"{str(error).splitlines()[0][:200]}." if str(error) else type(error).__name__
         raise Unusable("a SQL condition over the row's columns", show(value), reason) from error
     if not columns:
         raise Unusable("a SQL condition that names a column", show(value))
     return value
+
+
+def _check_condition_size(value: str, bare: str) -> None:
+    """Polars walks a condition recursively, in native code: a long chain of OR overflows its stack."""
+    if len(value) > MAX_CONDITION:
+        raise Unusable(f"a SQL condition of at most {MAX_CONDITION:,} characters", f"{len(value):,}")
+    operators = len(_SQL_OPERATOR.findall(bare))
+    if operators > MAX_OPERATORS:
+        raise Unusable(
+            f"at most {MAX_OPERATORS} operators", str(operators), "Write column IN (…) for a list of values."
+        )
+    depth = deepest = 0
+    for sign in bare:
+        depth += (sign in "([") - (sign in ")]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_PARENTHESES:
+        raise Unusable(f"at most {MAX_PARENTHESES} parentheses in each other", str(deepest))
+    for called in _SQL_CALL.findall(bare):
+        if called.lower() in _SWELLING:
+            raise Unusable("functions whose result is not longer than a row", f"{called}()")
+    calls = [called.lower() for called in _SQL_CALL.findall(bare)]
+    shrinking = [len(new) <= len(old) for old, new in _SQL_REPLACE.findall(value)]
+    if calls.count("replace") != sum(shrinking):
+        raise Unusable("replace(column, 'text', 'no longer text')", "a replace() that may make it longer")
+    joins = bare.count("||") + (bare.count(",") if {"concat", "concat_ws", "array_to_string"} & {*calls} else 0)
+    if joins > MAX_JOINED:
+        raise Unusable(f"at most {MAX_JOINED} texts joined by || or concat()", str(joins + 1))
 
 
 def encodable(value: Any) -> Any:
@@ -142,12 +177,29 @@ def encodable(value: Any) -> Any:
         orjson.dumps(value)
     except TypeError as error:
         raise Unusable("what JSON can carry", show(value), f"{error}.") from error
+    if not _finite(value):
+        raise Unusable("finite numbers", show(value), "JSON has no nan and no infinity.")
     return value
+
+
+def _finite(value: Any) -> bool:
+    """Whether JSON can carry every number in it; orjson would make null of the others."""
+    level = [value]
+    while level:
+        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
+            return False
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [part for parts in inner for part in parts]
+    return True
 
 
 def _scalar(value: Any) -> Any:
     if value is not None and not isinstance(value, str | int | float | bool):
         raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise Unusable("a whole number of at most 64 bits", show(value), "Quote it to make it text.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unusable("a finite number", show(value), "Quote it to make it text.")
     if isinstance(value, str) and not value.isascii():
         encodable(value)
     return value
@@ -161,6 +213,7 @@ Scalar = Annotated[
     AfterValidator(_scalar),
     WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
 ]
+Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
 Name = Annotated[str, AfterValidator(_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
 Cron = Annotated[str, AfterValidator(_cron)]

@@ -18,13 +18,15 @@ Words = Annotated[list[Word], Field(min_length=1)]
 class ModelFactsSpec(Strict):
     """Facts of a model whose config.json cannot be had or is of an unknown architecture. They count before all else."""
 
-    weights_gib: float = Field(gt=0, description="GiB of all weights as they lie in GPU memory.")
-    active_billions: float = Field(gt=0, description="Billions of parameters that one token passes: 8.2 for Qwen3-8B.")
-    kv_bytes_per_token: float = Field(
-        ge=0, description="Bytes of KV cache per token, all layers; 0 for encoders, which keep none."
+    weights_gib: float = Field(gt=0, le=1e6, description="GiB of all weights as they lie in GPU memory.")
+    active_billions: float = Field(
+        gt=0, le=1e6, description="Billions of parameters that one token passes: 8.2 for Qwen3-8B."
     )
-    context: int | None = Field(default=None, ge=1, description="Most tokens of a row.")
-    tensor_parallel: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = Field(
+    kv_bytes_per_token: float = Field(
+        ge=0, le=1e12, description="Bytes of KV cache per token, all layers; 0 for encoders, which keep none."
+    )
+    context: int | None = Field(default=None, ge=1, le=1 << 31, description="Most tokens of a row.")
+    tensor_parallel: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
         default=[1, 2, 4, 8], description="Over how many GPUs one engine may be split."
     )
     fp8: bool = Field(default=False, description="Whether weights and activations are FP8.")
@@ -58,6 +60,7 @@ class HardwareSpec(Strict):
     max_model_len: int | None = Field(
         default=None,
         ge=16,
+        le=1 << 31,
         description="Most tokens of a row, prompt and output. Default: the model's own, or what fits.",
     )
     model_facts: ModelFactsSpec | None = Field(

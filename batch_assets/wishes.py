@@ -54,16 +54,18 @@ def wishes(spec: GeneratedDatasetSpec, tags: Mapping[str, str]) -> Wishes:
         try:
             found = dataclasses.replace(found, deadline=parse_deadline(text, spec.timezone))
         except MomentProblem as error:
-            raise WishError(f"tag {DEADLINE_TAG}: expected {error.expected}, found {text!r}. {error.hint}") from None
+            raise WishError(
+                f"tag {DEADLINE_TAG}: expected {error.expected}, found {text[:80]!r}. {error.hint}"
+            ) from None
     if (text := tags.get(BUDGET_TAG)) is not None:
         found = dataclasses.replace(found, budget_usd=_amount(text))
     if (text := tags.get(OBJECTIVE_TAG)) is not None:
         if text not in get_args(Objective):
-            raise WishError(f"tag {OBJECTIVE_TAG}: expected {', '.join(get_args(Objective))}, found {text!r}")
+            raise WishError(f"tag {OBJECTIVE_TAG}: expected {', '.join(get_args(Objective))}, found {text[:80]!r}")
         found = dataclasses.replace(found, objective=cast(Objective, text))
     if (text := tags.get(INSTANCES_TAG)) is not None:
         if not (text.isdecimal() and 1 <= int(text) <= 999):
-            raise WishError(f"tag {INSTANCES_TAG}: expected a whole number from 1 to 999, found {text!r}")
+            raise WishError(f"tag {INSTANCES_TAG}: expected a whole number from 1 to 999, found {text[:80]!r}")
         found = dataclasses.replace(found, max_instances=int(text))
     return found
 
@@ -74,7 +76,7 @@ def _amount(text: str) -> float:
     except ValueError:
         amount = math.nan
     if not 0 < amount < math.inf:
-        raise WishError(f"tag {BUDGET_TAG}: expected US dollars above 0, found {text!r}")
+        raise WishError(f"tag {BUDGET_TAG}: expected US dollars above 0, found {text[:80]!r}")
     return amount
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from gpu_runner.addresses import AddressProblem, host_and_port, name_problem
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from resources.alerts import AlertConfig
 from resources.pricing import PricingConfig
+from resources.yaml_files import YamlProblem, load, read_text
 
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
@@ -33,7 +34,7 @@ class EngineConfig(BaseModel):
     `simulated` and `process` engines are started for a lease and ended with it; an `endpoint` runs already.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     kind: Literal["simulated", "process", "endpoint"]
     url: str | None = None
@@ -49,13 +50,24 @@ class EngineConfig(BaseModel):
     provider: str = "local"
     instance_type: str = "local"
 
+    @field_validator("models")
+    @classmethod
+    def _models_are_words(cls, models: list[str]) -> list[str]:
+        for model in models:
+            if problem := name_problem(model):
+                raise ValueError(f"models: expected names of models, found one of which {problem}")
+        return models
+
     @model_validator(mode="after")
     def _endpoint_has_url(self) -> EngineConfig:
         if (self.kind == "endpoint") != (self.url is not None):
             raise ValueError("url: expected for kind endpoint, and for no other kind")
         if self.url is not None:
-            parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            try:
+                host_and_port(self.url)
+            except AddressProblem as error:
+                raise ValueError(f"url: {error}") from None
+            if urlsplit(self.url).username is not None:
                 raise ValueError("url: expected http://host:port or https://host:port, without a user or password")
         return self
 
@@ -63,7 +75,7 @@ class EngineConfig(BaseModel):
 class FleetConfig(BaseModel):
     """What fleet.yaml holds: engines that stand there anyway, and providers of which instances are rented."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     engines: list[EngineConfig] = Field(default=[], description="engines that are taken before anything is rented")
     simulated: SimulatedCloudConfig | None = Field(default=None, description="providers that only play their machines")
     local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
@@ -128,18 +140,15 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            found = cls.model_validate(yaml.safe_load(path.read_text()))
+            found = cls.model_validate(load(read_text(path)))
             return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
             raise FleetConfigError(f"{path}: {problems}") from None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)  # never the line itself: it may hold a secret
-            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            said = getattr(error, "problem", None) or type(error).__name__
-            raise FleetConfigError(f"{path}: {where}expected YAML, found: {said}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise FleetConfigError(f"{path}: expected YAML, found: {error}") from None
+        except YamlProblem as error:
+            raise FleetConfigError(f"{path}: {error}") from None
+        except OSError as error:
+            raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
 
 
 def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from resources.yaml_files import YamlProblem, compose, load, read_text
+
 
 class PricingError(Exception):
     """A price source cannot be read: what was expected, what was found, and where."""
@@ -30,7 +32,7 @@ class PriceLine(BaseModel):
     gpus: int = Field(default=1, ge=1, description="a whole number of GPUs, 1 or more")
     gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="GiB per GPU, above 0")
     spot: bool = Field(default=False, description="true or false")
-    price_per_hour: float = Field(description="US dollars per hour for the whole instance")
+    price_per_hour: float = Field(allow_inf_nan=False, description="US dollars per hour for the whole instance")
     boot_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="seconds, 0 or more")
     reliability: float | None = Field(default=None, ge=0, le=1, description="a share from 0 to 1")
     capacity: int | None = Field(default=None, ge=0, description="a whole number of instances, 0 or more")
@@ -49,8 +51,12 @@ class HistoryLine(BaseModel):
     gpu_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="GiB per GPU, above 0")
     vcpus: float | None = Field(default=None, ge=0, description="a number of CPUs or nothing")
     ram_gib: float | None = Field(default=None, ge=0, description="GiB or nothing")
-    on_demand_usd_per_hour: float | None = Field(default=None, description="US dollars per hour or nothing")
-    spot_usd_per_hour: float | None = Field(default=None, description="US dollars per hour or nothing")
+    on_demand_usd_per_hour: float | None = Field(
+        default=None, allow_inf_nan=False, description="US dollars per hour or nothing"
+    )
+    spot_usd_per_hour: float | None = Field(
+        default=None, allow_inf_nan=False, description="US dollars per hour or nothing"
+    )
 
 
 Line = TypeVar("Line", bound=BaseModel)
@@ -59,14 +65,14 @@ LineOf = Callable[[str], int]
 
 def read_yaml(path: Path) -> list[PriceLine]:
     """Lines of a YAML file with a list under `offers`."""
-    text = _read_text(path)
     try:
-        content = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise PricingError(f"{path}{line}: expected YAML, found {getattr(error, 'problem', error)}") from None
+        text = read_text(path)
+        content, root = load(text), compose(text)
+    except YamlProblem as error:
+        line = f", line {error.line}" if error.line else ""
+        raise PricingError(f"{path}{line}: {error.said}") from None
+    except OSError as error:
+        raise PricingError(f"{path}: expected a readable file, found: {error.strerror}") from None
     if not isinstance(content, dict) or set(content) != {"offers"} or not isinstance(content["offers"], list):
         raise PricingError(f"{path}: expected one key `offers` with a list, found {_shape(content)}")
     nodes = root.value[-1][1].value

@@ -318,7 +318,7 @@ def _describe(line: HistoryLine) -> str:
 class PricingConfig(BaseModel):
     """Which sources a deployment uses. `gpuhunt`: false, true for every provider, or the names of some."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     gpuhunt: bool | list[str] = False
     gpuhunt_version: str | None = None
     lists: list[Path] = []

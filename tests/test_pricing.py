@@ -210,7 +210,7 @@ YAML_ERRORS = {
     "offers: 3\n": "{path}: expected one key `offers` with a list, found keys offers, offers: int",
     "prices: []\n": "{path}: expected one key `offers` with a list, found keys prices",
     "": "{path}: expected one key `offers` with a list, found NoneType",
-    "offers: [\n": "{path}, line 2: expected YAML, found expected the node content, but found '<stream end>'",
+    "offers: [\n": "{path}, line 2: expected YAML, found did not find expected node content",
 }
 
 

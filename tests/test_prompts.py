@@ -320,6 +320,30 @@ def test_bad_rows_can_be_skipped_and_are_then_counted_and_listed(bench: Bench) -
     assert all(by_line[2 * i + 2].startswith(reason) for i, (_, reason) in enumerate(BAD_ROWS))
 
 
+def test_what_is_no_data_names_its_column_and_row(bench: Bench) -> None:
+    pq.write_table(pa.table({"q": [b"one", b"two"]}), bench.folder / "blobs.parquet")
+    with pytest.raises(SourceError) as caught:
+        bench.build([], source={"path": "blobs.parquet"})
+    assert "blobs.parquet, line 2: message user: column 'q': expected text" in str(caught.value)
+    with pytest.raises(
+        SourceError, match=r"a.jsonl, line 1: message user: template: column 'order'.items: expected a field"
+    ):
+        bench.build([{"order": {"a": 1}}], prompt={"user": "{{ order.items }}"})
+
+
+def test_an_unknown_time_zone_is_said(bench: Bench) -> None:
+    times = pa.array([1, 2], pa.timestamp("us", tz="Nowhere/City"))
+    pq.write_table(pa.table({"q": ["a", "b"], "t": times}), bench.folder / "times.parquet")
+    with pytest.raises(SourceError, match=r"times.parquet: expected time zones .* found 'Nowhere/City'"):
+        bench.build(source={"path": "times.parquet"}, prompt={"user": "{{ q }} {{ t }}"})
+
+
+def test_a_template_that_takes_too_much_of_every_row_stops_the_reading(bench: Bench) -> None:
+    text = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ q }}"
+    with pytest.raises(SourceError, match=r"message user: template takes more than 250,000 steps .* so did 20 rows"):
+        bench.build(questions(500), prompt={"user": text}, on_bad_row="skip")
+
+
 def test_twenty_bad_rows_are_listed_and_the_others_counted(bench: Bench) -> None:
     with pytest.raises(SourceError, match="3000 rows cannot be used") as caught:
         bench.build([*questions(10), *[{"q": None}] * 3000])

@@ -38,7 +38,7 @@ _KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
 class LocalProviderConfig(BaseModel):
     """What stands in fleet.yaml. The default price is a guess: power and depreciation of one data-centre GPU."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = Field(
         default="local",
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",

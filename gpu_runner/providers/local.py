@@ -13,8 +13,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from gpu_runner.addresses import AddressProblem, host_and_port
 from gpu_runner.providers.guard import GRACE_SECONDS
 
 
@@ -56,8 +56,10 @@ def served_length(endpoint: str) -> int | None:
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until something accepts connections at the address. Raises EngineStartError when the time is over."""
-    parts = urlsplit(endpoint)
-    address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    try:
+        address = host_and_port(endpoint)
+    except AddressProblem as error:
+        raise EngineStartError(str(error)) from None
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -32,6 +32,7 @@ _FORMATS = {
 # Below this depth optional properties and items are left out, so that recursive schemas come to an end.
 _DEEP = 4
 _TOO_DEEP = 60
+_LONGEST = 100_000  # no answer is longer
 
 
 def instance(schema: Schema | bool, rng: Random) -> Any:
@@ -52,6 +53,9 @@ class _Writer:
         if depth > _TOO_DEEP:
             raise ValueError("schema: recursion without an end")
         schema = self._flat(schema, depth)
+        for key in ("minLength", "minItems", "minProperties"):
+            if schema.get(key, 0) > _LONGEST:
+                raise ValueError(f"schema: expected {key} of at most {_LONGEST}, found {schema[key]}")
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:

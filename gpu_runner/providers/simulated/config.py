@@ -47,7 +47,7 @@ _NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SimulatedModel(_Strict):

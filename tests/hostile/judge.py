@@ -1,0 +1,179 @@
+"""What becomes of a hostile input: the words of its one typed error, or what it gives when it is accepted."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hostile.case import Case
+from hostile.files import BASE, FILES
+from hostile.schemas import SCHEMAS
+from hostile.templates import TEMPLATES
+
+CASES = [*TEMPLATES, *SCHEMAS, *FILES]
+ROW: dict[str, Any] = {
+    "text": "a short text",
+    "number": 7,
+    "none_": None,
+    "empty": "",
+    "binary": b"\x00\xff",
+    "order": {"total": 3, "a": 1},
+    "shop": {"items": [1, 2]},
+    "tags": ["a", "b"],
+    "day": datetime.date(2024, 1, 31),
+    "nested": {"blob": b"\x00", "a": 1},
+    "environment": b"x",
+    "context": b"x",
+}
+
+
+def judge(case: Case) -> tuple[str, str]:
+    """(error or accepted, words). Anything but the error that belongs to the kind is raised."""
+    return _JUDGES[case.kind](case.given)
+
+
+def _template(text: str) -> tuple[str, str]:
+    from batch_assets.templates import Refused, Template, TemplateProblem
+
+    try:
+        template = Template(text)
+    except TemplateProblem as error:
+        return "error", str(error)
+    row = {name: [ROW.get(name, "x")] for name in template.columns}
+    (found,) = template.render_column(row, 1)
+    return ("error", found.reason) if isinstance(found, Refused) else ("accepted", found[:1000])
+
+
+def _column(given: tuple[str, Any]) -> tuple[str, str]:
+    """The template has one column, and prints it."""
+    from batch_assets.templates import Refused, Template
+
+    text, value = given
+    template = Template(text)
+    (name,) = template.columns
+    expected = "own" if isinstance(value, dict) else "its value"
+    (found,) = template.render_column({name: [value if isinstance(value, dict) else expected]}, 1)
+    (again,) = Template(f"{text}{{% if {name} %}}{{% endif %}}").render_column(
+        {name: [value if isinstance(value, dict) else expected]}, 1
+    )
+    assert not isinstance(found, Refused), found
+    assert found.lower() == expected == str(again).lower()
+    return "accepted", found
+
+
+def _spec(given: dict[str, Any]) -> tuple[str, str]:
+    from batch_assets.spec import load_spec
+    from batch_assets.spec_errors import SpecError
+
+    try:
+        load_spec({**copy.deepcopy(BASE), **given}, "defs.yaml")
+    except SpecError as error:
+        assert len(str(error)) < 3000 * len(error.problems)
+        return "error", str(error)
+    return "accepted", ""
+
+
+def _answer(given: tuple[Any, str]) -> tuple[str, str]:
+    from gpu_runner.schema import compile_check
+
+    schema, text = given
+    found = compile_check(schema)(text)
+    assert found is None or len(found) <= 300
+    return ("accepted", "") if found is None else ("error", found)
+
+
+def _defs(given: str | bytes) -> tuple[str, str]:
+    from batch_assets.declared import declared
+    from batch_assets.spec_errors import SpecError
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["BATCH_ASSETS_DEFS"] = folder
+        _write(Path(folder) / "defs.yaml", given)
+        try:
+            declared()
+        except SpecError as error:
+            assert str(error).startswith(f"{Path(folder).resolve()}/defs.yaml")
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _fleet(given: str | bytes) -> tuple[str, str]:
+    from resources.fleet_config import FleetConfig, FleetConfigError
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fleet.yaml"
+        _write(path, given)
+        try:
+            FleetConfig.load(path)
+        except FleetConfigError as error:
+            assert "secret" not in str(error) and str(error).startswith(str(path))
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _prices(given: str | bytes) -> tuple[str, str]:
+    from resources.price_files import PricingError
+    from resources.pricing import PriceList
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prices.yaml"
+        _write(path, given)
+        try:
+            PriceList(path).offers(0)
+        except PricingError as error:
+            assert str(error).startswith(str(path))
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _write(path: Path, given: str | bytes) -> None:
+    if given == "pipe":
+        os.mkfifo(path)
+    elif given == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(given if isinstance(given, bytes) else given.encode())
+
+
+_JUDGES: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "template": _template,
+    "column": _column,
+    "schema": lambda given: _spec({"output": {"json_schema": given}}),
+    "answer": _answer,
+    "where": lambda given: _spec({"source": {"path": "q.jsonl", "where": given}}),
+    "spec": _spec,
+    "defs": _defs,
+    "fleet": _fleet,
+    "prices": _prices,
+}
+
+
+def main(first: int, megabytes: int) -> None:
+    """Judge all cases from the `first` on, one line of JSON each; the process may use so much more memory."""
+    for one in ("a = 1",):
+        _JUDGES["where"](one)
+    _JUDGES["answer"](({}, "{}"))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (megabytes << 20),) * 2)
+    for number, case in enumerate(CASES[first:], first):
+        began = time.process_time()
+        try:
+            said, words = judge(case)
+        except BaseException as error:
+            said, words = "raised", f"{type(error).__name__}: {str(error)[:500]}"
+        seconds = time.process_time() - began
+        sys.stdout.write(json.dumps([number, said, words[:20_000], seconds]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
