@@ -1,10 +1,11 @@
 """What a stack has started, and what an earlier stack of the same home has left behind.
 
-Every process of a stack carries in its environment the stack's token (128 random bits) and which child it belongs to.
+Every process of a stack carries in its environment the stack's token (128 random bits), the child it belongs to and the
+home: run workers and the engines that they start too.
 The token is kept in `stack.json` of the home, from before the first child is started until after the last has ended. So
 whoever starts a stack (and holds its lock, so that no other owner is alive) finds a token there only after an owner was
-killed. Processes with that token and this DAGSTER_HOME, of our user, are its orphans. Hosts of machines are none: what
-is rented belongs to the fleet, and ends by itself.
+killed. Processes of our user with that token and this home are its orphans. Hosts of machines are none: what is rented
+belongs to the fleet, and ends by itself.
 
 An environment can only be read by its own user. Where a group shares the home, a lock that guards and their commands
 inherit says that somebody else's are alive: then nothing is started.
@@ -29,7 +30,7 @@ from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.marked import STEP_SECONDS, Environment, Matches, end_marked, marked
 from gpu_runner.providers.register import MARK
 
-VARIABLE = "BATCH_ASSETS_STACK"
+VARIABLE = "GPU_RUNNER_STACK"  # not one of those that engines are kept from seeing
 RECORD = "stack.json"
 ALIVE = "stack.alive"
 SOCKETS = "batch-assets-"
@@ -52,7 +53,7 @@ class StackMark:
 
     def environment(self, home: Path, child: str) -> dict[str, str]:
         """What each process of this child has in its environment."""
-        return {"DAGSTER_HOME": str(home), VARIABLE: f"{self.token}/{child}"}
+        return {"DAGSTER_HOME": str(home), VARIABLE: f"{self.token}/{child}/{home}"}
 
     @property
     def socket(self) -> Path:
@@ -119,14 +120,14 @@ def _recorded(home: Path) -> StackMark | None:
 
 def _belongs(home: Path, mark: StackMark, child: str | None) -> Matches:
     """Which environments are of this stack, or of one child of it."""
-    at_home = f"DAGSTER_HOME={home}".encode()
-    token = f"{VARIABLE}={mark.token}/{child or ''}".encode()
+    begin = f"{VARIABLE}={mark.token}/{child or ''}".encode()
+    end = f"/{home}".encode()
     machine = f"{MARK}=".encode()
 
     def belongs(found: Environment) -> bool:
-        if at_home not in found or any(entry.startswith(machine) for entry in found):
+        if any(entry.startswith(machine) for entry in found):
             return False
-        return token in found if child else any(entry.startswith(token) for entry in found)
+        return any(entry.startswith(begin) and entry.endswith(end) for entry in found)
 
     return belongs
 

@@ -82,7 +82,7 @@ def test_nobody_elses_process_is_ended(home: Path, tmp_path: Path):
         StackMark("0" * 32, "").environment(home, "daemon"),  # another token
         mark.environment(tmp_path / "copy of the home", "daemon"),  # the home was copied, with its record
         {**mark.environment(home, "code-server"), MARK: "i-1"},  # a rented machine: the fleet's, not the stack's
-        {"SEEN": f"{leftovers.VARIABLE}={mark.token}/daemon", "DAGSTER_HOME": str(home)},
+        {"SEEN": f"{leftovers.VARIABLE}={mark.token}/daemon/{home}"},
     ]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(sleeping(other)) for other in others]
