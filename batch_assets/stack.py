@@ -167,8 +167,11 @@ class Stack:
         self._lock.flush()
         try:
             self._prepare()
+            self._start(self._server)  # it loads the definitions, which takes longest, and needs no storage for that
+            ensure_storage(self.home)
             for child in self._children:
-                self._start(child)
+                if child is not self._server:
+                    self._start(child)
             self._watcher.start()
         except BaseException as error:  # a signal too: what has been started must end
             self.__exit__()
@@ -182,7 +185,6 @@ class Stack:
         self._mark = new_stack(self.home)
         self._alive = hold_alive(self.home)
         prepare_store()
-        ensure_storage(self.home)
         socket = str(self._mark.socket)
         location = {"grpc_server": {"socket": socket, "location_name": "batch_assets"}}
         (self.home / "workspace.yaml").write_text(json.dumps({"load_from": [location]}) + "\n")
