@@ -49,8 +49,10 @@ def main() -> NoReturn:
     Leaves without Python's own shutdown: when Arrow's threads still let go of a Python file then, the process aborts
     after all its work is done (8 of 50 `verify`, measured).
     """
+    from batch_assets import access
     from batch_assets.signals import EXIT_STATUS, Interrupted
 
+    os.umask(access.umask())
     try:
         app()
         status: object = 0

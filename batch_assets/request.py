@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import dagster as dg
+
 from batch_assets import ledger, settings
-from batch_assets.dagster_client import DagsterClient
+from batch_assets.dagster_client import DagsterClient, LaunchError
 from batch_assets.display import Display
 from batch_assets.follow import Ending, Follower, Moment, give_up
 from batch_assets.rows import ENDPOINT_TAG
@@ -17,6 +20,7 @@ from batch_assets.signals import Interrupted, Signals
 from batch_assets.stack import LOGS, StackAddress, prepare_home, running_stack, stack
 from batch_assets.status import Observer, observing
 
+LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
 LOOK_SECONDS = 0.5
 ALIVE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
@@ -82,13 +86,34 @@ class Runner:
         dagster = DagsterClient(address)
         began = time.monotonic()
         if self.run_id is None:
-            self.run_id = dagster.launch(self.request.job, self.request.tags(), self.request.run_config())
+            self.run_id = self._launch(dagster, seen)
         follower = Follower(seen, self.run_id)
         try:
             return self._follow(dagster, follower)
         finally:
             self.run_id = follower.request
             self.seconds += time.monotonic() - began
+
+    def _launch(self, dagster: DagsterClient, seen: Observer) -> str:
+        """Ask until there is an answer: a webserver that was killed is there again within seconds.
+
+        The run may have been made although its answer was lost, so it is looked for before it is asked for again.
+        """
+        tags = {**self.request.tags(), LAUNCH_TAG: uuid.uuid4().hex}
+        deadline, refused = time.monotonic() + SILENT_SECONDS, 0
+        while True:
+            try:
+                return dagster.launch(self.request.job, tags, self.request.run_config())
+            except LaunchError:
+                made = seen.instance.get_runs(dg.RunsFilter(tags={LAUNCH_TAG: tags[LAUNCH_TAG]}), limit=1)
+                if made:
+                    return made[0].run_id
+                refused += dagster.alive()
+                if refused > 1 or time.monotonic() > deadline:
+                    raise
+            if self.signals.asked:
+                raise Interrupted
+            self._pause(LOOK_SECONDS)
 
     def _follow(self, dagster: DagsterClient, follower: Follower) -> Ending | None:
         answered = time.monotonic()

@@ -1,7 +1,9 @@
 """Dagster on one machine: code server, daemon and webserver as children that cannot outlive us.
 
 Each child runs under `gpu_runner.providers.guard`: when this process ends, however it ends, they end. A child that dies
-is started again, which is what a service manager does in a real deployment. One stack per DAGSTER_HOME, by a file lock.
+is started again, which is what a service manager does in a real deployment. One stack per DAGSTER_HOME, by a file lock;
+what an earlier one has left behind is ended first (`leftovers.py`). Nobody but the webserver listens on a port: the
+code server, which runs code for whoever asks, is reached by a socket that only our user may open.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from batch_assets import settings
+from batch_assets import access, settings
 from batch_assets.clock import set_back_meanwhile, wake_sensors
+from batch_assets.leftovers import LeftoverError, StackMark, end_child, forget_stack, hold_alive, new_stack
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
 from gpu_runner.steady import JumpWatch
@@ -32,7 +35,9 @@ from gpu_runner.steady import JumpWatch
 # (dagster_webserver/cli.py, dagster/_core/telemetry_upload.py).
 LOGS = "process_logs"
 START_SECONDS = 120.0
-RESTARTS = 20
+RESTARTS = 20  # of one child, within
+RESTARTS_SECONDS = 600.0
+LOCK_SECONDS = 1.0  # longer than a look at who holds the lock takes
 END_SECONDS = 3 * GRACE_SECONDS
 
 
@@ -52,11 +57,32 @@ class StackAddress:
 def prepare_home() -> Path:
     """DAGSTER_HOME with a dagster.yaml in it; a file that is there already is left as it is."""
     home = settings.dagster_home()
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        access.make_private(home)
+    except access.AccessError as error:
+        raise StackError(str(error)) from None
     os.environ["DAGSTER_HOME"] = str(home)
     if not (home / "dagster.yaml").exists():
-        shutil.copy(settings.PROJECT / "deploy" / "local" / "dagster.yaml", home / "dagster.yaml")
+        shutil.copyfile(settings.PROJECT / "deploy" / "local" / "dagster.yaml", home / "dagster.yaml")
     return home
+
+
+def prepare_store() -> None:
+    """The store's folder, for its user or the group only; one that is there already is left as it is, and named.
+
+    Raises StackError.
+    """
+    scheme, _, path = settings.store_root().rpartition("://")
+    if scheme not in ("", "file"):
+        return
+    folder = Path(path).expanduser().resolve()
+    try:
+        if not folder.exists():
+            access.make_private(folder)
+        elif said := access.too_wide(folder):
+            sys.stderr.write(f"{said}\n")
+    except (OSError, access.AccessError) as error:
+        raise StackError(f"the store cannot be made: {error}") from None
 
 
 def ensure_storage(home: Path) -> None:
@@ -111,6 +137,10 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     starts: list[float] = field(default_factory=list)
 
+    def recent_starts(self) -> int:
+        """How often it was started of late."""
+        return sum(time.monotonic() - start < RESTARTS_SECONDS for start in self.starts)
+
 
 class Stack:
     """The three processes. Use as a context manager; leaving it ends them and everything they started."""
@@ -120,46 +150,50 @@ class Stack:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._lock: IO[str] | None = None
+        self._alive: IO[bytes] | None = None
+        self._mark: StackMark | None = None
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="stack", daemon=True)
-        code_port = free_port()
-        workspace = home / "workspace.yaml"
-        self._workspace_text = (
-            "load_from:\n  - grpc_server:\n"
-            f"      host: 127.0.0.1\n      port: {code_port}\n      location_name: batch_assets\n"
-        )
-        self._workspace = workspace
-        definitions = ("-m", "batch_assets.definitions", "-d", str(settings.PROJECT))
+        workspace = str(home / "workspace.yaml")
+        self._server = _Child("code-server", [])
         self._children = [
-            _Child("code-server", _dagster("dagster", f"code-server start -h 127.0.0.1 -p {code_port}", *definitions)),
-            _Child("daemon", _dagster("dagster._daemon", "run -w", str(workspace))),
-            _Child("webserver", _dagster("dagster_webserver", f"-h 127.0.0.1 -p {self.port} -w", str(workspace))),
+            self._server,
+            _Child("daemon", _dagster("dagster._daemon", "run -w", workspace)),
+            _Child("webserver", _dagster("dagster_webserver", f"-h 127.0.0.1 -p {self.port} -w", workspace)),
         ]
 
     def __enter__(self) -> Stack:
-        self._lock = (self.home / "stack.lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise StackError(
-                f"Dagster already runs on {self.home}; end it first, or use another DAGSTER_HOME"
-            ) from None
+        self._lock = _locked(self.home)
         self._lock.truncate(0)
         self._lock.write(json.dumps({"url": self.url, "port": self.port, "pid": os.getpid()}))
         self._lock.flush()
         try:
+            self._prepare()
+            self._start(self._server)  # it loads the definitions, which takes longest, and needs no storage for that
             ensure_storage(self.home)
-            self._workspace.write_text(self._workspace_text)
             if set_back_meanwhile(self.home):
                 wake_sensors(self.home)
             for child in self._children:
-                self._start(child)
+                if child is not self._server:
+                    self._start(child)
             self._watcher.start()
-        except BaseException:  # a signal too: what has been started must end
+        except BaseException as error:  # a signal too: what has been started must end
             self.__exit__()
+            if isinstance(error, LeftoverError):
+                raise StackError(str(error)) from None
             raise
         return self
+
+    def _prepare(self) -> None:
+        """Nobody of an earlier stack is left; where our children meet is known."""
+        self._mark = new_stack(self.home)
+        self._alive = hold_alive(self.home)
+        prepare_store()
+        socket = str(self._mark.socket)
+        location = {"grpc_server": {"socket": socket, "location_name": "batch_assets"}}
+        (self.home / "workspace.yaml").write_text(json.dumps({"load_from": [location]}) + "\n")
+        options = ["start", "-s", socket, "-m", "batch_assets.definitions", "-d", str(settings.PROJECT)]
+        self._server.command = [sys.executable, "-m", "batch_assets.code_server", *options]
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -170,6 +204,10 @@ class Stack:
         for child in self._children:
             _end(child)
         self._end_instances()
+        if self._mark:
+            forget_stack(self.home, self._mark)
+        if self._alive:
+            self._alive.close()
         if self._lock:
             self._lock.truncate(0)
             self._lock.close()
@@ -209,6 +247,7 @@ class Stack:
         logs = self.home / LOGS
         logs.mkdir(exist_ok=True)
         child.starts.append(time.monotonic())
+        mark = self._mark.environment(self.home, child.name) if self._mark else {"DAGSTER_HOME": str(self.home)}
         with (logs / f"{child.name}.log").open("ab") as log:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "gpu_runner.providers.guard", "--", *child.command],
@@ -216,7 +255,9 @@ class Stack:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=settings.PROJECT,
-                env={**os.environ, "DAGSTER_HOME": str(self.home), "DAGSTER_DISABLE_TELEMETRY": "1"},
+                env={**os.environ, **mark, "DAGSTER_DISABLE_TELEMETRY": "1"},
+                pass_fds=[self._alive.fileno()] if self._alive else [],
+                umask=access.umask(),
                 start_new_session=True,
             )
 
@@ -226,10 +267,8 @@ class Stack:
             if (jumped := clock.jumped()) < 0:
                 self._clock_set_back(jumped)
             for child in self._children:
-                if child.process and child.process.poll() is not None and len(child.starts) < RESTARTS:
-                    if child.process.stdin:
-                        child.process.stdin.close()
-                    self._start(child)
+                if child.process and child.process.poll() is not None and child.recent_starts() < RESTARTS:
+                    self._restart(child)
 
     def _clock_set_back(self, seconds: float) -> None:
         """Sensors and the run queue would wait until it is as late again (batch_assets/clock.py)."""
@@ -243,7 +282,35 @@ class Stack:
             sys.stderr.write(f"sensors may wait for {-seconds:.0f} s: {type(error).__name__}: {error}\n")
         if not self._stop.is_set():
             daemon.starts.pop()  # it did not die by itself
-            self._start(daemon)
+            self._restart(daemon)
+
+    def _restart(self, child: _Child) -> None:
+        """Start it again once nothing of it is left: of two daemons, each would give a lost run a retry."""
+        _close(child)
+        try:
+            if self._mark:
+                end_child(self.home, self._mark, child.name)
+        except LeftoverError as error:
+            with (self.home / LOGS / f"{child.name}.log").open("a") as log:
+                log.write(f"not started again yet: {error}\n")
+            return
+        if not self._stop.is_set():
+            self._start(child)
+
+
+def _locked(home: Path) -> IO[str]:
+    """The home's lock file, held. Raises StackError when another stack has it; not for somebody who only looks."""
+    lock = (home / "stack.lock").open("a+")
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise StackError(f"Dagster already runs on {home}; end it first, or use another DAGSTER_HOME") from None
+            time.sleep(0.05)
 
 
 def _dagster(module: str, options: str, *words: str) -> list[str]:

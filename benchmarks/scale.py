@@ -50,7 +50,7 @@ LOOK_SECONDS = 1.0
 ROLES = {
     "dagster._daemon": "daemon",
     "dagster_webserver": "webserver",
-    "code-server start": "code server (proxy)",
+    "batch_assets.code_server start": "code server (proxy)",
     "dagster api grpc": "code server (definitions)",
     "gpu_runner.simulator": "engine",
     "bin/postgres": "postgres (largest process)",

@@ -63,8 +63,14 @@ def processes(machine_id: str) -> list[psutil.Process]:
 
 def part(machine_id: str, module: str) -> psutil.Process:
     """The process of a machine that runs a module, such as its host."""
-    (found,) = [process for process in processes(machine_id) if module in process.cmdline()[:3]]
+    (found,) = parts(machine_id, module)
     return found
+
+
+def parts(machine_id: str, module: str) -> list[psutil.Process]:
+    """The processes of a machine that run a module: a guard has two, the outer one first."""
+    found = [process for process in processes(machine_id) if module in process.cmdline()[:3]]
+    return sorted(found, key=lambda process: process.create_time())
 
 
 def eventually(true: Callable[[], object], seconds: float = 15.0) -> None:

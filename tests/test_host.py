@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from machines import ORDER, ended_machines, eventually, first_offer, get, local_provider, part, processes
+from machines import ORDER, ended_machines, eventually, first_offer, get, local_provider, part, parts, processes
 from pace import PATIENCE
 
 from gpu_runner.providers import register as register_module
@@ -117,7 +117,7 @@ def test_a_machine_outlives_the_guarded_process_tree_that_ordered_it(home: Path)
     began = time.monotonic()
     finish(process)
     assert time.monotonic() - began < 4 * PATIENCE  # the guard does not wait for the host
-    assert len(processes(machine.id)) == 3
+    assert len(processes(machine.id)) == 4  # host, the guard's two, engine
     local_provider(home).terminate("ba-1")
     eventually(lambda: not processes(machine.id))
 
@@ -139,23 +139,23 @@ def test_a_killed_host_takes_its_engine_along_and_its_bill_ends_with_its_last_si
     assert CloudMeter(home).bills() == [bill]
 
 
-def test_host_and_guard_killed_together_leave_an_engine_until_the_next_look(home: Path):
+def test_host_and_guard_killed_together_take_the_engine_along(home: Path):
     provider = local_provider(home)
     machine_id = running(provider)
-    for module in ("gpu_runner.providers.host", "gpu_runner.providers.guard"):
-        part(machine_id, module).suspend()
-    for module in ("gpu_runner.providers.host", "gpu_runner.providers.guard"):
-        part(machine_id, module).kill()
-    eventually(lambda: len(processes(machine_id)) == 1)
-    assert get(provider, "ba-1").state == "ended"
+    owners = [part(machine_id, "gpu_runner.providers.host"), *parts(machine_id, "gpu_runner.providers.guard")]
+    for process in owners:
+        process.suspend()
+    for process in owners:
+        process.kill()
     eventually(lambda: not processes(machine_id), 2)
+    assert get(provider, "ba-1").state == "ended"
 
 
 @pytest.mark.parametrize("module", ["gpu_runner.providers.guard", "gpu_runner.simulator"])
 def test_a_killed_engine_leaves_the_machine_running_as_a_vm_would(home: Path, module: str):
     provider = local_provider(home)
     machine_id = running(provider)
-    part(machine_id, module).kill()
+    parts(machine_id, module)[0].kill()
     eventually(lambda: len(processes(machine_id)) == 1)
     time.sleep(0.3)
     assert get(provider, "ba-1").state == "running"
@@ -169,7 +169,7 @@ def test_a_host_that_does_not_react_to_the_end_of_its_machine_is_ended(home: Pat
     machine_id = running(provider)
     part(machine_id, "gpu_runner.providers.host").suspend()
     provider.terminate("ba-1")
-    assert len(processes(machine_id)) == 3
+    assert len(processes(machine_id)) == 4
     eventually(lambda: provider.list("ba-") and not processes(machine_id), 5)
     eventually(lambda: first_offer(provider).capacity == 1)
     assert get(provider, "ba-1").reason == "terminated"

@@ -37,8 +37,8 @@ def test_an_engine_is_ready_when_it_answers_and_ends_with_its_workers(tmp_path: 
     process = engine(tmp_path, SERVER)
     process.wait_ready(20)
     below = psutil.Process(process.pid).children(recursive=True)
-    assert len(below) == 2
-    assert below[0].cmdline()[-2:] == [str(process.port), "m/1"]
+    assert len(below) == 3  # the inner guard, the server, its worker
+    assert below[1].cmdline()[-2:] == [str(process.port), "m/1"]
     process.close()
     assert not process.alive()
     assert not [child for child in below if child.is_running()]
@@ -67,7 +67,7 @@ def test_an_engine_ends_with_its_killed_owner(tmp_path: Path):
     assert owner.stdout is not None
     guard = psutil.Process(int(owner.stdout.readline()))
     family = [guard, *guard.children(recursive=True)]
-    assert len(family) == 3
+    assert len(family) == 4  # the guard is two
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     owner.stdout.close()

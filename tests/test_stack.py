@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from pace import PATIENCE
 
 from batch_assets.stack import LOGS, Stack, StackAddress, StackError, _Child, port_taken, prepare_home, running_stack
 
@@ -73,52 +69,3 @@ def test_a_new_home_may_be_opened_by_several_processes_at_once(home: Path):
     )
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[0] for process in processes] == ["0\n"] * 3
-
-
-GUARD = [sys.executable, "-m", "gpu_runner.providers.guard", "--", "bash", "-c"]
-
-
-def descendants(pid: int, count: int) -> list[psutil.Process]:
-    """The `count` descendants that the process will have within five seconds."""
-    deadline = time.monotonic() + 5 * PATIENCE
-    while len(found := psutil.Process(pid).children(recursive=True)) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(found) == count
-    return found
-
-
-def test_what_escaped_into_a_group_of_its_own_ends_with_the_guard():
-    guard = subprocess.Popen([*GUARD, "setsid bash -c 'sleep 2; exit 0' & sleep 300"], stdin=subprocess.PIPE)
-    below = descendants(guard.pid, 4)
-    assert guard.stdin is not None
-    guard.stdin.close()
-    guard.wait(timeout=20)
-    assert not [process for process in below if process.is_running()]
-
-
-def test_the_guard_exits_with_its_commands_status_and_keeps_no_zombies():
-    guard = subprocess.Popen([*GUARD, "(setsid sleep 0.1 &) ; sleep 1; exit 7"], stdin=subprocess.PIPE)
-    time.sleep(0.6)
-    states = [process.status() for process in psutil.Process(guard.pid).children(recursive=True)]
-    assert psutil.STATUS_ZOMBIE not in states
-    assert guard.wait(timeout=20) == 7
-    assert guard.stdin is not None
-    guard.stdin.close()
-
-
-def test_killing_the_owner_of_a_guard_ends_its_command(tmp_path: Path):
-    note = tmp_path / "pid"
-    code = (
-        "import subprocess, time\n"
-        f"subprocess.Popen({[*GUARD, f'echo $$ > {note}; sleep 300']!r}, stdin=subprocess.PIPE)\n"
-        "time.sleep(300)\n"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 10 * PATIENCE
-    while not (note.exists() and note.read_text().strip()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    command = psutil.Process(int(note.read_text()))
-    os.kill(owner.pid, 9)
-    owner.wait()
-    command.wait(timeout=10)
-    assert not command.is_running()

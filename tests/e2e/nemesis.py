@@ -272,7 +272,8 @@ class Nemesis:
         """The process itself, not its guard: the stack starts it again."""
         with contextlib.suppress(psutil.NoSuchProcess):
             guard = psutil.Process(self.site.stack.pids()[name])
-            child = next((one for one in guard.children() if "dagster" in " ".join(one.cmdline())), None)
+            found = guard.children(recursive=True)
+            child = next((one for one in found if "gpu_runner.providers.guard" not in one.cmdline()), None)
             if child is not None:
                 beats = self._workers() if name == "code-server" else []
                 child.kill()

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 def code_servers(command: Command) -> list[psutil.Process]:
     """The living code servers, each the leader of a process group below its guard."""
-    found = command.find("dagster", "code-server", "start")
+    found = command.find("batch_assets.code_server", "start")
     return [process for process in found if "gpu_runner.providers.guard" not in process.cmdline()]
 
 
