@@ -23,7 +23,7 @@ from batch_assets.moments import next_moments, parse_deadline
 from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
-from batch_assets.rows import RowsConfig, generate_rows
+from batch_assets.rows import ENDPOINT_TAG, RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy
@@ -98,13 +98,15 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
         started = time.monotonic()
         try:
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
+                if endpoint := context.run.tags.get(ENDPOINT_TAG):
+                    fleet.config().engines_for(wanted.model, endpoint)  # refused here, before anything is begun
                 if REFRESH_TAG in context.run.tags:
                     begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
                 register_batches(context.instance, data, manifest)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
                 planned = plan_metadata(context, wanted, base, data, fleet, book)
-        except (SourceError, WishError) as error:
+        except (SourceError, WishError, FleetConfigError) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+FLEET_DB = "BATCH_ASSETS_FLEET_DB"
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -20,7 +21,7 @@ def store_root() -> str:
 
 def fleet_database() -> str:
     """SQLAlchemy URL of the fleet's tables: BATCH_ASSETS_FLEET_DB, else SQLite in DAGSTER_HOME."""
-    return os.environ.get("BATCH_ASSETS_FLEET_DB") or f"sqlite:///{dagster_home() / 'fleet.db'}"
+    return os.environ.get(FLEET_DB) or f"sqlite:///{dagster_home() / 'fleet.db'}"
 
 
 def capacity_seconds() -> float:

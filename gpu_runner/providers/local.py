@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpu_runner.addresses import AddressRefused, connect, direct
 from gpu_runner.providers.guard import GRACE_SECONDS
 
 
@@ -38,7 +38,7 @@ def _harmless(environment: Mapping[str, str]) -> dict[str, str]:
 def answers(endpoint: str) -> bool:
     """Whether the engine's /health answers 200."""
     try:
-        with urllib.request.urlopen(f"{endpoint}/health", timeout=2) as answer:
+        with direct.open(f"{endpoint}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False
@@ -47,7 +47,7 @@ def answers(endpoint: str) -> bool:
 def served_length(endpoint: str) -> int | None:
     """Most tokens of a row as the engine's /v1/models says (vLLM's max_model_len); None when it does not."""
     try:
-        with urllib.request.urlopen(f"{endpoint}/v1/models", timeout=2) as answer:
+        with direct.open(f"{endpoint}/v1/models", timeout=2) as answer:
             found = json.load(answer)["data"][0].get("max_model_len")
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return None
@@ -55,14 +55,19 @@ def served_length(endpoint: str) -> int | None:
 
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait until something accepts connections at the address. Raises EngineStartError when the time is over."""
+    """Wait until something accepts connections at the address.
+
+    Raises EngineStartError when the time is over, and AddressRefused for an address that is no engine's.
+    """
     parts = urlsplit(endpoint)
     address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(address, timeout=5).close()
+            connect(*address, 5).close()
             return
+        except AddressRefused:
+            raise
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise EngineStartError(

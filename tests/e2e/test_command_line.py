@@ -12,6 +12,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from batch_assets import web_token
 from batch_assets.launcher import REQUEST_TAG
 from batch_assets.ledger import rows_key
 from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Site
@@ -202,7 +203,8 @@ def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: Site):
         (run,) = [run for run in instance.get_runs() if REQUEST_TAG in run.tags]
     mutation = f'mutation {{ terminateRun(runId: "{run.run_id}") {{ __typename }} }}'
     body = json.dumps({"query": mutation}).encode()
-    request = urllib.request.Request(f"{url}/graphql", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **web_token.headers(site.home)}
+    request = urllib.request.Request(f"{url}/graphql", body, headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert b"TerminateRunSuccess" in answer.read()
     status, _ = command.end(60)
