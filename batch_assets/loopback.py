@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# gRPC reads lower case only, and `no_grpc_proxy` in place of `no_proxy` when it is set; others prefer lower case.
+# gRPC reads lower case only, and `no_grpc_proxy` in place of `no_proxy` when it is set, also when it is empty; others
+# prefer lower case.
 NAMES = ("no_proxy", "NO_PROXY")
 
 
@@ -19,7 +20,7 @@ def keep_loopback_direct(environment: MutableMapping[str, str]) -> None:
     merged = _with_loopback(found)
     for name in NAMES:
         environment[name] = merged
-    if environment.get("no_grpc_proxy"):
+    if "no_grpc_proxy" in environment:
         environment["no_grpc_proxy"] = _with_loopback(environment["no_grpc_proxy"])
 
 

@@ -49,7 +49,7 @@ SOURCE_CHUNK = 100_000
 LOOK_SECONDS = 1.0
 ROLES = {
     "dagster._daemon": "daemon",
-    "dagster_webserver": "webserver",
+    "batch_assets.webserver": "webserver",
     "code-server start": "code server (proxy)",
     "dagster api grpc": "code server (definitions)",
     "gpu_runner.simulator": "engine",
