@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from batch_assets import ledger
 from batch_assets.cli import app
 from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.spec import load_spec
+from batch_assets.spec_errors import SpecError
 from gpu_runner import addresses
 from gpu_runner.addresses import AddressRefused, connect, direct, engine_url, refuse
 from gpu_runner.engine import EngineClient, EngineRefused
@@ -121,6 +123,29 @@ def test_secrets_in_the_address_of_the_store_are_refused_and_never_echoed(root: 
     with pytest.raises(StoreError, match="expected") as raised:
         open_objects(root)
     assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"s3://key:{SECRET}@bucket/x.csv",
+        f"s3://key:{SECRET}/x@bucket/x.csv",
+        f"S3://{SECRET}@bucket/x.csv",
+        f"https://user:{SECRET}@host/x.csv",
+        f"https://host/x.csv?token={SECRET}",
+        f"hf://datasets/x#{SECRET}",
+    ],
+)
+def test_secrets_in_the_path_of_a_source_are_refused_and_never_echoed(path: str):
+    spec = {"name": "d", "source": {"path": path}, "prompt": {"user": "x"}, "model": MODEL}
+    with pytest.raises(SpecError, match=r"source\.path: expected a path or address without user") as raised:
+        load_spec(spec, "defs.yaml")
+    assert SECRET not in str(raised.value)
+
+
+def test_wildcards_in_s3_keys_are_no_secrets():
+    spec = {"name": "d", "source": {"path": "s3://bucket/a@b/part-?.csv"}, "prompt": {"user": "x"}, "model": MODEL}
+    assert load_spec(spec, "defs.yaml").source.path == "s3://bucket/a@b/part-?.csv"
 
 
 def test_secrets_in_the_address_of_the_s3_server_are_refused(monkeypatch: pytest.MonkeyPatch):
