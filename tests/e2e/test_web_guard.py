@@ -170,8 +170,13 @@ def test_a_foreign_page_in_a_browser_changes_nothing_and_a_page_of_the_ui_does(
             said = page.evaluate(ATTEMPTS, {**tried, "ui": f"http://{REBOUND}"})
             check_attempts(instance, said, rebound=True)
 
-            page.goto(url)
-            said = page.evaluate(ATTEMPTS, {**tried, "mutation": MUTATION})
+            refused: list[str] = []
+            page.on("response", lambda one: refused.append(one.url) if one.status in (403, 405, 413, 415) else None)
+            for path in ("/", "/runs", "/assets", "/locations", "/deployment/daemons"):
+                page.goto(f"{url}{path}", wait_until="networkidle")
+            assert refused == []
+            assert "Daemon" in page.inner_text("body")
+            said = page.evaluate(ATTEMPTS, tried)
             assert (said["json"], said["socket"], said["get"], said["text"]) == (200, "open", 405, 415)
             assert instance.event_log_storage.get_concurrency_keys() == {"json"}
         finally:
