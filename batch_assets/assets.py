@@ -28,14 +28,14 @@ from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.reconcile import empty_store, reconcile
-from batch_assets.rows import RowsConfig, generate_rows
+from batch_assets.rows import ENDPOINT_TAG, RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy
 from batch_assets.work_in_hand import WorkInHand
 from gpu_runner.accounts import Split
-from gpu_runner.addresses import name_problem
 from gpu_runner.fleet import FleetBook
+from gpu_runner.model_names import name_problem
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet import FleetConfigError, GpuFleet
 from resources.objects import self_test, temporary_folder
@@ -110,6 +110,8 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
             refuse_empty_store(context.instance, data)  # before anything is written there
             self_test(data.objects)
             with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as book:
+                if endpoint := context.run.tags.get(ENDPOINT_TAG):
+                    fleet.config().engines_for(wanted.model, endpoint)  # refused here, before anything is begun
                 if REFRESH_TAG in context.run.tags:
                     begin_unless_busy(book, spec, context.run.run_id, context.run.tags)
                 manifest = build_snapshot(wanted, data, now=time.time(), workdir=folder, base=base)
@@ -118,7 +120,7 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
                     context.log.warning(sentence)
                 ensure_pool(context.instance, spec.name, book.instances(spec.name) + 1)
                 planned = plan_metadata(context, wanted, base, data, fleet, book)
-        except (SourceError, WishError) as error:
+        except (SourceError, WishError, FleetConfigError) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),

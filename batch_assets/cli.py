@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from batch_assets.wishes import Wishes
 
 ENDPOINT_SECONDS = 2.0
+# Errors of modules that are not imported for this: they are heavy.
+ANSWERS = ("FleetConfigError", "EndpointsError", "PricingError", "LaunchError", "DagsterInvalidConfigError")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,7 +84,7 @@ def user_errors() -> Iterator[None]:
     except (UserError, SpecError, StackError, StoreError) as error:
         _fail(str(error), 2)
     except Exception as error:
-        if type(error).__name__ in ("FleetConfigError", "PricingError", "LaunchError", "DagsterInvalidConfigError"):
+        if type(error).__name__ in ANSWERS:
             _fail(str(error), 2)
         if (said := _of_the_machine(error)) is not None:
             _fail(said, 2)
@@ -147,24 +149,39 @@ def _known(name: str) -> GeneratedDatasetSpec:
 
 def _check_endpoint(endpoint: str) -> None:
     """Somebody must answer there now: a run would wait ten minutes for it."""
-    from gpu_runner.addresses import AddressProblem, host_and_port
+    from gpu_runner.addresses import AddressRefused
     from gpu_runner.providers.local import EngineStartError, wait_reachable
 
     try:
-        host_and_port(endpoint)
-    except AddressProblem as error:
-        raise UserError(f"--endpoint: {error}") from None
-    try:
         wait_reachable(endpoint, ENDPOINT_SECONDS)
-    except EngineStartError as error:
+    except (EngineStartError, AddressRefused) as error:
         raise UserError(f"--endpoint: {error}") from None
 
 
 def _check_model(model: str | None) -> None:
-    from gpu_runner.addresses import name_problem
+    from gpu_runner.model_names import name_problem
 
     if model is not None and (problem := name_problem(model)):
         raise UserError(f"--model: expected a model as the engine knows it, found {model[:100]!r}: {problem}")
+
+
+def _address(name: str, given: str | None) -> str | None:
+    """An engine's address in our spelling. Raises UserError without the address, which may hold a secret."""
+    from gpu_runner.addresses import engine_url
+
+    try:
+        return engine_url(given) if given else None
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _allow(endpoint: str, of_environment: str | None) -> None:
+    """Runs of this home may send to it from now on, and the key with it unless that is for another address."""
+    from batch_assets.stack import prepare_home
+    from resources.endpoints import allow
+
+    given = of_environment is None or of_environment == endpoint
+    allow(prepare_home(), endpoint, (os.environ.get("BATCH_ASSETS_API_KEY") or None) if given else None)
 
 
 def _wished(
@@ -200,8 +217,11 @@ def run(
     """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
     with user_errors():
         _wished(_known(name), deadline, budget_usd, objective, max_instances)
+        of_environment = _address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        endpoint = _address("--endpoint", endpoint)
         if endpoint is not None:
             _check_endpoint(endpoint)
+            _allow(endpoint, of_environment)
         _check_model(model)
         from batch_assets.request import Request
         from batch_assets.summary import carry_out
@@ -338,6 +358,7 @@ def demo() -> None:
     """Generate the example dataset, verify it, and show three rows of its table."""
     with user_errors():
         _known("example")
+        _address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
         from batch_assets.demo import run_demo
 
         raise typer.Exit(run_demo())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dagster_graphql import DagsterGraphQLClient, DagsterGraphQLClientError, ReloadRepositoryLocationStatus
 
+from batch_assets import settings, web_token
 from batch_assets.stack import StackAddress
+from gpu_runner.addresses import direct
 
 LOCATION = "batch_assets"
 REPOSITORY = "__repository__"
@@ -26,7 +27,8 @@ class DagsterClient:
 
     def __init__(self, address: StackAddress) -> None:
         self.url = address.url
-        self._client = DagsterGraphQLClient("127.0.0.1", port_number=address.port, timeout=60)
+        headers = web_token.headers(settings.dagster_home())
+        self._client = DagsterGraphQLClient("127.0.0.1", port_number=address.port, timeout=60, headers=headers)
 
     def launch(self, job: str, tags: Mapping[str, str], run_config: Mapping[str, Any]) -> str:
         """Queue a run of the job; returns its run id. Raises LaunchError.
@@ -74,7 +76,7 @@ class DagsterClient:
     def alive(self) -> bool:
         """Whether the webserver answers."""
         try:
-            with urllib.request.urlopen(f"{self.url}/server_info", timeout=ANSWER_SECONDS) as answer:
+            with direct.open(f"{self.url}/server_info", timeout=ANSWER_SECONDS) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

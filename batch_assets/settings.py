@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
+FLEET_DB = "BATCH_ASSETS_FLEET_DB"
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -25,12 +26,12 @@ def store_root() -> str:
 
 def fleet_database() -> str:
     """SQLAlchemy URL of the fleet's tables: BATCH_ASSETS_FLEET_DB, else SQLite in DAGSTER_HOME."""
-    named = os.environ.get("BATCH_ASSETS_FLEET_DB") or ""
+    named = os.environ.get(FLEET_DB) or ""
     try:
         _ = urlsplit(named).port
     except ValueError:  # never the address itself: there may be a password in it
         expected = "a URL like postgresql://host:5432/name or sqlite:////path/fleet.db"
-        raise SettingError(f"BATCH_ASSETS_FLEET_DB: expected {expected}, found one that cannot be read") from None
+        raise SettingError(f"{FLEET_DB}: expected {expected}, found one that cannot be read") from None
     return named or f"sqlite:///{dagster_home() / 'fleet.db'}"
 
 

@@ -71,6 +71,15 @@ GridValues = Annotated[
 ]
 
 
+def _may_hold_secret(path: str) -> bool:
+    """Whether an address names more than a place; the path is shown in the catalog. `?` is a wildcard in S3 keys."""
+    scheme, found, rest = path.partition("://")
+    if not found:
+        return False
+    s3 = scheme.lower() == "s3"
+    return bool({"@", ":"} & set(rest.partition("/")[0])) if s3 else bool({"@", "?", "#"} & set(rest))
+
+
 class SourceSpec(Strict):
     """Where the rows come from: exactly one of `path` and `grid`."""
 
@@ -97,6 +106,8 @@ class SourceSpec(Strict):
         if (self.path is None) == (self.grid is None):
             found = "neither" if self.path is None else "both"
             raise Unusable("exactly one of path and grid", found)
+        if _may_hold_secret(self.path or ""):
+            raise Unusable("a path or address without user, password or query", "one with it", key="path")
         if self.grid is not None and self.format is not None:
             raise Unusable("no format beside a grid", show(self.format), key="format")
         for name, values in (self.grid or {}).items():

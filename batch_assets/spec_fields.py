@@ -15,7 +15,7 @@ from batch_assets.cron import cron_problem
 from batch_assets.moments import MomentProblem, known_zone, parse_deadline
 from batch_assets.spec_errors import Unusable, show
 from batch_assets.templates import Template, TemplateProblem
-from gpu_runner.addresses import name_problem
+from gpu_runner.model_names import name_problem
 
 MAX_SCHEMA_BYTES = 100_000
 # Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.

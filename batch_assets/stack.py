@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from batch_assets import access, settings
+from batch_assets import access, settings, web_token
 from batch_assets.clock import set_back_meanwhile, wake_sensors
 from batch_assets.leftovers import LeftoverError, StackMark, end_child, forget_stack, hold_alive, new_stack
+from batch_assets.loopback import keep_loopback_direct
+from gpu_runner.addresses import direct
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
 from gpu_runner.steady import JumpWatch
@@ -62,6 +64,7 @@ def prepare_home() -> Path:
     except access.AccessError as error:
         raise StackError(str(error)) from None
     os.environ["DAGSTER_HOME"] = str(home)
+    keep_loopback_direct(os.environ)
     if not (home / "dagster.yaml").exists():
         shutil.copyfile(settings.PROJECT / "deploy" / "local" / "dagster.yaml", home / "dagster.yaml")
     return home
@@ -159,7 +162,7 @@ class Stack:
         self._children = [
             self._server,
             _Child("daemon", _dagster("dagster._daemon", "run -w", workspace)),
-            _Child("webserver", _dagster("dagster_webserver", f"-h 127.0.0.1 -p {self.port} -w", workspace)),
+            _Child("webserver", _dagster("batch_assets.webserver", f"--port {self.port} --workspace", workspace)),
         ]
 
     def __enter__(self) -> Stack:
@@ -337,7 +340,7 @@ def _end(child: _Child) -> None:
 def _wait_loaded(url: str, home: Path, seconds: float, healthy: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and healthy():
-        state = _location_state(url)
+        state = _location_state(url, home)
         if state == "loaded":
             return
         if state is not None and state != "loading":
@@ -346,17 +349,19 @@ def _wait_loaded(url: str, home: Path, seconds: float, healthy: Callable[[], boo
     raise StackError(f"Dagster on {home} did not answer in time at {url}; its logs: {home / LOGS}")
 
 
-def _location_state(url: str) -> str | None:
+def _location_state(url: str, home: Path) -> str | None:
     """ "loaded", "loading", an error text, or None while nobody answers."""
     query = (
         "{ workspaceOrError { ... on Workspace { locationEntries { loadStatus locationOrLoadError { __typename "
         "... on PythonError { message } } } } } }"
     )
     request = urllib.request.Request(
-        f"{url}/graphql", json.dumps({"query": query}).encode(), {"Content-Type": "application/json"}
+        f"{url}/graphql",
+        json.dumps({"query": query}).encode(),
+        {"Content-Type": "application/json", **web_token.headers(home)},
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with direct.open(request, timeout=10) as answer:
             entries = json.loads(answer.read())["data"]["workspaceOrError"]["locationEntries"]
     except (OSError, KeyError, ValueError):
         return None

@@ -49,8 +49,8 @@ SOURCE_CHUNK = 100_000
 LOOK_SECONDS = 1.0
 ROLES = {
     "dagster._daemon": "daemon",
-    "dagster_webserver": "webserver",
     "batch_assets.code_server start": "code server (proxy)",
+    "batch_assets.webserver": "webserver",
     "dagster api grpc": "code server (definitions)",
     "gpu_runner.simulator": "engine",
     "bin/postgres": "postgres (largest process)",

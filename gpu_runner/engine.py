@@ -20,6 +20,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from gpu_runner import addresses
 from gpu_runner.rows import Generation
 from gpu_runner.wire import (
     PATHS,
@@ -263,7 +264,10 @@ def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
     A request waits for minutes without a byte; middleboxes drop such connections without telling anybody.
     """
-    family, kind, protocol, _, _ = address
+    family, kind, protocol, _, resolved = address
+    addresses.refuse(
+        str(resolved[0])
+    )  # here, where it is connected to: a name may lead elsewhere each time it is asked
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -294,6 +298,8 @@ def _never_connected(error: BaseException) -> bool:
 
 def _failure(error: BaseException) -> EngineError:
     """The error of ours for a failure below HTTP. Its text names the kind only: addresses may be secret."""
+    if refused := addresses.refused(error):
+        return EngineRefused(str(refused))
     if isinstance(error, aiohttp.ClientSSLError):
         return EngineRefused("expected a valid TLS certificate, found one that fails verification: check the address")
     if _never_connected(error):

@@ -56,7 +56,12 @@ class Tables:
         self._host = boot_name() if host is None else host
         self._seen: Agreed | None = None
         self._kept_at = -math.inf  # by the steady clock: when it was written down for others
-        self.engine = sa.create_engine(url, pool_pre_ping=not sqlite, connect_args={"timeout": 30} if sqlite else {})
+        try:
+            self.engine = sa.create_engine(
+                url, pool_pre_ping=not sqlite, connect_args={"timeout": 30} if sqlite else {}
+            )
+        except (sa.exc.ArgumentError, ValueError):  # its text may hold parts of the address, and so the password
+            raise ValueError("database of the fleet: expected a SQLAlchemy URL, found what cannot be read") from None
         if sqlite:
             sa.event.listen(self.engine, "connect", _configure_sqlite)
             sa.event.listen(self.engine, "begin", _begin_sqlite)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from gpu_runner.addresses import AddressRefused
 from gpu_runner.fleet import FleetBook, Instance
 from gpu_runner.heart import Heart
 from gpu_runner.offers import Offer
@@ -62,7 +63,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
 
     def config(self) -> FleetConfig:
         """fleet.yaml as it is now. Raises FleetConfigError."""
-        return FleetConfig.load(Path(self.config_path))
+        return FleetConfig.load(Path(self.config_path), Path(self.home))
 
     @contextlib.contextmanager
     def open_book(self) -> Iterator[FleetBook]:
@@ -171,7 +172,10 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
     def _start(self, run_id: str, engine: EngineConfig, need: Requirement, pause: Pause) -> StandingEngine:
         if engine.kind == "endpoint":
             assert engine.url is not None
-            wait_reachable(engine.url, min(engine.start_seconds, ENDPOINT_SECONDS), pause)
+            try:
+                wait_reachable(engine.url, min(engine.start_seconds, ENDPOINT_SECONDS), pause)
+            except AddressRefused as error:
+                raise FleetConfigError(f"engine {engine.name}: {error}") from None
             return StandingEngine(engine.url)
         process = EngineProcess(
             _simulator_command(engine) if engine.kind == "simulated" else engine.command,

@@ -7,18 +7,21 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
-from gpu_runner.addresses import AddressProblem, host_and_port, name_problem
+from gpu_runner.addresses import engine_url
+from gpu_runner.model_names import name_problem
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
+from resources import endpoints
 from resources.alerts import AlertConfig
 from resources.pricing import PricingConfig
 from resources.yaml_files import YamlProblem, load, read_text
 
+ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
@@ -64,11 +67,9 @@ class EngineConfig(BaseModel):
             raise ValueError("url: expected for kind endpoint, and for no other kind")
         if self.url is not None:
             try:
-                host_and_port(self.url)
-            except AddressProblem as error:
+                engine_url(self.url)
+            except ValueError as error:
                 raise ValueError(f"url: {error}") from None
-            if urlsplit(self.url).username is not None:
-                raise ValueError("url: expected http://host:port or https://host:port, without a user or password")
         return self
 
 
@@ -81,6 +82,9 @@ class FleetConfig(BaseModel):
     local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
     prices: PricingConfig = Field(default=PricingConfig(), description="price sources, see `docs/pricing.md`")
     alerts: AlertConfig | None = Field(default=None, description="a webhook that hears of deadlines and budgets")
+    allowed_endpoints: list[str] = Field(
+        default=[], description="further addresses that the tag `batch/endpoint` may name; no key is sent to them"
+    )
     max_instances: int = Field(default=20, ge=1, description="most instances at once, of all datasets together")
     idle_minutes: float = Field(default=10, ge=0, description="real; how long an instance waits for the next run")
     start_seconds: float = Field(
@@ -90,6 +94,15 @@ class FleetConfig(BaseModel):
         "offer's `boot_seconds`",
     )
     move_seconds: float = Field(default=30, gt=0, description="how often a run looks for a cheaper offer")
+    _home: Path | None = PrivateAttr(default=None)  # where endpoints.json lies
+
+    @field_validator("allowed_endpoints")
+    @classmethod
+    def _addresses(cls, given: list[str]) -> list[str]:
+        try:
+            return [engine_url(one) for one in given]
+        except ValueError as error:
+            raise ValueError(f"allowed_endpoints: {error}") from None
 
     @model_validator(mode="before")
     @classmethod
@@ -118,12 +131,13 @@ class FleetConfig(BaseModel):
         return cls(simulated=default_cloud(), idle_minutes=EMBEDDED_IDLE_MINUTES, move_seconds=2)
 
     def engines_for(self, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
-        """Engines that may serve the model, or the one at this address."""
+        """Engines that may serve the model, or the one at this address. Raises FleetConfigError.
+
+        The address comes from a tag, which whoever reaches Dagster may write: it only chooses among those that the
+        environment, fleet.yaml or a command line on this home has named. A key goes to the address it was given for.
+        """
         if endpoint:
-            key = "BATCH_ASSETS_API_KEY" if os.environ.get("BATCH_ASSETS_API_KEY") else None
-            address = re.sub(r"[^a-z0-9._-]+", "-", endpoint.split("://")[-1].lower()).strip("-._")
-            own = EngineConfig(name=address[:63] or "endpoint", kind="endpoint", url=endpoint, api_key_env=key)
-            return [own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint"})]
+            return [self._engine_at(endpoint)]
         fitting = [engine for engine in self.engines if not engine.models or model in engine.models]
         if not fitting and self.simulated is None and not self.local:
             raise FleetConfigError(
@@ -132,9 +146,41 @@ class FleetConfig(BaseModel):
             )
         return fitting
 
+    def _engine_at(self, endpoint: str) -> EngineConfig:
+        try:
+            url, own = engine_url(endpoint), _engine_of_environment()
+            given = None if self._home is None else endpoints.allowed(self._home, url)
+        except (ValueError, endpoints.EndpointsError) as error:
+            raise FleetConfigError(f"address of the engine (--endpoint, tag batch/endpoint): {error}") from None
+        key = os.environ.get(KEY_VARIABLE) or None
+        if url == own or (given and given.takes(key)):
+            return _endpoint_engine(url, KEY_VARIABLE if key else None)
+        if standing := [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]:
+            return standing[0]
+        if (given and given.without_key) or url in self.allowed_endpoints:
+            return _endpoint_engine(url, None)
+        if given:
+            raise FleetConfigError(
+                f"{KEY_VARIABLE}: expected the key that was given with --endpoint, found another or none in the "
+                "environment of this Dagster; end it and start it with the key"
+            )
+        raise FleetConfigError(
+            "tag batch/endpoint: expected an address that BATCH_ASSETS_ENDPOINT, `engines` or `allowed_endpoints` in "
+            "fleet.yaml, or `batch-assets run --endpoint` has named, found another one; nothing was sent to it"
+        )
+
     @classmethod
-    def load(cls, path: Path) -> FleetConfig:
-        """Read fleet.yaml. Raises FleetConfigError naming file, key, expected and found."""
+    def load(cls, path: Path, home: Path | None = None) -> FleetConfig:
+        """Read fleet.yaml; `home`: where the addresses lie that were allowed by a command.
+
+        Raises FleetConfigError naming file, key, expected and found.
+        """
+        found = cls._load(path)
+        found._home = home
+        return found
+
+    @classmethod
+    def _load(cls, path: Path) -> FleetConfig:
         if not path.exists():
             if os.environ.get("BATCH_ASSETS_FLEET") == str(path):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
@@ -143,7 +189,7 @@ class FleetConfig(BaseModel):
             found = cls.model_validate(load(read_text(path)))
             return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
-            problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())
+            problems = "; ".join(_problem(found) for found in error.errors())
             raise FleetConfigError(f"{path}: {problems}") from None
         except YamlProblem as error:
             raise FleetConfigError(f"{path}: {error}") from None
@@ -151,12 +197,32 @@ class FleetConfig(BaseModel):
             raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
 
 
-def _problem(keys: tuple[int | str, ...], said: str, found: object) -> str:
-    """Key, expected and found. Of a part or a setting of an engine's environment only the type: it may be a secret."""
-    plain = isinstance(found, str | int | float | bool) and not {"environment", "alerts"} & set(keys)
+def _engine_of_environment() -> str | None:
+    """BATCH_ASSETS_ENDPOINT in our spelling. Raises ValueError, without what it holds."""
+    found = os.environ.get(ENDPOINT_VARIABLE)
+    try:
+        return engine_url(found) if found else None
+    except ValueError as error:
+        raise ValueError(f"{ENDPOINT_VARIABLE}: {error}") from None
+
+
+def _endpoint_engine(url: str, api_key_env: str | None) -> EngineConfig:
+    name = re.sub(r"[^a-z0-9._-]+", "-", url.split("://")[-1].lower()).strip("-._")[:63]
+    own = EngineConfig(name=name or "endpoint", kind="endpoint", url=url, api_key_env=api_key_env)
+    return own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint"})
+
+
+def _problem(error: ErrorDetails) -> str:
+    """Key, expected and found. Of what may be a secret only the type: a part, a setting of an engine's environment, an
+    address, or whatever stands under a key that we do not know (`api_key: …`).
+    """
+    keys, said, found = error["loc"], error["msg"], error["input"]
+    unknown = error["type"] == "extra_forbidden" and isinstance(found, str)
+    secret = {"environment", "alerts"} & set(keys) or unknown or {"@", "/", "?", "#"} & set(str(found))
+    plain = isinstance(found, str | int | float | bool) and not secret
     shown = f"{found!r:.80}" if plain else type(found).__name__
     where = ".".join(map(str, keys))
     text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")
     return f"{where + ': ' if where else ''}{text}" + (
-        "" if text.startswith(("url", "engines", "local")) else f", found {shown}"
+        "" if text.startswith(("url", "engines", "local", "allowed_endpoints")) else f", found {shown}"
     )

@@ -93,9 +93,12 @@ def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
 
     S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
     """
-    parts = urlsplit(root)
+    try:
+        parts = urlsplit(root)
+    except ValueError:
+        raise StoreError("store root: expected a folder or s3://bucket/prefix, found what cannot be read") from None
     if parts.scheme == "s3":
-        if not parts.netloc or parts.username or parts.query:
+        if not parts.netloc or {"@", ":"} & set(parts.netloc) or "?" in root or "#" in root:
             raise StoreError(
                 f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
             )
@@ -105,6 +108,12 @@ def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
     if parts.scheme and len(parts.scheme) > 1:
         raise StoreError(f"store root: expected a folder or s3://bucket/prefix, found scheme {parts.scheme!r}")
     return LocalObjects(Path(root))
+
+
+def checked_root(root: str) -> str:
+    """The same root. Raises StoreError when nothing can be opened there: it may hold a secret that nobody is to see."""
+    open_objects(root)
+    return root
 
 
 class LocalObjects:
@@ -377,7 +386,12 @@ class _Ranges(io.RawIOBase):
 
 
 def _s3_endpoint() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    """Address of an S3 server that is not Amazon's. Raises StoreError for one with a secret in it: errors show it."""
+    name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
+    found = os.environ.get(name)
+    if found and {"@", "?", "#"} & set(found):
+        raise StoreError(f"{name}: expected an address without user, password, query or fragment")
+    return found
 
 
 def _s3_region() -> str:

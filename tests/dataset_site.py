@@ -18,6 +18,7 @@ from batch_assets.generated_dataset import dataset_definitions
 from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from gpu_runner.fleet import FleetBook
+from resources.endpoints import allow
 from resources.fleet import GpuFleet
 from resources.objects import open_objects
 from resources.store import BatchStore, DatasetStore, SnapshotManifest
@@ -66,7 +67,9 @@ class DatasetSite:
         self, first: str, last: str, url: str | None, *, config: Mapping[str, bool] | None = None, **more: Any
     ) -> dg.ExecuteInProcessResult:
         tags = {ledger.RANGE_START_TAG: first, ledger.RANGE_END_TAG: last}
-        tags |= {ENDPOINT_TAG: url} if url else {}
+        if url:
+            allow(self.folder, url, None)
+            tags[ENDPOINT_TAG] = url
         run_config = {"ops": {"d__rows": {"config": dict(config)}}} if config else None
         return self.materialize("rows", tags=tags, run_config=run_config, **more)
 

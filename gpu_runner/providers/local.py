@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gpu_runner.addresses import AddressProblem, host_and_port
+from gpu_runner.addresses import AddressRefused, connect, direct, engine_url, host_and_port
 from gpu_runner.providers.guard import GRACE_SECONDS
 
 
@@ -38,7 +37,7 @@ def _harmless(environment: Mapping[str, str]) -> dict[str, str]:
 def answers(endpoint: str) -> bool:
     """Whether the engine's /health answers 200."""
     try:
-        with urllib.request.urlopen(f"{endpoint}/health", timeout=2) as answer:
+        with direct.open(f"{endpoint}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False
@@ -47,7 +46,7 @@ def answers(endpoint: str) -> bool:
 def served_length(endpoint: str) -> int | None:
     """Most tokens of a row as the engine's /v1/models says (vLLM's max_model_len); None when it does not."""
     try:
-        with urllib.request.urlopen(f"{endpoint}/v1/models", timeout=2) as answer:
+        with direct.open(f"{endpoint}/v1/models", timeout=2) as answer:
             found = json.load(answer)["data"][0].get("max_model_len")
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return None
@@ -55,16 +54,21 @@ def served_length(endpoint: str) -> int | None:
 
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait until something accepts connections at the address. Raises EngineStartError when the time is over."""
+    """Wait until something accepts connections at the address.
+
+    Raises EngineStartError when the time is over, and AddressRefused for an address that is no engine's.
+    """
     try:
-        address = host_and_port(endpoint)
-    except AddressProblem as error:
+        address = host_and_port(engine_url(endpoint))
+    except ValueError as error:
         raise EngineStartError(str(error)) from None
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(address, timeout=5).close()
+            connect(*address, 5).close()
             return
+        except AddressRefused:
+            raise
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise EngineStartError(

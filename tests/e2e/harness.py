@@ -20,7 +20,7 @@ import pytest
 import yaml
 from pace import PATIENCE
 
-from batch_assets import ledger
+from batch_assets import ledger, web_token
 from batch_assets.stack import Stack, prepare_home
 from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.local import free_port
@@ -133,7 +133,8 @@ class Platform:
     def gql(self, query: str, **variables: Any) -> dict[str, Any]:
         """One GraphQL request to the webserver."""
         body = json.dumps({"query": query, "variables": variables}).encode()
-        request = urllib.request.Request(f"{self.stack.url}/graphql", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **web_token.headers(self.home)}
+        request = urllib.request.Request(f"{self.stack.url}/graphql", body, headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             found = json.loads(answer.read())
         assert "errors" not in found, found["errors"]

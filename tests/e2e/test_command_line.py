@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
+import psutil
 import pytest
 
+from batch_assets import web_token
 from batch_assets.launcher import REQUEST_TAG
 from batch_assets.ledger import rows_key
-from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Site
+from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Command, Site
 from e2e.command_line import site as new_site
 from e2e.harness import Simulator, eventually
 from gpu_runner.providers.local import free_port
@@ -22,6 +24,11 @@ from gpu_runner.providers.local import free_port
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 KEYS = ["dataset", "rows", "ok", "dead", "batches", "batches_done", "prompt_tokens", "completion_tokens", "table"]
+
+
+def dagster(command: Command) -> list[psutil.Process]:
+    """Processes of the Dagster that the command has started."""
+    return [*command.find("dagster"), *command.find("batch_assets.webserver")]
 
 
 @pytest.fixture
@@ -157,11 +164,20 @@ def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
         simulator.stop()
 
 
+def test_a_proxy_in_the_environment_is_never_asked_for_loopback(site: Site):
+    dead = f"http://127.0.0.1:{free_port()}"
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy"), dead)
+    command = site.start("run", NAME, "--json", **proxies, no_proxy="", NO_PROXY="")
+    status, output = command.end()
+    assert status == 0, command.said()
+    assert json.loads(output)["ok"] == ROWS
+
+
 def test_ui_serves_on_loopback_and_ends_with_everything_it_started(site: Site):
     port = free_port()
     ui = site.start("ui", "--port", str(port))
     eventually(lambda: "Dagster's UI" in ui.output.read_text(), 60, "the UI to be ready")
-    eventually(lambda: len(ui.find("dagster")) >= 6, 20, "all processes")
+    eventually(lambda: len(dagster(ui)) >= 6, 20, "all processes")
     ui.note()
     listening = {c.laddr for p in ui.below.values() for c in p.net_connections("tcp") if c.status == "LISTEN"}
     assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", port)}
@@ -183,7 +199,7 @@ def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
     eventually(lambda: "Dagster's UI" in ui.output.read_text(), 60, "the UI to be ready")
     command = site.start("run", NAME, BATCH_ASSETS_API_KEY="key")
     site.working(command)
-    assert command.find("dagster") == []  # it started none of its own
+    assert dagster(command) == []  # it started none of its own
     assert "runs see only the environment" in command.said()
     ui.interrupt(signal.SIGTERM)
     ui.end(30)
@@ -203,7 +219,8 @@ def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: Site):
         (run,) = [run for run in instance.get_runs() if REQUEST_TAG in run.tags]
     mutation = f'mutation {{ terminateRun(runId: "{run.run_id}") {{ __typename }} }}'
     body = json.dumps({"query": mutation}).encode()
-    request = urllib.request.Request(f"{url}/graphql", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **web_token.headers(site.home)}
+    request = urllib.request.Request(f"{url}/graphql", body, headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert b"TerminateRunSuccess" in answer.read()
     status, _ = command.end(60)
