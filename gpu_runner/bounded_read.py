@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from gpu_runner.rows import Generation
+
+if TYPE_CHECKING:
+    import aiohttp
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -73,7 +74,7 @@ def answer_limit(generation: Generation, context: int | None = None) -> int:
         tokens += whole
     each = TOKEN_BYTES
     asked = sampling.get("logprobs")
-    if asked or asked == 0 and asked is not False:
+    if asked or (asked == 0 and asked is not False):
         each += LOGPROB_BYTES * (2 + _whole(sampling, ("top_logprobs", "logprobs"), 0))
     wanted = FRAME_BYTES + tokens * each
     if sampling.get("prompt_logprobs") is not None:

@@ -211,7 +211,9 @@ class EngineClient:
                 if len(found) > PAGE_BYTES:
                     check_values(found, self._limit)
             except (BodyTooLarge, ValueError) as error:
-                raise RowRejected("answer_too_large", f"expected at most {self._limit:,} bytes, found {error}") from error
+                raise RowRejected(
+                    "answer_too_large", f"expected at most {self._limit:,} bytes, found {error}"
+                ) from error
             except UnaskedEncoding as error:
                 raise RequestDenied("content_encoding", _encoded(error)) from error
             return read_answer(self.generation.task, answer.status, answer.headers, found)

@@ -238,14 +238,19 @@ class DatasetStore:
 
     def objects_by_batch(self, first: str = "", last: str = "~") -> dict[str, list[BatchObject]]:
         """All objects of the batches from `first` to `last`, oldest generation first within a data version."""
-        prefix = f"{self.dataset}/batches/"
         found: dict[str, list[BatchObject]] = defaultdict(list)
+        for batch in self.batch_objects(first):
+            if batch.key > last:
+                break
+            found[batch.key].append(batch)
+        return {key: sorted(batch) for key, batch in found.items()}
+
+    def batch_objects(self, first: str = "") -> Iterator[BatchObject]:
+        """Every batch object from the batch `first` on, as the store lists them."""
+        prefix = f"{self.dataset}/batches/"
         for info in self.objects.list(prefix, start_after=prefix + first if first else ""):
             if match := _OBJECT_NAME.match(info.path[len(prefix) :]):
-                if match["key"] > last:
-                    break
-                found[match["key"]].append(BatchObject(match["key"], match["version"], int(match["generation"])))
-        return {key: sorted(batch) for key, batch in found.items()}
+                yield BatchObject(match["key"], match["version"], int(match["generation"]))
 
     def current_objects(self, entries: Sequence[BatchEntry]) -> dict[str, BatchObject]:
         """The object with the highest generation at each entry's data version; entries without one are missing."""
