@@ -20,7 +20,9 @@ KIB, MIB = 1 << 10, 1 << 20
 # What every body may have without asking for room: a usual answer has a few KiB.
 FREE_BYTES = 16 * KIB
 # aiohttp holds up to twice this per connection, and what one read of the socket brings, before we look at it.
-BUFFER_BYTES = 32 * KIB
+BUFFER_BYTES = 64 * KIB
+# A large body that may be read is read in larger parts.
+READ_BYTES = 256 * KIB
 # Beyond FREE_BYTES the server is writing an answer that it has: the rest is a matter of the network.
 BODY_SECONDS = 60.0
 
@@ -126,7 +128,7 @@ async def read_body(answer: aiohttp.ClientResponse, limit: int, admit: Admit | N
         if admit is not None:
             await admit(promised or limit)
         async with asyncio.timeout(BODY_SECONDS):
-            while chunk := await content.readany():
+            async for chunk in content.iter_chunked(READ_BYTES):
                 body += chunk
                 if len(body) > limit:
                     raise BodyTooLarge(limit)
