@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -25,12 +26,14 @@ from typing import IO
 from batch_assets import settings
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
+from gpu_runner.small_pages import read_page
 
 # Never `logs`: dagster-webserver uploads whatever lies in DAGSTER_HOME/logs, also when telemetry is off
 # (dagster_webserver/cli.py, dagster/_core/telemetry_upload.py).
 LOGS = "process_logs"
 START_SECONDS = 120.0
 RESTARTS = 20
+ANSWER_BYTES = 16 << 20
 END_SECONDS = 3 * GRACE_SECONDS
 
 
@@ -86,7 +89,7 @@ def running_stack(home: Path) -> StackAddress | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             with contextlib.suppress(ValueError, TypeError):
-                return StackAddress(**json.loads(lock.read()))
+                return StackAddress(**json.loads(lock.read(ANSWER_BYTES)))
             return None
     return None
 
@@ -259,8 +262,8 @@ def _location_state(url: str) -> str | None:
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
-            entries = json.loads(answer.read())["data"]["workspaceOrError"]["locationEntries"]
-    except (OSError, KeyError, ValueError):
+            entries = json.loads(read_page(answer, ANSWER_BYTES, 10))["data"]["workspaceOrError"]["locationEntries"]
+    except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError):
         return None
     if not entries or any(entry["loadStatus"] != "LOADED" for entry in entries):
         return "loading"

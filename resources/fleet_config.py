@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from gpu_runner.providers.here import LocalProviderConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
+from gpu_runner.small_pages import read_file
 from resources.alerts import AlertConfig
 from resources.pricing import PricingConfig
 
+LARGEST_FILE = 1 << 20
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
@@ -128,7 +130,7 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            found = cls.model_validate(yaml.safe_load(path.read_text()))
+            found = cls.model_validate(yaml.safe_load(read_file(path, LARGEST_FILE).decode()))
             return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
             problems = "; ".join(_problem(found["loc"], found["msg"], found["input"]) for found in error.errors())

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+# A year of hourly prices of all clouds' GPUs has about 50 MB. A list is made of a thousand lines, and YAML takes long.
+LARGEST_FILE = 64 << 20
+
 
 class PricingError(Exception):
     """A price source cannot be read: what was expected, what was found, and where."""
@@ -146,6 +149,8 @@ def check_columns(path: Path, required: set[str]) -> None:
 
 def _open(path: Path) -> io.TextIOWrapper:
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise OSError(0, "no regular file")
         return path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
         raise PricingError(f"{path}: expected a readable file, found: {error.strerror}") from None
@@ -154,6 +159,9 @@ def _open(path: Path) -> io.TextIOWrapper:
 def _read_text(path: Path) -> str:
     with _open(path) as file:
         try:
-            return file.read()
+            text = file.read(LARGEST_FILE + 1)
         except UnicodeDecodeError as error:
             raise PricingError(f"{path}: expected UTF-8 text, found {error.reason} at byte {error.start}") from None
+    if len(text) > LARGEST_FILE:
+        raise PricingError(f"{path}: expected at most {LARGEST_FILE:,} characters, found more")
+    return text

@@ -26,6 +26,7 @@ from resources.tables import is_outcomes_table, outcomes_from, outcomes_table
 
 FOOTER_KEY = b"batch_assets"
 _CHECKSUM_BYTES = 8
+LARGEST_POINTER, LARGEST_MANIFEST = 4096, 64 << 20
 _OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
 
 
@@ -177,12 +178,14 @@ class DatasetStore:
     def current_snapshot(self) -> str | None:
         """Id of the newest complete snapshot, or None before the first."""
         with contextlib.suppress(FileNotFoundError):
-            return self.objects.get(f"{self.dataset}/snapshots/CURRENT").decode().strip()
+            return self.objects.get(f"{self.dataset}/snapshots/CURRENT", LARGEST_POINTER).decode().strip()
         return None
 
     def manifest(self, snapshot: str) -> SnapshotManifest:
         """Raises FileNotFoundError when the snapshot was never completed."""
-        return SnapshotManifest.model_validate_json(self.objects.get(self.snapshot_path(snapshot, "manifest.json")))
+        return SnapshotManifest.model_validate_json(
+            self.objects.get(self.snapshot_path(snapshot, "manifest.json"), LARGEST_MANIFEST)
+        )
 
     def put_manifest(self, manifest: SnapshotManifest) -> None:
         """Complete a snapshot whose other files are in place, and make it the current one."""
@@ -403,7 +406,7 @@ class DatasetStore:
     def current_published(self) -> str | None:
         """Version that readers see, or None before the first publication."""
         with contextlib.suppress(FileNotFoundError):
-            return self.objects.get(f"{self.dataset}/published/CURRENT").decode().strip()
+            return self.objects.get(f"{self.dataset}/published/CURRENT", LARGEST_POINTER).decode().strip()
         return None
 
     def publish(self, version: str) -> None:

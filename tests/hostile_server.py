@@ -10,6 +10,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from types import TracebackType
 
 import orjson
@@ -36,7 +37,7 @@ def endless(block: bytes = BLOCK, head: bytes = b"", begin: bytes = b"") -> Rout
     """A body without a length."""
     return lambda most: (
         b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + head,
-        (part for part in (begin, *[block] * (most // len(block)))),
+        chain([begin], repeat(block, most // len(block))),
     )
 
 
