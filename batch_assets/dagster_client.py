@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,5 +79,5 @@ class DagsterClient:
         try:
             with direct.open(f"{self.url}/server_info", timeout=ANSWER_SECONDS) as answer:
                 return bool(answer.status == 200)
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False

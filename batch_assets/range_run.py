@@ -16,11 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+from batch_assets import settings
 from batch_assets.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.range_source import RangeSource, RunClaims
+from batch_assets.vector_length import vector_length
+from gpu_runner.answer_memory import bytes_of
 from gpu_runner.engine import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Origin, Outcome
+from gpu_runner.vector_length import VectorLength
 from resources.fleet import LeasedEngine
 from resources.objects import StoreError
 from resources.store import BatchFooter, DatasetStore, SnapshotManifest
@@ -35,6 +39,10 @@ UNDECIDED_SECONDS = 0.05
 CLOSE_SECONDS = 2.0
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
+# A segment is written from a copy of its rows.
+SEGMENT_BYTES = 16 << 20
+# Vectors take eight times as much memory as store.
+VECTOR_MEMORY = 4
 
 
 @dataclass
@@ -44,6 +52,21 @@ class _Journal:
     waiting: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     segments: list[tuple[str, frozenset[str]]] = field(default_factory=list)
     sequence: int = 0
+
+
+def _portions(batches: Mapping[str, Sequence[Outcome]]) -> Iterator[dict[str, list[Outcome]]]:
+    """The rows in parts that each make one segment, in order."""
+    portion: dict[str, list[Outcome]] = {}
+    held = 0
+    for key, rows in batches.items():
+        for row in rows:
+            portion.setdefault(key, []).append(row)
+            held += bytes_of(row)[0]
+            if held >= SEGMENT_BYTES:
+                yield portion
+                portion, held = {}, 0
+    if portion:
+        yield portion
 
 
 class RangeRun:
@@ -76,6 +99,7 @@ class RangeRun:
         self._work = {work.entry.key: work for work in plan.todo}
         self._rows = sum(work.entry.rows for work in plan.todo)
         self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
+        self._answer_bytes = settings.max_answer_bytes()
         self._journal_seconds = journal_seconds
         self._fence = fence
         self.health = health or StoreHealth()
@@ -101,8 +125,9 @@ class RangeRun:
             self.source.batches(),
             on_row=self._on_row,
             on_batch=self._on_batch,
-            policy=self._enough_backlog(policy or FeedPolicy()),
+            policy=self._enough_memory(self._enough_backlog(policy or FeedPolicy())),
             rng=rng or random.Random(),
+            vectors=VectorLength(vector_length(store, manifest)),
         )
 
     def progress(self) -> FeedProgress:
@@ -161,7 +186,11 @@ class RangeRun:
         self.epoch = leased.epoch
         time_outs = TimeOuts(request=leased.request_seconds)
         async with EngineClient(
-            leased.endpoint, self.generation, api_key=leased.api_key, time_outs=time_outs
+            leased.endpoint,
+            self.generation,
+            api_key=leased.api_key,
+            time_outs=time_outs,
+            answer_bytes=self._answer_bytes,
         ) as engine:
             info = await engine.info()
             self._check_context(info)
@@ -203,14 +232,18 @@ class RangeRun:
         open_rows = {key: rows for key, rows in waiting.items() if key not in self._committed_keys}
         if not open_rows:
             return
-        self._journal.sequence += 1
-        self._writing = self._pool.submit(self._write_segment, self._journal.sequence, open_rows)
-        try:
-            await asyncio.wrap_future(self._writing)
-        except BaseException:
-            for key, rows in open_rows.items():
-                self._journal.waiting[key][:0] = rows
-            raise
+        portions = list(_portions(open_rows))
+        while portions:
+            self._journal.sequence += 1
+            self._writing = self._pool.submit(self._write_segment, self._journal.sequence, portions[0])
+            try:
+                await asyncio.wrap_future(self._writing)
+            except BaseException:
+                for portion in reversed(portions):
+                    for key, rows in portion.items():
+                        self._journal.waiting[key][:0] = rows
+                raise
+            del portions[0]
 
     def store_is_there(self) -> bool:
         """The store has the snapshot of this run: it is the one that was there at the start, and it answers."""
@@ -277,6 +310,10 @@ class RangeRun:
         """Small batches that wait for `_undecided` must not end the reading before so many rows are answered."""
         enough = 2 * ALL_REFUSED * len(self._work) // max(1, self._rows) + 1
         return replace(policy, commit_backlog=max(policy.commit_backlog, enough))
+
+    def _enough_memory(self, policy: FeedPolicy) -> FeedPolicy:
+        factor = VECTOR_MEMORY if self.generation.task == "embedding" else 1
+        return replace(policy, open_bytes=factor * policy.open_bytes)
 
     def _undecided(self) -> bool:
         """Every row so far was refused, and an engine is there to show with the next ones what that means."""

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpu_runner.bounded_read import LARGEST_ANSWER
+
 FLEET_DB = "BATCH_ASSETS_FLEET_DB"
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -52,3 +54,19 @@ def capacity_seconds() -> float:
 def fleet_config() -> Path:
     """The fleet's configuration: BATCH_ASSETS_FLEET, else `fleet.yaml` in DAGSTER_HOME."""
     return Path(os.environ.get("BATCH_ASSETS_FLEET") or dagster_home() / "fleet.yaml")
+
+
+def max_answer_bytes() -> int | None:
+    """Most bytes of the answer to one row, from BATCH_ASSETS_MAX_ANSWER_BYTES; None: as much as `sampling` asks for.
+
+    Raises ValueError for anything but a whole number above 0.
+    """
+    said = os.environ.get("BATCH_ASSETS_MAX_ANSWER_BYTES", "").strip()
+    if not said:
+        return None
+    if not said.isdecimal() or not 0 < int(said[:20]) <= LARGEST_ANSWER:
+        raise ValueError(
+            f"BATCH_ASSETS_MAX_ANSWER_BYTES: expected a whole number of bytes from 1 to {LARGEST_ANSWER}, "
+            f"found {said[:20]!r}"
+        )
+    return int(said)

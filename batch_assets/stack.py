@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from batch_assets.loopback import keep_loopback_direct
 from gpu_runner.addresses import direct
 from gpu_runner.providers.guard import GRACE_SECONDS
 from gpu_runner.providers.local import free_port
+from gpu_runner.small_pages import read_page
 from gpu_runner.steady import JumpWatch
 
 # Never `logs`: dagster-webserver uploads whatever lies in DAGSTER_HOME/logs, also when telemetry is off
@@ -40,6 +42,7 @@ START_SECONDS = 120.0
 RESTARTS = 20  # of one child, within
 RESTARTS_SECONDS = 600.0
 LOCK_SECONDS = 1.0  # longer than a look at who holds the lock takes
+ANSWER_BYTES = 16 << 20
 END_SECONDS = 3 * GRACE_SECONDS
 
 
@@ -117,7 +120,7 @@ def running_stack(home: Path) -> StackAddress | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             with contextlib.suppress(ValueError, TypeError):
-                return StackAddress(**json.loads(lock.read()))
+                return StackAddress(**json.loads(lock.read(ANSWER_BYTES)))
             return None
     return None
 
@@ -362,8 +365,8 @@ def _location_state(url: str, home: Path) -> str | None:
     )
     try:
         with direct.open(request, timeout=10) as answer:
-            entries = json.loads(answer.read())["data"]["workspaceOrError"]["locationEntries"]
-    except (OSError, KeyError, ValueError):
+            entries = json.loads(read_page(answer, ANSWER_BYTES, 10))["data"]["workspaceOrError"]["locationEntries"]
+    except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError):
         return None
     if not entries or any(entry["loadStatus"] != "LOADED" for entry in entries):
         return "loading"

@@ -81,7 +81,7 @@ def name_of(command: list[str]) -> str:
     for word, name in (("code-server", "code server"), ("grpc", "code server"), ("dagster._daemon", "daemon")):
         if word in command:
             return name
-    return "webserver" if "dagster_webserver" in command else "others"
+    return "webserver" if "batch_assets.webserver" in command else "others"
 
 
 def spent(home: Path, seconds: float) -> dict[str, float]:

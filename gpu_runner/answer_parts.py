@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from sys import getsizeof
 from typing import Any
 
 import orjson
@@ -109,6 +110,13 @@ class AnswerParts:
     reasoning: str | None = None
     refusal: str | None = None
     logprobs: Logprobs | None = None
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory they take."""
+        texts = [self.reasoning, self.refusal]
+        texts += [text for call in self.tool_calls or () for text in (call.id, call.type, call.name, call.arguments)]
+        return sum(getsizeof(text) for text in texts if text) + (len(self.logprobs.packed) if self.logprobs else 0)
 
 
 NO_PARTS = AnswerParts()

@@ -20,7 +20,19 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from gpu_runner import addresses
+from gpu_runner import addresses, answer_numbers
+from gpu_runner.bounded_read import (
+    BUFFER_BYTES,
+    ERROR_BYTES,
+    PAGE_BYTES,
+    Admit,
+    BodyTooLarge,
+    UnaskedEncoding,
+    answer_limit,
+    check_values,
+    read_beginning,
+    read_body,
+)
 from gpu_runner.rows import Generation
 from gpu_runner.wire import (
     PATHS,
@@ -29,7 +41,9 @@ from gpu_runner.wire import (
     EngineLoad,
     EngineLost,
     EngineRefused,
+    MalformedMetrics,
     Repair,
+    RequestDenied,
     Requests,
     RowRejected,
     Transient,
@@ -47,6 +61,7 @@ __all__ = [
     "EngineLost",
     "EngineRefused",
     "Repair",
+    "RequestDenied",
     "RowRejected",
     "TimeOuts",
     "Transient",
@@ -86,7 +101,8 @@ class EngineInfo:
 class EngineClient:
     """One engine. Async context manager; `generate` may be called from any number of tasks at once.
 
-    `endpoint` is the server's address with or without the trailing `/v1`.
+    `endpoint` is the server's address with or without the trailing `/v1`. `answer_bytes` is what the answer to one row
+    may have at most; without it as much as `sampling` asks for (bounded_read.py).
     """
 
     def __init__(
@@ -96,6 +112,7 @@ class EngineClient:
         *,
         api_key: str | None = None,
         time_outs: TimeOuts = TimeOuts(),
+        answer_bytes: int | None = None,
     ) -> None:
         base = URL(endpoint.rstrip("/"))
         if base.scheme not in ("http", "https") or not base.host:
@@ -106,10 +123,12 @@ class EngineClient:
         self._root = api.parent
         self._api = api
         self._generate_url = self._address(api, PATHS[generation.task])
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._time_outs = time_outs
+        self._answer_bytes = answer_bytes
+        self._limit = answer_bytes or answer_limit(generation)
         self._has_metrics = True
         self._session: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
@@ -143,44 +162,68 @@ class EngineClient:
         return aiohttp.ClientSession(
             connector=connector,
             headers=self._headers,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            skip_auto_headers=("User-Agent",),
+            auto_decompress=False,
+            read_bufsize=BUFFER_BYTES,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=self._time_outs.request, sock_connect=self._time_outs.connect),
             trace_configs=traces,
         )
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion:
-        """Asks for one row. Raises RowRejected, Transient or EngineRefused."""
-        return await self._ask(self._requests.body(prompt, repair))
+    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+        """Asks for one row. Raises RowRejected, Transient or RequestDenied.
+
+        `admit` is awaited with a number of bytes before an answer of that size is read.
+        """
+        return await self._ask(self._requests.body(prompt, repair), admit)
 
     async def canary(self) -> None:
         """Has the engine generate one token: proof that it works. Raises like `generate`."""
-        await self._ask(self._requests.canary())
+        await self._ask(self._requests.canary(), None)
 
-    async def _ask(self, body: bytes) -> Completion:
+    async def _ask(self, body: bytes, admit: Admit | None) -> Completion:
         if self._session is None or self._fresh is None:
             raise RuntimeError("EngineClient is not open: use `async with`")
         loop = asyncio.get_running_loop()
         started = loop.time()
         context = _Sending()
         try:
-            return await self._post(self._session, body, context)
+            return await self._post(self._session, body, context, admit)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if context.new_connection or loop.time() - started > IDLE_CLOSE_SECONDS or _never_connected(error):
                 raise _failure(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _failure(error) from error
         try:
-            return await self._post(self._fresh, body, context)
+            return await self._post(self._fresh, body, context, admit)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _failure(error) from error
 
-    async def _post(self, session: aiohttp.ClientSession, body: bytes, context: _Sending) -> Completion:
+    async def _post(
+        self, session: aiohttp.ClientSession, body: bytes, context: _Sending, admit: Admit | None
+    ) -> Completion:
         data = body if len(body) < LARGE_BODY else io.BytesIO(body)
         async with session.post(
             self._generate_url, data=data, allow_redirects=False, trace_request_ctx=context
         ) as answer:
-            return read_answer(self.generation.task, answer.status, answer.headers, await answer.read())
+            try:
+                found = await self._body_of(answer, self._limit, admit)
+                if len(found) > PAGE_BYTES:
+                    check_values(found, self._limit)
+            except (BodyTooLarge, ValueError) as error:
+                raise RowRejected(
+                    "answer_too_large", f"expected at most {self._limit:,} bytes, found {error}"
+                ) from error
+            except UnaskedEncoding as error:
+                raise RequestDenied("content_encoding", _encoded(error)) from error
+            return read_answer(self.generation.task, answer.status, answer.headers, found)
+
+    @staticmethod
+    async def _body_of(answer: aiohttp.ClientResponse, limit: int, admit: Admit | None = None) -> bytes:
+        """The body of an answer, or the beginning of an error's."""
+        if answer.status == 200:
+            return await read_body(answer, limit, admit)
+        return await read_beginning(answer, ERROR_BYTES)
 
     async def info(self) -> EngineInfo:
         """Asks who serves here. Raises EngineRefused when the wanted model is not served, EngineLost when
@@ -190,32 +233,35 @@ class EngineClient:
         try:
             body = await self._page(self._address(self._api, "models"))
             version = await self._version()
-            models = {str(entry["id"]): entry for entry in orjson.loads(body)["data"]}
+            check_values(body, PAGE_BYTES)
+            models = {name: entry for entry in orjson.loads(body)["data"] if (name := _name(entry))}
         except Transient as error:
             raise EngineLost("not_ready", error.code) from error
-        except (orjson.JSONDecodeError, KeyError, TypeError, RowRejected) as error:
+        except (ValueError, LookupError, TypeError, RowRejected) as error:
             raise EngineRefused("expected a list of models at /v1/models, found something else") from error
         if wanted not in models:
-            found = ", ".join(sorted(models)[:5]) or "none"
+            found = ", ".join(name[:80] for name in sorted(models)[:5]) or "none"
             raise EngineRefused(
                 f"expected model {wanted}, found {found}: start the engine with this model or correct the dataset's"
             )
         entry = models[wanted]
-        longest = entry.get("max_model_len")
-        simulated = "simulat" in f"{version} {entry.get('owned_by')}".lower() or entry.get("simulated") is True
-        return EngineInfo(wanted, version, longest if isinstance(longest, int) else None, simulated)
+        longest = answer_numbers.context_length(entry.get("max_model_len"))
+        self._limit = self._answer_bytes or answer_limit(self.generation, longest)
+        owner = answer_numbers.short_name(entry.get("owned_by"))
+        simulated = "simulat" in f"{version} {owner}".lower() or entry.get("simulated") is True
+        return EngineInfo(wanted, version, longest, simulated)
 
     async def _version(self) -> str:
         try:
             answer = orjson.loads(await self._page(self._address(self._root, "version")))
         except (EngineRefused, RowRejected, orjson.JSONDecodeError):
             return ""
-        return str(answer.get("version", "")) if isinstance(answer, dict) else ""
+        return answer_numbers.short_name(answer.get("version")) if isinstance(answer, dict) else ""
 
     async def load(self) -> EngineLoad | None:
         """The engine's load from /metrics; None for ever when the server has no vLLM metrics.
 
-        Raises Transient or EngineLost when the page cannot be had now.
+        Raises Transient or EngineLost when the page cannot be had now, or is malformed.
         """
         if not self._has_metrics:
             return None
@@ -223,6 +269,8 @@ class EngineClient:
             load = parse_metrics(await self._page(self._address(self._root, "metrics")))
         except (EngineRefused, RowRejected):
             load = None
+        except MalformedMetrics as error:
+            raise Transient("garbage_body", "a page of metrics with figures that cannot be") from error
         self._has_metrics = load is not None
         return load
 
@@ -248,15 +296,29 @@ class EngineClient:
             async with self._session.get(
                 url, allow_redirects=False, timeout=limit, trace_request_ctx=_Sending()
             ) as answer:
-                body = await answer.read()
+                body = await self._body_of(answer, PAGE_BYTES)
                 if answer.status != 200:
                     raise error_of(answer.status, answer.headers, body)
                 return body
+        except (BodyTooLarge, UnaskedEncoding) as error:
+            raise RowRejected("garbage_body", str(error)) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             failure = _failure(error)
             if isinstance(failure, Transient) and not failure.taken:
                 raise EngineLost("unreachable", failure.code) from error
             raise failure from error
+
+
+def _name(entry: Any) -> str:
+    """The name of a line of /v1/models; empty when it has none that can be one."""
+    return answer_numbers.short_name(entry.get("id")) if isinstance(entry, dict) else ""
+
+
+def _encoded(error: UnaskedEncoding) -> str:
+    return (
+        f"expected answers without Content-Encoding, as asked for, found {error}: have the engine, or the proxy before "
+        "it, send them as they are"
+    )
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:

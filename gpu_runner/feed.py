@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from gpu_runner.answer_memory import AnswerMemory
 from gpu_runner.engine import allow_open_files
 from gpu_runner.lane import Lane
 from gpu_runner.policy import FeedPolicy
 from gpu_runner.rows import Batch, Origin, Outcome
 from gpu_runner.spend import Spending
+from gpu_runner.vector_length import VectorLength
 from gpu_runner.watchdog import Engine
 from gpu_runner.window import Window
 from gpu_runner.wire import EngineLost
@@ -78,12 +80,14 @@ class Feed:
         on_batch: Callable[[str, list[Outcome]], Awaitable[None]],
         policy: FeedPolicy | None = None,
         rng: random.Random | None = None,
+        vectors: VectorLength | None = None,
     ) -> None:
         self._batches = batches
         self._on_batch = on_batch
         self._policy = policy or FeedPolicy()
         self._rng = rng or random.Random()
-        self._work = Work(on_row)
+        memory = AnswerMemory(self._policy.open_bytes, self._policy.batch_bytes)
+        self._work = Work(on_row, memory, vectors or VectorLength())
         self._work.on_low = self._check_room
         self._work.low = self._policy.ahead
         self._failure: BaseException | None = None
@@ -266,6 +270,7 @@ class Feed:
             len(work.ready) < work.low
             and work.open_rows < max(policy.open_rows, policy.open_windows * window)
             and len(work.complete) + len(self._commits) < policy.commit_backlog
+            and not work.memory.full
         )
 
     def _check_room(self) -> None:
@@ -306,11 +311,17 @@ class Feed:
     # --- handing on ---
 
     def _start_commits(self) -> None:
-        while self._work.complete and len(self._commits) < self._policy.commits:
-            batch = self._work.complete.popleft()
+        complete = self._work.complete
+        while complete and len(self._commits) < self._policy.commits and self._may_commit(complete[0]):
+            batch = complete.popleft()
             task = asyncio.create_task(self._commit(batch))
             self._commits[task] = batch
             task.add_done_callback(self._committed)
+
+    def _may_commit(self, batch: OpenBatch) -> bool:
+        """A batch is written from a copy or two of its answers: large ones one after the other."""
+        writing = sum(other.bytes.held for other in self._commits.values())
+        return not self._commits or writing + batch.bytes.held <= self._policy.commit_bytes
 
     async def _commit(self, batch: OpenBatch) -> None:
         await self._on_batch(batch.key, [outcome for outcome in batch.outcomes if outcome is not None])

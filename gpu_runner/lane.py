@@ -13,9 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
+from sys import getsizeof
 from typing import Any
 
+from gpu_runner.answer_memory import bytes_of
 from gpu_runner.answer_parts import NO_PARTS
+from gpu_runner.denials import Denial, Denials
 from gpu_runner.policy import FeedPolicy
 from gpu_runner.retry import backoff, judge
 from gpu_runner.rows import Origin, Outcome, Output
@@ -24,13 +28,14 @@ from gpu_runner.spend import Spending
 from gpu_runner.suspects import Group
 from gpu_runner.watchdog import Engine, Watchdog
 from gpu_runner.window import Window
-from gpu_runner.wire import Completion, EngineLost, EngineRefused, Repair, RowRejected, Transient
+from gpu_runner.wire import Completion, EngineLost, EngineRefused, Repair, RequestDenied, RowRejected, Transient
 from gpu_runner.work import Item, Work, end_tasks
 
 # New connections are opened in bursts that a listening socket's backlog holds (uvicorn: 2,048): beyond it they
 # are dropped or reset. Slots that are already at work take their next row without this.
 BURST = 256
 BURST_SECONDS = 0.02
+BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Lane:
         self.spending = spending
         self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
         self.undecided: deque[Failure] = deque()
+        self.denials = Denials()
+        self._answered_rows = 0  # in flight, though only for want of room here
         self.group: Group[Item] | None = None
         self.draining = False
         self.error: BaseException | None = None
@@ -82,6 +89,7 @@ class Lane:
     def drain(self) -> None:
         """Takes no more rows; the lane ends when the last one in flight is answered."""
         self.draining = True
+        self.work.memory.let_all_in()
         self._end_if_drained()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -109,7 +117,7 @@ class Lane:
         return task
 
     def _return_rows(self) -> None:
-        held = [*self.in_flight, *(failure.item for failure in self.undecided)]
+        held = [*self.in_flight, *(failure.item for failure in self.undecided), *self.denials.give_up()]
         blamed: list[Item] = []
         if isinstance(self.error, EngineLost):
             self.work.counts.engine_deaths += 1
@@ -178,7 +186,7 @@ class Lane:
         self._end_if_drained()
 
     def _take(self) -> Item | None:
-        if self.draining or self.ended.is_set() or len(self.in_flight) + len(self.undecided) >= self.window.size:
+        if self.draining or self.ended.is_set() or self._slots_taken >= self.window.size:
             return None
         now = self._loop.time()
         if now < self.watchdog.resting_until:
@@ -197,7 +205,8 @@ class Lane:
     def _take_suspect(self) -> Item | None:
         self.work.trial = self
         if self.group is None:
-            if self.in_flight or self.undecided:
+            if self.in_flight or self.undecided or self.denials:
+                self.work.memory.let_all_in()
                 return None
             self.group = self.work.next_group()
             self._loop.call_soon(self.fill)
@@ -208,7 +217,8 @@ class Lane:
             item.started_at = time.time()
         self.work.counts.requests += 1
         try:
-            completion = await self.engine.generate(item.row.prompt, repair=item.repair)
+            admit = partial(self._admit, item)
+            completion = await self.engine.generate(item.row.prompt, repair=item.repair, admit=admit)
         except RowRejected as error:
             # No proof of life: the API server refuses a row without asking the engine behind it.
             self.watchdog.answered(self._answered(item))
@@ -216,6 +226,8 @@ class Lane:
             self._settle(item, self._dead(item, error.code, error.message))
         except Transient as error:
             self._failed(item, error, self._answered(item))
+        except RequestDenied as error:
+            self._denied(item, error, self._answered(item))
         except (EngineLost, EngineRefused) as error:
             self.end(error)
         else:
@@ -225,9 +237,33 @@ class Lane:
             item.prompt_tokens += completion.prompt_tokens
             item.completion_tokens += completion.completion_tokens
             self._completed(item, completion)
-            if self.undecided:
+            if self.undecided or self.denials:
                 self.watchdog.succeeded(item.sent, now)
                 self.judge()
+        finally:
+            if item.reading:
+                self._done_reading(item)
+
+    async def _admit(self, item: Item, size: int) -> None:
+        """A large answer has come: waits until there is room for it. The engine has done its part meanwhile."""
+        item.answered = True
+        self._answered_rows += 1
+        try:
+            at_once = self.draining or item.group is not None
+            await self.work.memory.admit(item.batch.bytes, size, at_once=at_once)
+            item.reading = size
+        finally:
+            item.answered = False
+            self._answered_rows -= 1
+        self.watchdog.answered(self._loop.time())
+
+    def _done_reading(self, item: Item) -> None:
+        memory = self.work.memory
+        was_full = memory.full
+        memory.done_reading(item.batch.bytes, item.reading)
+        item.reading = 0
+        if was_full and not memory.full:
+            self._loop.call_soon(self._wake)
 
     def _answered(self, item: Item) -> float:
         now = self._loop.time()
@@ -240,6 +276,12 @@ class Lane:
         return self.spending.settle(item.prompt_tokens, item.completion_tokens, len(self.in_flight), now)
 
     def _completed(self, item: Item, completion: Completion) -> None:
+        if not self.work.memory.fits(item.batch.bytes, bytes_of(completion)[1]):
+            self._settle(item, self._dead(item, "answer_too_large", BATCH_FULL.format(item.batch.bytes.most >> 20)))
+            return
+        if isinstance(completion.output, tuple) and (problem := self._check_vector(item, len(completion.output))):
+            self._settle(item, self._dead(item, "vector_length", problem))
+            return
         if self._check is not None and isinstance(completion.output, str):
             problem = self._check(completion.output)
             if problem is not None:
@@ -250,14 +292,19 @@ class Lane:
         answered = self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1)
         self._settle(item, answered if completion.parts is NO_PARTS else replace(answered, parts=completion.parts))
 
+    def _check_vector(self, item: Item, length: int) -> str | None:
+        try:
+            return self.work.vectors.check(length)
+        except EngineRefused:
+            self.work.soon(item)
+            raise
+
     def _repair(self, item: Item, answer: str, problem: str) -> None:
         attempt = 1 if item.repair is None else item.repair.attempt + 1
         if attempt > self.engine.generation.repair_tries:
             self._settle(item, self._dead(item, "schema_invalid", problem))
             return
-        item.repair = Repair(answer, problem, attempt)
-        self.work.counts.repairs += 1
-        self.work.soon(item)
+        self.work.repair(item, Repair(answer, problem, attempt), getsizeof(answer))
 
     def _settle(self, item: Item, outcome: Outcome) -> None:
         self.work.settle(item, outcome)
@@ -306,9 +353,13 @@ class Lane:
     # --- failures ---
 
     @property
+    def _slots_taken(self) -> int:
+        return len(self.in_flight) - self._answered_rows + len(self.undecided) + len(self.denials)
+
+    @property
     def rows_in_flight(self) -> int:
-        """Rows that the server is to answer."""
-        return len(self.in_flight)
+        """Rows that the server is to answer; not those whose answers wait for room here."""
+        return len(self.in_flight) - self._answered_rows
 
     @property
     def oldest_failure(self) -> float | None:
@@ -331,6 +382,24 @@ class Lane:
         if error.broken:
             self.watchdog.suspect()
 
+    def _denied(self, item: Item, error: RequestDenied, now: float) -> None:
+        """The row waits until it is known whether it is the row that is not wanted, or we are."""
+        self.work.counts.failures += 1
+        if not self.in_flight:
+            self.spending.rest(now)
+        self.denials.add(Denial(item, error, now))
+        if self.canary_due(now):
+            self.watchdog.suspect()
+
+    def canary_due(self, now: float) -> bool:
+        """Whether denied rows wait for a canary."""
+        return self.denials.due(now, self.window.size, len(self.in_flight))
+
+    @property
+    def oldest_denial(self) -> float | None:
+        """Since when a denied row waits for evidence."""
+        return self.denials.oldest
+
     def _rest_until(self, until: float) -> None:
         if until > self.watchdog.resting_until:
             self.watchdog.resting_until = until
@@ -339,14 +408,14 @@ class Lane:
     def abort_rows(self, sent_before: float) -> None:
         """Ends requests that hang on an engine which answers others; each is a failure like any other."""
         for item, slot in list(self.in_flight.items()):
-            if item.sent <= sent_before and slot is not None:
+            if item.sent <= sent_before and slot is not None and not item.answered:
                 slot.cancel()
                 self._failed(item, Transient("timeout", "no answer while others were answered"), self._answered(item))
         self._end_if_drained()
 
     def judge(self) -> None:
         """Frees the slots of failures that can be judged now, oldest first."""
-        judged = False
+        judged = self._bury_denied()
         while self.undecided and not self.ended.is_set():
             failure = self.undecided[0]
             verdict = judge(
@@ -367,6 +436,14 @@ class Lane:
             judged = True
         if judged:
             self._loop.call_soon(self._wake)
+
+    def _bury_denied(self) -> bool:
+        """Dead letters for the rows whose denial was their own."""
+        proved = [] if self.ended.is_set() else self.denials.proved(self.watchdog.admitted)
+        for denial in proved:
+            self.watchdog.answered(self._loop.time())
+            self._settle(denial.item, self._dead(denial.item, denial.error.code, denial.error.message))
+        return bool(proved)
 
     def _try_again(self, failure: Failure, *, charged: bool) -> None:
         item, error, policy = failure.item, failure.error, self.policy.retry

@@ -5,6 +5,7 @@ Only these two small files are read, never weights, and with the standard librar
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -12,10 +13,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from gpu_runner.bounded_read import check_values
 from gpu_runner.model_config import CONFIG, INDEX, ModelConfig, parse
 from gpu_runner.quantization import ModelConfigError
+from gpu_runner.small_pages import read_file, read_page
 
 HUB = "https://huggingface.co"
+# The largest index on the hub, of DeepSeek-V3, has 9 MB.
+LARGEST_FILE = 32 << 20
 
 
 class ModelFilesUnreadable(ModelConfigError):
@@ -40,9 +45,9 @@ def cached_folder(model: str) -> Path | None:
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
     folder = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
     try:
-        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        snapshot = folder / "snapshots" / read_file(folder / "refs" / "main", 1024).decode().strip()
         return snapshot if (snapshot / CONFIG).is_file() else None
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
@@ -66,7 +71,7 @@ def read_hub(
 
 def _file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, LARGEST_FILE)
     except OSError as error:
         advice = "Name the folder that holds the model's config.json."
         raise ModelFilesUnreadable("a readable file", error.strerror or "none", str(path), advice) from error
@@ -74,8 +79,9 @@ def _file(path: Path) -> bytes:
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
     try:
+        check_values(text, 0)
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesUnreadable("JSON", str(error), where, "Download the file again.") from error
     if isinstance(parsed, dict):
         return parsed
@@ -89,7 +95,7 @@ def _download(url: str, token: str | None, seconds: float) -> bytes | None:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return bytes(answer.read())
+            return read_page(answer, LARGEST_FILE, seconds)
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 404:
@@ -97,6 +103,6 @@ def _download(url: str, token: str | None, seconds: float) -> bytes | None:
             gated = "Accept the model's licence on the hub and set HF_TOKEN." if error.code in (401, 403) else ""
             advice = gated or "Try again later, or name a local folder."
             raise ModelFilesUnreadable("status 200", f"status {error.code}", url, advice) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         advice = "Without access to the hub, name a local folder that holds the model's config.json."
         raise ModelFilesUnreadable("an answer from the hub", str(error)[:200], url, advice) from error

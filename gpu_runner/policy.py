@@ -19,6 +19,8 @@ class FeedPolicy:
     `commits` on_batch calls run at once; no batch is read while `commit_backlog` wait for one, nor while more
     rows are open than `open_windows` windows (at least `open_rows`). `ahead` rows are read in advance, or a
     quarter of the window when that is more.
+    `open_bytes` of answers in memory stop the reading and asking of rows, but for the oldest batch. The answers of one
+    batch may have `batch_bytes`, or 64 KiB a row where that is more. Commits of more than `commit_bytes` run alone.
     """
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -35,3 +37,6 @@ class FeedPolicy:
     open_windows: int = 8
     open_rows: int = 16_000
     ahead: int = 500
+    open_bytes: int = 64 << 20
+    batch_bytes: int = 64 << 20
+    commit_bytes: int = 32 << 20

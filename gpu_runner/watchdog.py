@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from gpu_runner.bounded_read import Admit
 from gpu_runner.policy import FeedPolicy
 from gpu_runner.retry import Proof, backoff
 from gpu_runner.rows import Generation
@@ -39,7 +40,9 @@ class Engine(Protocol):
 
     @property
     def generation(self) -> Generation: ...
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion: ...
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None
+    ) -> Completion: ...
     async def canary(self) -> None: ...
     async def load(self) -> EngineLoad | None: ...
     async def healthy(self) -> bool: ...
@@ -54,6 +57,9 @@ class Watched(Protocol):
     def oldest_failure(self) -> float | None: ...
     @property
     def oldest_break(self) -> float | None: ...
+    @property
+    def oldest_denial(self) -> float | None: ...
+    def canary_due(self, now: float) -> bool: ...
     def judge(self) -> None: ...
     def abort_rows(self, sent_before: float) -> None: ...
     def end(self, error: BaseException | None = None) -> None: ...
@@ -68,6 +74,7 @@ class Watchdog:
         self.proof = Proof()
         self.claims = Proof()
         self.outage_at = float("-inf")
+        self.admitted = float("-inf")  # when the latest request was sent that key, model and address were good for
         self.canary_useless = False
         self.canaries = 0
         self.resting_until = 0.0
@@ -92,6 +99,7 @@ class Watchdog:
     def succeeded(self, sent: float, now: float) -> None:
         """The engine generated something."""
         self._trouble_since = None
+        self.admitted = max(self.admitted, sent)
         self.claims.success(sent, now)
 
     def suspect(self) -> None:
@@ -130,11 +138,13 @@ class Watchdog:
         now = self._loop.time()
         failed_at = self._lane.oldest_failure
         if failed_at is None:
-            self._trouble_since = None
+            if self._lane.oldest_denial is None:
+                self._trouble_since = None
             if not self._lane.rows_in_flight:
                 self._progress_at = now
         doubtful = failed_at is not None and now - failed_at >= 2 * self._policy.retry.proof_lag
-        if doubtful or now - self._progress_at >= self._limit / 2:
+        denied = self._lane.canary_due(now)
+        if denied or (not self.canary_useless and (doubtful or now - self._progress_at >= self._limit / 2)):
             self._send_canary(now, spawn)
         self._check_progress(now)
 
@@ -201,7 +211,7 @@ class Watchdog:
 
     def _send_canary(self, now: float, spawn: Callable[..., asyncio.Task[None]]) -> None:
         busy = self._canary_task is not None and not self._canary_task.done()
-        if not busy and not self.canary_useless and now >= max(self._next_canary, self.resting_until):
+        if not busy and now >= max(self._next_canary, self.resting_until):
             self._canary_task = spawn(self._canary())
 
     async def _canary(self) -> None:
@@ -210,8 +220,15 @@ class Watchdog:
         try:
             async with asyncio.timeout(self._policy.stall_seconds):
                 await self._engine.canary()
-        except (RowRejected, EngineRefused):
+        except RowRejected:
+            self.canary_useless, self._next_canary = True, sent + self._policy.poll_seconds
+            self.admitted = max(self.admitted, sent)  # it was read, so it got past what denies
+            self._lane.judge()
+        except EngineRefused as error:
             self.canary_useless = True
+            denied_at = self._lane.oldest_denial
+            if denied_at is not None and denied_at <= sent:
+                self._lane.end(error)
         except (Transient, TimeoutError) as error:
             self._canary_failed(sent, error.retry_after if isinstance(error, Transient) else None)
         except EngineLost as error:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from math import isfinite
 from typing import Any
 
 import orjson
 
+from gpu_runner import answer_numbers
 from gpu_runner.answer_parts import NO_PARTS, AnswerParts, at_index_0, chat_parts, completion_parts
 from gpu_runner.rows import Generation, Output, Task
 
@@ -79,7 +79,22 @@ class Transient(EngineError):
 
 
 class EngineRefused(EngineError):
-    """Wrong key, model or address: no row can succeed here. The text says expected, found, what to do."""
+    """Wrong key, model or address: no row can succeed here. The text says expected, found, what to do.
+
+    `RequestDenied` is the one that still has to be proved.
+    """
+
+
+class RequestDenied(EngineRefused):
+    """One request was answered as if nothing could be had here: 401, 403, 404, 405, a redirect.
+
+    Whether that is so, or meant for this row alone (a gateway that moderates), only another request shows. The text
+    is for the case that it is so; `code` and `message` are those of the row's dead letter otherwise.
+    """
+
+    def __init__(self, code: str, refusal: str, message: str = "") -> None:
+        super().__init__(refusal)
+        self.code, self.message = code, message[:MESSAGE_LENGTH]
 
 
 class EngineLost(EngineError):
@@ -165,7 +180,7 @@ def _repair_messages(repair: Repair) -> list[dict[str, str]]:
 
 
 def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes) -> Completion:
-    """The completion in an HTTP answer; raises RowRejected, Transient or EngineRefused for anything else."""
+    """The completion in an HTTP answer; raises RowRejected, Transient or RequestDenied for anything else."""
     if status != 200:
         raise error_of(status, headers, body)
     try:
@@ -185,28 +200,31 @@ def _text(task: Task, answer: Any) -> Completion:
     content = choice["message"].get("content") if task == "chat" else choice["text"]
     if content is None:  # a refusal, a tool call, or reasoning only: an empty text beside those parts
         content = ""
-    if not isinstance(content, str) or not isinstance(reason, str):
+    if not isinstance(content, str):
         raise TypeError("content is no text")
     parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
-    usage = answer.get("usage") or {}
-    tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-    return Completion(content, reason, *tokens, parts)
+    return Completion(content, answer_numbers.finish_word(reason), *_usage(answer), parts)
 
 
 def _embedding(answer: Any) -> Completion:
-    numbers = at_index_0(answer["data"])["embedding"]
-    if not isinstance(numbers, list) or not numbers:
-        raise TypeError("no vector")
-    vector = tuple(map(float, numbers))
+    vector = answer_numbers.vector_of(at_index_0(answer["data"])["embedding"])
+    return Completion(vector, "stop", _usage(answer)[0], 0)
+
+
+def _usage(answer: Any) -> tuple[int, int]:
+    """(prompt tokens, completion tokens) as the server counts them; 0 where it does not."""
     usage = answer.get("usage") or {}
-    return Completion(vector, "stop", int(usage.get("prompt_tokens") or 0), 0)
+    return (
+        answer_numbers.token_count(usage.get("prompt_tokens")),
+        answer_numbers.token_count(usage.get("completion_tokens")),
+    )
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
     """What an HTTP status other than 200 means for the row or the engine."""
     message, code = _error_text(body)
     if status in (401, 403, 404, 405) or 300 <= status < 400:
-        return EngineRefused(_refusal(status))
+        return RequestDenied(f"rejected_{status}", _refusal(status), message)
     if status in (408, 425, 429) or status >= 500 or status < 200:
         return Transient(f"http_{status}", message, retry_after=retry_after(headers), taken=status != 429)
     if status < 300:
@@ -231,25 +249,30 @@ def _error_text(body: bytes) -> tuple[str, str]:
     except orjson.JSONDecodeError:
         return body[:MESSAGE_LENGTH].decode("utf-8", "replace"), ""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    if isinstance(error, dict):
-        message = error.get("message") or error.get("detail") or ""
-        return str(message)[:MESSAGE_LENGTH], f"{error.get('code')} {error.get('type')}"
-    return str(error)[:MESSAGE_LENGTH], ""
+    try:
+        if isinstance(error, dict):
+            message = error.get("message") or error.get("detail") or ""
+            return str(message)[:MESSAGE_LENGTH], f"{error.get('code')} {error.get('type')}"
+        return str(error)[:MESSAGE_LENGTH], ""
+    except RecursionError:  # lists in lists, nearly as deep as orjson reads them
+        return "", ""
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for (RFC 9110 section 10.2.3: seconds or a date), or None."""
+    """Seconds that a Retry-After header asks for (RFC 9110 section 10.2.3: seconds or a date), or None.
+
+    An hour at most, whatever it says.
+    """
     value = headers.get("Retry-After")
     if value is None:
         return None
     with suppress(ValueError):
-        seconds = float(value)
-        return max(0.0, seconds) if isfinite(seconds) else None
+        return answer_numbers.wait_seconds(float(value))
     try:
         asked = parsedate_to_datetime(value) - parsedate_to_datetime(headers.get("Date", ""))
-    except (ValueError, TypeError):  # no date, or one with a time zone and one without
+    except (ValueError, TypeError, OverflowError):  # no date, or one with a time zone and one without
         return None
-    return max(0.0, asked.total_seconds())
+    return answer_numbers.wait_seconds(asked.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,21 +294,33 @@ class EngineLoad:
 # vLLM's metric names; gpu_cache_usage_perc is the name before 0.9.
 _METRIC = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc"
-    rb"|generation_tokens_total|num_preemptions_total)(?:\{[^\n]*\})? ([0-9.eE+-]+)",
+    rb"|generation_tokens_total|num_preemptions_total)(?:\{[^\n]*\})? (\S+)",
     re.MULTILINE,
 )
 # Of Prometheus' own client library, on Linux.
-_STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+-]+)", re.MULTILINE)
+_STARTED = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+
+
+class MalformedMetrics(ValueError):
+    """A page of vLLM's metrics in which a figure is none."""
 
 
 def parse_metrics(text: bytes) -> EngineLoad | None:
-    """The load in a Prometheus page, summed over data-parallel engines; None when it is not vLLM's."""
+    """The load in a Prometheus page, summed over data-parallel engines; None when it is not vLLM's.
+
+    Raises MalformedMetrics for figures that cannot be: NaN, negative, beyond 2^53, no number. The page then says
+    nothing: a counter that was left out would look like an engine that began anew.
+    """
     sums: dict[bytes, float] = {}
     for name, value in _METRIC.findall(text):
+        try:
+            figure = answer_numbers.metric(value)
+        except ValueError:
+            raise MalformedMetrics(f"vllm:{name.decode()}: expected a number of 0 or more") from None
         if name.endswith(b"usage_perc"):
-            sums[b"kv"] = max(sums.get(b"kv", 0.0), float(value))
+            sums[b"kv"] = max(sums.get(b"kv", 0.0), figure)
         else:
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] = sums.get(name, 0.0) + figure
     if b"num_requests_running" not in sums:
         return None
     started = _STARTED.search(text)
@@ -295,5 +330,5 @@ def parse_metrics(text: bytes) -> EngineLoad | None:
         kv_usage=sums.get(b"kv", 0.0),
         generated_tokens=int(sums.get(b"generation_tokens_total", 0)),
         preemptions=int(sums.get(b"num_preemptions_total", 0)),
-        started_at=float(started[1]) if started else None,
+        started_at=answer_numbers.unix_seconds(started[1]) if started else None,
     )

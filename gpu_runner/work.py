@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from gpu_runner.answer_memory import AnswerMemory, BatchBytes, bytes_of
 from gpu_runner.rows import Batch, Outcome, Row
 from gpu_runner.suspects import Group, Suspects
+from gpu_runner.vector_length import VectorLength
 from gpu_runner.wire import Repair
 
 CANCEL_AGAIN_SECONDS = 1.0
@@ -26,6 +28,7 @@ class OpenBatch:
     key: str
     outcomes: list[Outcome | None]
     left: int
+    bytes: BatchBytes
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +36,8 @@ class Item:
     """One row on its way.
 
     `tries` are charged failures, `voids` failures that nobody charged, `deaths` engine deaths it was in
-    flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests.
+    flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests. `kept` are the
+    bytes of an answer that is to be repaired, `reading` those of one that is being read; `answered`: it waits to be.
     """
 
     row: Row
@@ -51,6 +55,9 @@ class Item:
     started_at: float = 0.0
     seconds: float = 0.0
     group: Group[Item] | None = None
+    kept: int = 0
+    reading: int = 0
+    answered: bool = False
 
 
 @dataclass(slots=True)
@@ -76,7 +83,8 @@ class Counts:
 class Work:
     """All open rows. `on_row` hears of every outcome that an engine gave."""
 
-    def __init__(self, on_row: Callable[[str, Outcome], None]) -> None:
+    def __init__(self, on_row: Callable[[str, Outcome], None], memory: AnswerMemory, vectors: VectorLength) -> None:
+        self.memory, self.vectors = memory, vectors
         self.ready: deque[Item] = deque()
         self.suspects: Suspects[Item] = Suspects()
         self.trial: object | None = None  # the lane that tries suspects now: one at a time
@@ -98,7 +106,12 @@ class Work:
     def open(self, batch: Batch) -> None:
         """Takes a batch in; one without unknown rows is complete at once."""
         outcomes = [batch.known.get(row.row_id) for row in batch.rows]
-        opened = OpenBatch(batch.key, outcomes, outcomes.count(None))
+        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), self.memory.open(len(outcomes)))
+        for outcome in outcomes:
+            if outcome is not None:
+                self.memory.keep(opened.bytes, *bytes_of(outcome))
+                if self.vectors.expected is None and isinstance(outcome.output, tuple):
+                    self.vectors.expected = len(outcome.output)
         for index, row in enumerate(batch.rows):
             if outcomes[index] is None:
                 self.ready.append(Item(row, opened, index, self._order))
@@ -111,6 +124,7 @@ class Work:
 
     def close(self, batch: OpenBatch) -> None:
         """The batch is committed."""
+        self.memory.close(batch.bytes)
         self.open_batches -= 1
         self.open_rows -= len(batch.outcomes)
         self.counts.batches += 1
@@ -120,6 +134,8 @@ class Work:
         self._on_row(item.batch.key, outcome)
         batch = item.batch
         batch.outcomes[item.index] = outcome
+        self.memory.keep(batch.bytes, -item.kept)
+        self.memory.keep(batch.bytes, *bytes_of(outcome))
         batch.left -= 1
         counts = self.counts
         if outcome.error is None:
@@ -133,11 +149,28 @@ class Work:
             self.complete.append(batch)
 
     def take(self) -> Item | None:
-        """The next ready row."""
-        item = self.ready.popleft() if self.ready else None
+        """The next ready row; while the memory is full, the next one of the oldest batch."""
+        item = self._take_of_the_oldest() if self.memory.full else self._take_first()
         if len(self.ready) < self.low:
             self.on_low()
         return item
+
+    def _take_first(self) -> Item | None:
+        return self.ready.popleft() if self.ready else None
+
+    def _take_of_the_oldest(self) -> Item | None:
+        for place, item in enumerate(self.ready):
+            if self.memory.is_oldest(item.batch.bytes):
+                del self.ready[place]
+                return item
+        return None
+
+    def repair(self, item: Item, repair: Repair, held: int) -> None:
+        """The row is to be asked again, with its answer of so many bytes."""
+        self.memory.keep(item.batch.bytes, held - item.kept)
+        item.repair, item.kept = repair, held
+        self.counts.repairs += 1
+        self.soon(item)
 
     def later(self, item: Item, due: float) -> None:
         """The row is to be tried again at `due`."""

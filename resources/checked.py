@@ -18,6 +18,7 @@ from resources.objects import CorruptObject, Objects
 
 READ_BYTES = 1 << 22
 MOST_POINTER_BYTES = 200
+LARGEST_POINTER, LARGEST_MANIFEST = 4096, 64 << 20  # a larger object is not read at all
 _POINTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 SealedModel = TypeVar("SealedModel", bound="Sealed")
@@ -58,7 +59,7 @@ def _digest(data: bytes) -> str:
 
 def read_sealed(objects: Objects, path: str, kind: type[SealedModel], todo: str) -> SealedModel:
     """A manifest. Raises FileNotFoundError, and CorruptObject saying `todo` when it is not as it was written."""
-    data = objects.get(path)
+    data = objects.get(path, LARGEST_MANIFEST)
     try:
         found = kind.model_validate_json(data)
     except ValueError as error:
@@ -74,7 +75,7 @@ def read_pointer(objects: Objects, path: str, todo: str) -> str | None:
     A name has one part: it never leads out of the folder.
     """
     try:
-        data = objects.get(path)
+        data = objects.get(path, LARGEST_POINTER)
     except FileNotFoundError:
         return None
     text = data[:MOST_POINTER_BYTES].decode("ascii", "replace").strip()

@@ -22,6 +22,7 @@ from resources.pricing import PricingConfig
 from resources.yaml_files import YamlProblem, load, read_text
 
 ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
+LARGEST_FILE = 1 << 20
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
@@ -186,7 +187,7 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            found = cls.model_validate(load(read_text(path)))
+            found = cls.model_validate(load(read_text(path, LARGEST_FILE)))
             return found.model_copy(update={"prices": found.prices.below(path.parent)})
         except ValidationError as error:
             problems = "; ".join(_problem(found) for found in error.errors())

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 _TEMPORARY = ".writing-"
+# What is read whole: batch objects, journal segments, lists of batches. Larger things are read in ranges.
+LARGEST_OBJECT = 2 << 30
 
 
 class StoreError(Exception):
@@ -64,8 +66,8 @@ class Objects(Protocol):
     def upload(self, path: str, file: Path) -> None:
         """Write or replace an object from a local file of any size."""
 
-    def get(self, path: str) -> bytes:
-        """The whole object. Raises FileNotFoundError."""
+    def get(self, path: str, most: int = LARGEST_OBJECT) -> bytes:
+        """The whole object. Raises FileNotFoundError, and CorruptObject for one of more than `most` bytes."""
 
     def exists(self, path: str) -> bool:
         """True when the object is there."""
@@ -196,8 +198,10 @@ class LocalObjects:
             temporary.replace(self._file(path))
         self._sync_folder(self._file(path).parent)
 
-    def get(self, path: str) -> bytes:
-        return self._file(path).read_bytes()
+    def get(self, path: str, most: int = LARGEST_OBJECT) -> bytes:
+        with self._file(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read() if size <= most else _refuse(path, size, most)
 
     def exists(self, path: str) -> bool:
         return self._file(path).is_file()
@@ -299,10 +303,12 @@ class S3Objects:
 
         obstore.put(self._store, path, file)
 
-    def get(self, path: str) -> bytes:
+    def get(self, path: str, most: int = LARGEST_OBJECT) -> bytes:
         import obstore
 
-        return bytes(obstore.get(self._store, path).bytes())
+        found = obstore.get(self._store, path)  # its body comes with bytes()
+        size = found.meta["size"]
+        return bytes(found.bytes()) if size <= most else _refuse(path, size, most)
 
     def exists(self, path: str) -> bool:
         import obstore
@@ -383,6 +389,10 @@ class _Ranges(io.RawIOBase):
         buffer[:length] = memoryview(data)
         self._at += length
         return length
+
+
+def _refuse(path: str, size: int, most: int) -> bytes:
+    raise CorruptObject(f"{path}: expected an object of at most {most:,} bytes, found {size:,}: it is none of ours")
 
 
 def _s3_endpoint() -> str | None:

@@ -16,6 +16,9 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from resources.yaml_files import YamlProblem, compose, load, read_text
 
+# A year of hourly prices of all clouds' GPUs has about 50 MB. A list is made of a thousand lines, and YAML takes long.
+LARGEST_FILE = 64 << 20
+
 
 class PricingError(Exception):
     """A price source cannot be read: what was expected, what was found, and where."""
@@ -152,6 +155,8 @@ def check_columns(path: Path, required: set[str]) -> None:
 
 def _open(path: Path) -> io.TextIOWrapper:
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise OSError(0, "no regular file")
         return path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
         raise PricingError(f"{path}: expected a readable file, found: {error.strerror}") from None
@@ -160,6 +165,9 @@ def _open(path: Path) -> io.TextIOWrapper:
 def _read_text(path: Path) -> str:
     with _open(path) as file:
         try:
-            return file.read()
+            text = file.read(LARGEST_FILE + 1)
         except UnicodeDecodeError as error:
             raise PricingError(f"{path}: expected UTF-8 text, found {error.reason} at byte {error.start}") from None
+    if len(text) > LARGEST_FILE:
+        raise PricingError(f"{path}: expected at most {LARGEST_FILE:,} characters, found more")
+    return text

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import orjson
 
+from gpu_runner.bounded_read import FREE_BYTES, Admit
 from gpu_runner.rows import Batch, Generation, Origin, Outcome, Row
 from gpu_runner.wire import Completion, EngineLoad, Repair, Transient
 
@@ -55,7 +56,7 @@ class FakeEngine:
         """A supervisor started it anew at the same address."""
         self.alive, self.death, self.tokens = True, asyncio.Event(), 0
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None) -> Completion:
+    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:
             raise Transient("connect_failed", taken=False)
@@ -66,7 +67,7 @@ class FakeEngine:
         self.most_open = max(self.most_open, self.open)
         self._here.add(text)
         try:
-            work = asyncio.ensure_future(self._run(text, repair))
+            work = asyncio.ensure_future(self._run(text, repair, admit))
             dead = asyncio.ensure_future(self.death.wait())
             try:
                 await asyncio.wait((work, dead), return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +83,7 @@ class FakeEngine:
             self.open -= 1
             self._here.discard(text)
 
-    async def _run(self, text: str, repair: Repair | None) -> Completion:
+    async def _run(self, text: str, repair: Repair | None, admit: Admit | None) -> Completion:
         rule = self.rules.get(text)
         if isinstance(rule, list):
             rule = rule.pop(0) if rule else None
@@ -102,6 +103,8 @@ class FakeEngine:
                     await asyncio.sleep(1e6)
                 self.tokens += 5
                 answer = rule if isinstance(rule, str) else f"re: {text}"
+                if admit is not None and len(answer) > FREE_BYTES:
+                    await admit(len(answer))
                 return Completion(answer, "stop", 3, 5)
             finally:
                 self.running -= 1

@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpu_runner.addresses import AddressRefused, connect, direct, engine_url, host_and_port
+from gpu_runner.answer_numbers import context_length
+from gpu_runner.bounded_read import PAGE_BYTES, check_values
 from gpu_runner.providers.guard import GRACE_SECONDS
+from gpu_runner.small_pages import read_page
 
 
 class EngineStartError(Exception):
@@ -47,10 +50,11 @@ def served_length(endpoint: str) -> int | None:
     """Most tokens of a row as the engine's /v1/models says (vLLM's max_model_len); None when it does not."""
     try:
         with direct.open(f"{endpoint}/v1/models", timeout=2) as answer:
-            found = json.load(answer)["data"][0].get("max_model_len")
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            page = read_page(answer, PAGE_BYTES, 2)
+        check_values(page, PAGE_BYTES)
+        return context_length(json.loads(page)["data"][0].get("max_model_len"))
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, int) else None
 
 
 def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:

@@ -44,7 +44,11 @@ KILLS = {
     "webserver's guard": 2,
     "run worker": 4,
 }
-CHILDREN = {"daemon": "dagster._daemon", "code server": "batch_assets.code_server", "webserver": "dagster_webserver"}
+CHILDREN = {
+    "daemon": "dagster._daemon",
+    "code server": "batch_assets.code_server",
+    "webserver": "batch_assets.webserver",
+}
 NO_ROWS = ("daemon", "webserver")  # whatever of them is killed, no row is asked again
 
 
