@@ -17,6 +17,8 @@ from batch_assets.reconcile_sensor import reconcile_sensor
 from batch_assets.report import ledger_of_reports
 from batch_assets.status import DatasetStatus, Observer, dataset_status
 from batch_assets.verify import Verification, verify
+from resources.endpoints import allow
+from resources.store import BatchStore
 
 STEPS = 8
 
@@ -28,7 +30,12 @@ class HealedSite:
     site: DatasetSite
     engine: SimulatedEngine
     cursor: str | None = None
-    sensor: dg.SensorDefinition = field(default_factory=lambda: reconcile_sensor(lambda: {"d": None}))
+    sensor: dg.SensorDefinition = field(init=False)
+
+    def __post_init__(self) -> None:
+        store = BatchStore(root=str(self.site.folder / "store"))
+        self.sensor = reconcile_sensor(lambda: {"d": None}, store)
+        allow(self.site.folder, self.engine.url, None)
 
     @property
     def observer(self) -> Observer:
@@ -46,12 +53,12 @@ class HealedSite:
 
     def step(self) -> int:
         """What launcher and publisher start now, carried out. Returns how many range runs there were."""
-        requests = self.site.tick("d_launcher").run_requests or []
+        requests = self.site.tick("launcher").run_requests or []
         for one in requests:
             first, last = one.tags[ledger.RANGE_START_TAG], one.tags[ledger.RANGE_END_TAG]
             tags = {**one.tags, "batch/endpoint": self.engine.url}
             assert self.site.materialize("rows", tags=tags, run_config=one.run_config).success, (first, last)
-        for one in self.site.tick("d_publisher").run_requests or []:
+        for one in self.site.tick("publisher").run_requests or []:
             self.publish(one.tags)
         return len(requests)
 

@@ -24,7 +24,7 @@ Route = Callable[[int], Answer]
 
 def text(content: str = "hi", tokens: int = 1) -> bytes:
     """An answer to a completion request."""
-    choice = {"text": content, "finish_reason": "stop"}
+    choice = {"index": 0, "text": content, "finish_reason": "stop"}
     return orjson.dumps({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": tokens}})
 
 

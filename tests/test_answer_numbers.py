@@ -35,11 +35,11 @@ RUNNING = b"vllm:num_requests_running 1\n"
 
 
 def text_body(usage: Any = None, content: Any = "t", reason: Any = "stop") -> bytes:
-    return orjson.dumps({"choices": [{"text": content, "finish_reason": reason}], "usage": usage})
+    return orjson.dumps({"choices": [{"index": 0, "text": content, "finish_reason": reason}], "usage": usage})
 
 
 def vector_body(vector: bytes, usage: bytes = b"{}") -> bytes:
-    return b'{"data":[{"embedding":' + vector + b'}],"usage":' + usage + b"}"
+    return b'{"data":[{"index":0,"embedding":' + vector + b'}],"usage":' + usage + b"}"
 
 
 def refused(task: Any, body: bytes) -> bool:

@@ -163,7 +163,7 @@ def test_a_gateway_that_moderates_one_prompt_over_http_costs_that_row_alone() ->
     async def moderate(request: web.Request) -> web.Response:
         if (await request.json())["prompt"] == "r7":
             return web.json_response({"error": {"message": "flagged"}}, status=403)
-        return web.json_response(ANSWER | {"choices": [{"text": "hi", "finish_reason": "stop"}]})
+        return web.json_response(ANSWER | {"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]})
 
     async def main() -> None:
         sink = Sink()

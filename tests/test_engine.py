@@ -24,7 +24,7 @@ from gpu_runner.rows import Generation
 CHAT = Generation("chat", "m", {"max_tokens": 5})
 PROMPT = orjson.dumps([{"role": "user", "content": "a very secret prompt"}])
 ANSWER = {
-    "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}],
+    "choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1},
 }
 

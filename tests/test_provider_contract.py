@@ -53,7 +53,7 @@ def test_a_machine_boots_serves_and_ends_without_a_trace(make: Make, tmp_path: P
     assert (machine.name, machine.id, machine.state, machine.max_num_seqs) == ("ba-1-a", machine_id, "running", 8)
     with urllib.request.urlopen(f"{machine.endpoint}/v1/models", timeout=5) as answer:
         assert json.load(answer)["data"][0]["id"] == "tiny"
-    assert len(processes(machine_id)) == 3
+    assert len(processes(machine_id)) == 4
 
     other = make()
     returned_at = time.time()

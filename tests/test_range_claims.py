@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_f
     before = site.asked
     asyncio.run(a_death())
     assert site.asked - before <= ROWS + lost + 2
-    assert 0 < lost <= 64
+    assert 0 < lost <= 128
     assert site.committed_by()["two"] > 0
 
 

@@ -58,9 +58,9 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(OSError, match="no regular file"):
         read_file(tmp_path / "pipe.yaml", MB)
-    with pytest.raises(FleetConfigError, match="no regular file"):
+    with pytest.raises(FleetConfigError, match="expected a file, found a folder, a pipe or a device"):
         FleetConfig.load(tmp_path / "pipe.yaml")
-    with pytest.raises(PricingError, match="no regular file"):
+    with pytest.raises(PricingError, match="expected a file, found a folder, a pipe or a device"):
         read_yaml(tmp_path / "pipe.yaml")
 
 
@@ -68,9 +68,9 @@ def test_files_of_absurd_size_are_not_read(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
     with large.open("wb") as file:
         file.truncate(3 << 30)  # a hole: takes no disk
-    with pytest.raises(FleetConfigError, match="more than 1,048,576 bytes"):
+    with pytest.raises(FleetConfigError, match="expected at most 1,048,576 bytes"):
         FleetConfig.load(large)
-    with pytest.raises(PricingError, match="at most 67,108,864 characters"):
+    with pytest.raises(PricingError, match="expected at most 16,777,216 bytes"):
         read_yaml(large)
 
 
