@@ -57,16 +57,16 @@ class HealedSite:
         for one in requests:
             first, last = one.tags[ledger.RANGE_START_TAG], one.tags[ledger.RANGE_END_TAG]
             tags = {**one.tags, "batch/endpoint": self.engine.url}
-            assert self.site.materialize("rows", tags=tags, run_config=one.run_config).success, (first, last)
+            done = self.site.materialize("rows", tags=tags, run_config=one.run_config)
+            assert done.success, (first, last, self.site.reason())
         for one in self.site.tick("publisher").run_requests or []:
             self.publish(one.tags)
         return len(requests)
 
     def publish(self, tags: dict[str, str]) -> bool:
-        assets = [self.site.asset("dataset"), self.site.asset("dead_letters")]
-        return dg.materialize(
-            assets, instance=self.site.instance, resources=self.site.resources, tags=tags, raise_on_error=False
-        ).success
+        whole = dg.Definitions.merge(self.site.definitions, dg.Definitions(resources=self.site.resources))
+        job = whole.resolve_job_def("d_publish")
+        return job.execute_in_process(instance=self.site.instance, tags=tags, raise_on_error=False).success
 
     def reconcile(self) -> str:
         """One tick of the sensor: what it says."""

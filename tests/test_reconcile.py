@@ -81,7 +81,7 @@ def site(shared: Shared) -> HealedSite:
 
 
 FLIPS = 14  # over 11 kinds of objects: 154
-AGREE = "store and catalog agree (1 looks)"
+AGREE = "store and catalog agree"
 KINDS = [
     "batch",
     "dead_letters/CURRENT",
@@ -114,11 +114,11 @@ def test_an_object_that_is_deleted_is_said_everywhere_and_mended_by_run(site: He
         return
     assert not site.verify().ok
     assert site.status().problems
-    assert site.reconcile() != AGREE
+    assert not site.reconcile().startswith(AGREE)
     assert site.run().ok
     assert site.verify().differences == ()
     assert site.status().problems == ()
-    assert site.reconcile() == AGREE
+    assert site.reconcile().startswith(AGREE)
 
 
 POINTERS = ["snapshots/CURRENT", "published/CURRENT", "dead_letters/CURRENT"]
@@ -135,7 +135,7 @@ def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: Heal
     assert site.status().problems
     for sensor in ("d_launcher", "d_publisher"):
         assert site.site.tick(sensor).skip_message
-    assert site.reconcile() != AGREE
+    assert not site.reconcile().startswith(AGREE)
     assert site.run().ok
     assert site.verify().ok
 
@@ -152,12 +152,12 @@ def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: H
     assert batch.generation == before.generation + 1
     site.step()
     assert site.verify().ok
-    assert site.reconcile() == AGREE
+    assert site.reconcile().startswith(AGREE)
 
 
 def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(site: HealedSite):
     store, path = site.site.store, site.newest("00000")
-    assert site.reconcile() == AGREE
+    assert site.reconcile().startswith(AGREE)
     data = bytearray(store.objects.get(path))
     data[len(data) // 3] ^= 1
     store.objects.put(path, bytes(data))
@@ -293,11 +293,11 @@ def test_a_store_from_before_there_were_checksums_still_verifies_and_says_so(sit
     assert "before there were checksums" in found.notes[0]
 
 
-def test_a_tick_over_200_idle_datasets_lists_and_reads_no_object(site: HealedSite, monkeypatch: pytest.MonkeyPatch):
-    assert site.reconcile() == AGREE
+def test_a_tick_over_a_dataset_that_agreed_reads_no_object(site: HealedSite, monkeypatch: pytest.MonkeyPatch):
+    assert site.reconcile().startswith(AGREE)
     reads: list[str] = []
     monkeypatch.setattr(reconcile, "check_object", lambda *args: reads.append("object"))
-    assert site.reconcile() == AGREE
+    assert site.reconcile().startswith(AGREE)
     assert reads == []
 
 
