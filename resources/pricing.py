@@ -171,6 +171,8 @@ class GpuhuntSource:
         """Download, in a thread of its own: gpuhunt sets no time-out."""
         from gpuhunt import Catalog
 
+        # It logs the traceback of each provider that it cannot download; what failed is in our error.
+        logging.getLogger("gpuhunt").addHandler(logging.NullHandler())
         catalog = Catalog(auto_reload=False)
         failure: list[Exception] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -338,3 +339,20 @@ def test_the_public_history_replays() -> None:
     assert len({round(usd, 6) for usd in best}) > 1  # prices moved
     counts = [offer for offer in history.offers(moment("2023-05-24T18:00:00+02:00")) if offer.gpus == 0]
     assert {offer.provider for offer in counts} == {"oblivus-cloud"}
+
+
+def test_prices_that_cannot_be_downloaded_are_one_error_without_a_traceback():
+    code = (
+        "from resources.price_files import PricingError\n"
+        "from resources.pricing import GpuhuntSource\n"
+        "try:\n    GpuhuntSource().offers(0.0)\n"
+        "except PricingError as error:\n    print(error)\n"
+    )
+    with socket.socket() as nobody:  # bound, not listening: connections are refused
+        nobody.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        environment = {**os.environ, "https_proxy": dead, "http_proxy": dead, "no_proxy": ""}
+        environment.pop("GPUHUNT_CATALOG_DIR", None)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("gpuhunt: expected a catalog, found: ")
+    assert "Traceback" not in done.stderr
