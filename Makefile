@@ -32,7 +32,7 @@ ui: $(STAMP)
 	@$(BIN)/batch-assets ui --port $(PORT)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

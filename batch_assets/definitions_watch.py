@@ -7,6 +7,7 @@ cannot be read change nothing: the definitions stay as they are, and the log say
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -64,8 +65,9 @@ class DefinitionsWatch:
         while not stop.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except OSError as error:  # the folder is away, or may not be read
-                self._say(f"the definitions cannot be looked at: {error}")
+            except Exception as error:  # a file is no YAML, a folder or Dagster is away: looked at again
+                with contextlib.suppress(OSError):  # of a full disk
+                    self._say(f"the definitions cannot be looked at: {type(error).__name__}: {error}")
 
 
 def log_to(file: Path) -> Callable[[str], None]:

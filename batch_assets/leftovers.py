@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -105,10 +106,21 @@ def end_child(home: Path, mark: StackMark, child: str) -> None:
 
 def forget_stack(home: Path, mark: StackMark) -> None:
     """Remove the sockets and, when nothing of the stack is left, its record."""
-    if Path(mark.sockets).name.startswith(SOCKETS):
-        shutil.rmtree(mark.sockets, ignore_errors=True)
+    folder = Path(mark.sockets)
+    if folder.name.startswith(SOCKETS) and _holds_sockets_only(folder):
+        shutil.rmtree(folder, ignore_errors=True)
     if not any(marked(_belongs(home, mark, None))):
         (home / RECORD).unlink(missing_ok=True)
+
+
+def _holds_sockets_only(folder: Path) -> bool:
+    """Whether it is a folder of ours as we made it: the record may have been written by another one of the group."""
+    try:
+        found = folder.lstat()
+        private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        return private and all(stat.S_ISSOCK(one.lstat().st_mode) for one in folder.iterdir())
+    except OSError:
+        return False
 
 
 def _recorded(home: Path) -> StackMark | None:

@@ -268,13 +268,20 @@ class Stack:
             )
 
     def _watch(self) -> None:
-        clock = JumpWatch()
+        clock, said = JumpWatch(), ""
         while not self._stop.wait(0.5):
-            if (jumped := clock.jumped()) < 0:
-                self._clock_set_back(jumped)
-            for child in self._children:
-                if child.process and child.process.poll() is not None and child.recent_starts() < RESTARTS:
-                    self._restart(child)
+            try:
+                if (jumped := clock.jumped()) < 0:
+                    self._clock_set_back(jumped)
+                for child in self._children:
+                    if child.process and child.process.poll() is not None and child.recent_starts() < RESTARTS:
+                        self._restart(child)
+            except Exception as error:  # a full disk, say: what is dead is started again once that is over
+                found = f"processes of Dagster cannot be looked after: {type(error).__name__}: {error}\n"
+                if found != said:
+                    said = found
+                    with contextlib.suppress(OSError):
+                        sys.stderr.write(found)
 
     def _clock_set_back(self, seconds: float) -> None:
         """Sensors and the run queue would wait until it is as late again (batch_assets/clock.py)."""
@@ -287,7 +294,7 @@ class Stack:
         except Exception as error:
             sys.stderr.write(f"sensors may wait for {-seconds:.0f} s: {type(error).__name__}: {error}\n")
         if not self._stop.is_set():
-            daemon.starts.pop()  # it did not die by itself
+            del daemon.starts[-1:]  # it did not die by itself
             self._restart(daemon)
 
     def _restart(self, child: _Child) -> None:

@@ -125,10 +125,13 @@ NO_PARTS = AnswerParts()
 def at_index_0(entries: Any) -> Any:
     """The entry of `choices` or `data` whose `index` is 0: the answer to the one prompt that was sent.
 
-    Raises ValueError when there is none or more than one, and TypeError when an entry has no index.
+    A server that sends one entry may leave its index out. Raises ValueError when there is none of index 0 or more than
+    one, and LookupError when one of several has no index.
     """
     if not isinstance(entries, list):
         raise TypeError("expected a list of choices")
+    if len(entries) == 1 and isinstance(entries[0], dict) and "index" not in entries[0]:
+        return entries[0]
     found = [entry for entry in entries if _whole_number(entry["index"]) == 0]
     if len(found) != 1:
         raise ValueError(f"expected one choice of index 0, found {len(found)}")

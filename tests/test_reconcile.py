@@ -133,7 +133,7 @@ def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: Heal
     (difference, *_) = site.verify().differences
     assert "CURRENT" in difference.found or "0123456789abcdef" in difference.found + difference.expected
     assert site.status().problems
-    for sensor in ("d_launcher", "d_publisher"):
+    for sensor in ("launcher", "publisher"):
         assert site.site.tick(sensor).skip_message
     assert not site.reconcile().startswith(AGREE)
     assert site.run().ok
@@ -255,14 +255,14 @@ def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(s
     part = site.paths()["published/part"]
     store.objects.delete([part])
     assert "published again" in site.reconcile()
-    (request,) = site.site.tick("d_publisher").run_requests or []
+    (request,) = site.site.tick("publisher").run_requests or []
     batch = site.newest("00001")
     data = store.objects.get(batch)
     store.objects.delete([batch])
     for _ in range(3):
         assert not site.publish(request.tags)
     store.objects.put(batch, data)
-    assert "failed 3 times" in (site.site.tick("d_publisher").skip_message or "")
+    assert "failed 3 times" in (site.site.tick("publisher").skip_message or "")
     assert site.run().ok
     assert site.verify().ok
 
