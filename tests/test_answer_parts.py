@@ -110,13 +110,17 @@ def test_the_choice_is_taken_by_its_index() -> None:
     assert read_answer("embedding", 200, {}, orjson.dumps(vectors)).output == (1.0,)
 
 
+def test_a_server_that_sends_one_choice_may_leave_its_index_out() -> None:
+    assert read({"message": {"content": "only"}, "finish_reason": "stop"}).output == "only"
+
+
 WRONG: list[list[Any]] = [
     [choice(1)],
     [choice(0, "a"), choice(0, "b")],
     [choice(None)],
     [choice(False)],
     [choice("0")],
-    [{"message": {"content": "a"}, "finish_reason": "stop"}],
+    [{"message": {"content": "a"}, "finish_reason": "stop"}, choice(0)],
     [choice(message={"tool_calls": [CALL | {"function": {"name": "f", "arguments": {"city": "Oslo"}}}]})],
     [choice(message={"tool_calls": [CALL | {"function": {"name": None, "arguments": ""}}]})],
     [choice(message={"tool_calls": [CALL | {"type": "id"}]})],
