@@ -87,13 +87,13 @@ def _plan_batch(
     void = used if said is not None and said.void else -1
     if not current or newest_there < used or newest_there == void:
         sound = tuple(batch for batch in objects if batch not in current or batch.generation != void)
-        return None, Work(entry, max(used, newest_there) + 1, sound)
+        return None, _again(entry, max(used, newest_there) + 1, sound, intent)
     newest = current[-1]
     try:
         footer = check_object(store, entry, newest)
     except (CorruptObject, FileNotFoundError):
         earlier = tuple(batch for batch in objects if batch != newest)
-        return None, Work(entry, newest.generation + 1, earlier)
+        return None, _again(entry, newest.generation + 1, earlier, intent)
     if footer.root_run_id == intent.root_run_id:
         return footer, None
     if intent.regenerate:
@@ -101,6 +101,11 @@ def _plan_batch(
     if intent.redrive and footer.dead:
         return None, Work(entry, newest.generation + 1, (newest,), keep_dead=False)
     return footer, None
+
+
+def _again(entry: BatchEntry, generation: int, sound: tuple[BatchObject, ...], intent: Intent) -> Work:
+    """A batch without a current object that can be used: made anew, from what is sound as far as the intent allows."""
+    return Work(entry, generation, () if intent.regenerate else sound, keep_dead=not intent.redrive)
 
 
 @dataclass(frozen=True, slots=True)

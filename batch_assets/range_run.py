@@ -26,7 +26,7 @@ from gpu_runner.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Origin, Outcome
 from gpu_runner.vector_length import VectorLength
 from resources.fleet import LeasedEngine
-from resources.objects import StoreError
+from resources.objects import StoreError, self_test
 from resources.store import BatchFooter, DatasetStore, SnapshotManifest
 from resources.store_health import StoreHealth, is_store_trouble
 
@@ -52,6 +52,7 @@ class _Journal:
     waiting: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     segments: list[tuple[str, frozenset[str]]] = field(default_factory=list)
     sequence: int = 0
+    flushes: int = 0  # under way now
 
 
 def _portions(batches: Mapping[str, Sequence[Outcome]]) -> Iterator[dict[str, list[Outcome]]]:
@@ -232,7 +233,13 @@ class RangeRun:
         open_rows = {key: rows for key, rows in waiting.items() if key not in self._committed_keys}
         if not open_rows:
             return
-        portions = list(_portions(open_rows))
+        self._journal.flushes += 1
+        try:
+            await self._write_portions(list(_portions(open_rows)))
+        finally:
+            self._journal.flushes -= 1
+
+    async def _write_portions(self, portions: list[dict[str, list[Outcome]]]) -> None:
         while portions:
             self._journal.sequence += 1
             self._writing = self._pool.submit(self._write_segment, self._journal.sequence, portions[0])
@@ -244,6 +251,23 @@ class RangeRun:
                         self._journal.waiting[key][:0] = rows
                 raise
             del portions[0]
+
+    async def write_again(self) -> None:
+        """After a write that failed: one more, of what waits for the journal, else of something small.
+
+        `health` knows what became of it. What waits comes first: a full disk may still take a small object. Nothing is
+        tried beside a flush, which has taken what waited.
+        """
+        if self._journal.flushes:
+            return
+        before = self._journal.sequence
+        await self.flush()
+        if self._journal.sequence == before:
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._test_write)
+
+    def _test_write(self) -> None:
+        with self._writing_to_store():
+            self_test(self.store.objects)
 
     def store_is_there(self) -> bool:
         """The store has the snapshot of this run: it is the one that was there at the start, and it answers."""

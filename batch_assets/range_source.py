@@ -7,21 +7,21 @@ is gone. Once another run is seen, every batch is looked up in the store before 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from batch_assets.range_plan import RunIdentity, Work
+from batch_assets.store_reads import StoreReads
 from batch_assets.verify import check_object
 from gpu_runner.fleet import BookError, Claim, FleetBook
 from gpu_runner.rows import Batch, Outcome, Row
-from resources.objects import StoreError
 from resources.store import BatchEntry, BatchFooter, BatchObject, CorruptObject, DatasetStore, SnapshotManifest
-from resources.store_health import StoreHealth, is_store_trouble
+from resources.store_health import StoreHealth
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RangeSource:
 
     `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
     segment of the journal that was read. Without `claims` the run is alone. `store_is_there` asks the store something
-    small; while it is away, its batches are waited for.
+    small; while it is away, everything that is read from it is waited for.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RangeSource:
     ) -> None:
         self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
         self._claims, self._adopted, self._segment = claims, adopted, segment
-        self._health, self._store_is_there = health, store_is_there
+        self._reads = StoreReads(health, store_is_there)
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
         self._reused: dict[str, int] = {}
         self._read: set[str] = set()
@@ -109,6 +109,7 @@ class RangeSource:
     def close(self) -> None:
         """No batch is opened any more; a thread that waits in `batches` ends."""
         self._closed.set()
+        self._reads.close()
         self._engine_there.set()
 
     def release_committed(self, keys: Sequence[str]) -> bool:
@@ -133,31 +134,18 @@ class RangeSource:
         wanted: list[BatchEntry] = []
         given = iter(wanted.pop, None)  # one at a time, so that waiting for the next one is no call of the store
         found = self._store.rows(self._manifest, given)
-        for entry in self._in_order():
-            while True:
-                wanted[:] = [entry]
-                try:
-                    with self._health.call("read"):
-                        line = next(found)
-                except Exception as error:
-                    if not (is_store_trouble(error) or isinstance(error, CorruptObject)) or not self._await_store():
-                        raise
-                    found = self._store.rows(self._manifest, given)
-                    continue
-                yield line
-                break
 
-    def _await_store(self) -> bool:
-        """Wait until the store answers again. False: it does, so that what failed is about one object; or we end."""
-        waited = False
-        while not self._closed.is_set():
-            with contextlib.suppress(Exception), self._health.call("read"):
-                if self._store_is_there():
-                    return waited
-                raise StoreError("the store has not what it had")
-            waited = True
-            self._closed.wait(POLL_SECONDS)
-        return False
+        def rows_of(entry: BatchEntry) -> tuple[BatchEntry, tuple[Row, ...]]:
+            nonlocal found
+            wanted[:] = [entry]
+            try:
+                return next(found)
+            except Exception:  # ends the generator
+                found = self._store.rows(self._manifest, given)
+                raise
+
+        for entry in self._in_order():
+            yield self._reads.read(partial(rows_of, entry))
 
     def _in_order(self) -> Iterator[BatchEntry]:
         """In key order, then those that other runs held, as they become free."""
@@ -178,7 +166,7 @@ class RangeSource:
 
         "journal read" when more may be known of its rows than before.
         """
-        name = self._name(work)
+        name, journal_read = self._name(work), False
         while not self._closed.is_set():
             claim = claims.take([name])
             if claim.object is None:
@@ -187,12 +175,12 @@ class RangeSource:
             if claim.rivals and self._done_by_another(work):
                 claims.release([name])
                 return False
-            if self._engine_there.is_set():
-                if claim.gone <= self._gone:
-                    return True
-                self._gone |= claim.gone
+            if self._engine_there.is_set() and not claim.gone <= self._gone:
                 self._read_journal()
-                return "journal read"
+                self._gone |= claim.gone
+                journal_read = True
+            if self._engine_there.is_set():  # still: the store may have been waited for
+                return "journal read" if journal_read else True
             claims.release([name])  # who has no engine keeps nobody off
             self.wants_engine.set()
             self._engine_there.wait()
@@ -201,21 +189,25 @@ class RangeSource:
 
     def _done_by_another(self, work: Work) -> bool:
         """Adopt what another run has committed. A damaged object is replaced by the next generation, later."""
-        newest = None
-        batch = self._object(work)
-        while self._store.objects.exists(self._store.batch_path(batch)):
-            newest, batch = batch, replace(batch, generation=batch.generation + 1)
+        newest = self._reads.look(lambda: self._newest(work))
         if newest is None:
             return False
         try:
-            footer = check_object(self._store, work.entry, newest)
+            footer = self._reads.read(lambda: check_object(self._store, work.entry, newest))
         except (CorruptObject, FileNotFoundError):
-            again = replace(work, generation=batch.generation)
+            again = replace(work, generation=newest.generation + 1)
             self._works[work.entry.key] = self._aside[self._name(again)] = again
             return True
         self._journaled.pop(work.entry.key, None)
         self._adopted(work, footer)
         return True
+
+    def _newest(self, work: Work) -> BatchObject | None:
+        """The highest generation in the store, from the one on that this run was to write."""
+        newest, batch = None, self._object(work)
+        while self._store.objects.exists(self._store.batch_path(batch)):
+            newest, batch = batch, replace(batch, generation=batch.generation + 1)
+        return newest
 
     def _object(self, work: Work) -> BatchObject:
         return BatchObject(work.entry.key, work.entry.data_version, work.generation)
@@ -243,7 +235,7 @@ class RangeSource:
         outcomes: list[Outcome] = []
         for batch in work.keep:
             try:
-                outcomes += self._store.outcomes(batch)
+                outcomes += self._reads.read(partial(self._store.outcomes, batch))
             except (CorruptObject, FileNotFoundError):
                 continue  # verify names it; its rows are generated again
         kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
@@ -251,13 +243,20 @@ class RangeSource:
 
     def _read_journal(self) -> None:
         """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
-        for path in self._store.journal_segments(self._identity.key_range, self._identity.intent.purpose):
+        key_range, purpose = self._identity.key_range, self._identity.intent.purpose
+        for path in self._reads.look(lambda: self._store.journal_segments(key_range, purpose)):
             own = bool(self._read) and path.rpartition("/")[2].startswith(f"{self._identity.run_id}-")
             if path in self._read or own:
                 continue
+            outcomes = self._segment_outcomes(path)
             self._read.add(path)
-            outcomes = self._store.read_journal(path)
             self._segment(path, frozenset(outcomes))
             for key, rows in outcomes.items():
                 if key in self._works:
                     self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
+
+    def _segment_outcomes(self, path: str) -> dict[str, list[Outcome]]:
+        try:
+            return self._reads.read(lambda: self._store.read_journal(path))
+        except (CorruptObject, FileNotFoundError):
+            return {}  # deleted by the run that committed its batches, or no segment of ours

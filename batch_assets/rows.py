@@ -36,6 +36,7 @@ WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0
 REPORT_SECONDS = 1.0
+WRITE_SECONDS = 600.0  # longer than any write: a second one must not begin beside it
 WORK_SECONDS = 10.0
 NAMED_BATCHES = 20
 
@@ -104,15 +105,17 @@ def _generate(
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heart.rows_done = lambda: run.progress().rows_done
     reason = ""
-    probe = Probe(run.health, run.store_is_there)
-    with contextlib.closing(run), rare_collections(), LoopThread() as loop, probe:
+    with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
         try:
             if _needs_engine(context, loop, run, heart):
                 reason = _serve(context, run, _crew(context, fleet, book, heart, need, run, loop))
         except (FleetConfigError, PricingError, RunEnded) as error:
             reason = str(error)
         finally:
-            loop.submit(run.flush()).wait(FLUSH_SECONDS)
+            flushing = loop.submit(run.flush())
+            if flushing.wait(FLUSH_SECONDS):
+                with contextlib.suppress(Exception):  # a store that is away; why the run ends is said below
+                    flushing.result()
             _report(context, run, math.inf)
     if missing := run.missing():
         named = ", ".join(missing[:NAMED_BATCHES]) + (" …" if len(missing) > NAMED_BATCHES else "")
@@ -121,6 +124,17 @@ def _generate(
             metadata={"missing_batches": len(missing)},
             allow_retries=False,
         )
+
+
+def probed(run: RangeRun, loop: LoopThread, seconds: float = 5.0) -> Probe:
+    """Watches the run's store every so many seconds."""
+
+    def write() -> None:
+        writing = loop.submit(run.write_again())
+        if writing.wait(WRITE_SECONDS):
+            writing.result()
+
+    return Probe(run.health, run.store_is_there, write, seconds)
 
 
 def _join_request(context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, book: FleetBook) -> Objective:

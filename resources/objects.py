@@ -119,11 +119,12 @@ def checked_root(root: str) -> str:
 
 
 class LocalObjects:
-    """Objects as files below a folder."""
+    """Objects as files below a folder. It is made once: one that is gone later is not mounted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
         self.root = str(self.folder)
+        self._was_there = self.folder.is_dir()
 
     def _file(self, path: str) -> Path:
         file = self.folder / path
@@ -151,8 +152,11 @@ class LocalObjects:
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents, each synced into the one above: an object is no safer than its folder."""
         if not folder.is_dir():
+            if folder == self.folder and self._was_there:
+                raise StoreError(f"{folder}: the store's folder is gone; mount it again, or make an empty one")
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
+            self._was_there = True
             self._sync_folder(folder.parent)
 
     @staticmethod
@@ -231,8 +235,9 @@ class LocalObjects:
         for path in paths:
             file = self._file(path)
             file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                file.parent.rmdir()
+            if file.parent != self.folder:
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()
 
     def open(self, path: str) -> BinaryIO:
         import pyarrow as pa

@@ -423,14 +423,17 @@ class DatasetStore:
         return segments
 
     def read_journal(self, path: str) -> dict[str, list[Outcome]]:
-        """Outcomes of one segment by batch key; empty when it is torn or gone (its rows are generated again)."""
+        """Outcomes of one segment by batch key; empty when it is torn (its rows are generated again).
+
+        Raises FileNotFoundError when it is gone.
+        """
+        whole = self.objects.get(path)
         try:
-            whole = self.objects.get(path)
             data, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
             if _checksum(data) != checksum:
                 return {}
             table = pa.ipc.open_stream(data).read_all()
-        except (FileNotFoundError, pa.ArrowException, OSError):
+        except (pa.ArrowException, OSError):
             return {}
         batches: dict[str, list[Outcome]] = defaultdict(list)
         for key, outcome in zip(table.column("batch").to_pylist(), outcomes_from(table), strict=True):

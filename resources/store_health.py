@@ -16,6 +16,7 @@ from typing import Literal
 from resources.objects import CorruptObject, StoreError
 
 CallKind = Literal["read", "write"]
+JOIN_SECONDS = 1.0
 PATIENCE_SECONDS = 5.0  # a call that takes longer counts as unanswered from its start
 
 
@@ -65,6 +66,11 @@ class StoreHealth:
             waiting = [now - began for began in self._pending.values() if now - began > PATIENCE_SECONDS]
         return max([0.0, *failing, *waiting])
 
+    def fails(self, kind: CallKind) -> bool:
+        """The last call of this kind that has ended failed."""
+        with self._guard:
+            return kind in self._failing
+
     def words(self, wall: float) -> str:
         """One sentence for people. `wall`: Unix seconds now."""
         since = time.strftime("%H:%M:%S", time.localtime(wall - self.silent_seconds()))
@@ -74,10 +80,16 @@ class StoreHealth:
 
 
 class Probe:
-    """Asks the store something small every few seconds in a thread of its own, also while nothing is written."""
+    """Asks the store something small every few seconds in a thread of its own, also while nothing is written.
 
-    def __init__(self, health: StoreHealth, ask: Callable[[], bool], seconds: float = 5.0) -> None:
-        self._health, self._ask, self._seconds = health, ask, seconds
+    A write that failed is silence until one succeeds. Once reads answer, `write` is called to make one, since perhaps
+    nobody else does: a run without a lease has no rows to write.
+    """
+
+    def __init__(
+        self, health: StoreHealth, ask: Callable[[], bool], write: Callable[[], None], seconds: float = 5.0
+    ) -> None:
+        self._health, self._ask, self._write, self._seconds = health, ask, write, seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-probe", daemon=True)
 
@@ -87,9 +99,13 @@ class Probe:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         while not self._stop.wait(self._seconds):
-            with contextlib.suppress(Exception), self._health.call("read"):
-                if not self._ask():
-                    raise StoreError("the store has not what it had")
+            with contextlib.suppress(Exception):
+                with self._health.call("read"):
+                    if not self._ask():
+                        raise StoreError("the store has not what it had")
+                if self._health.fails("write") and not self._stop.is_set():
+                    self._write()

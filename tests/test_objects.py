@@ -161,6 +161,24 @@ def test_a_folder_that_a_delete_takes_away_is_made_again(
     assert local_objects.get("d/a") == b"1"
 
 
+@pytest.mark.parametrize("there_before", [True, False])
+def test_a_root_that_was_there_and_is_gone_is_not_made_again(tmp_path: Path, there_before: bool) -> None:
+    folder = tmp_path / "store"
+    if there_before:
+        folder.mkdir()
+    objects = open_objects(str(folder))
+    assert objects.create("a", b"1")
+    objects.delete(["a"])
+    assert objects.create("a/b", b"1")  # an empty root is still there
+    folder.rename(tmp_path / "away")
+    for write in (objects.create, objects.put):
+        with pytest.raises(StoreError, match="mount it again"):
+            write("a/c", b"2")
+    assert not folder.exists()
+    (tmp_path / "away").rename(folder)
+    assert objects.create("a/c", b"2")
+
+
 def test_a_folder_that_vanishes_during_a_listing_is_passed_over(local_objects: LocalObjects) -> None:
     for name in ("d/a/1", "d/b/1", "d/c/1"):
         local_objects.put(name, b"1")

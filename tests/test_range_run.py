@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from simulated_engine import simulated_engine
-from snapshots import MODEL, commit, questions, write_snapshot
+from snapshots import MODEL, commit, current_path, overwrite, questions, write_snapshot
 
 from batch_assets import ledger
+from batch_assets.ledger import LedgerVersion
 from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet import Lease
 from gpu_runner.wire import EngineRefused
@@ -162,6 +164,37 @@ def test_a_damaged_object_is_replaced_by_the_next_generation(
         asyncio.run(generate(a_run(store, manifest, "run-2"), engine.url))
     assert [batch.generation for batch in store.objects_by_batch()["00001"]] == [0, 1]
     assert plan_range(store, store.entries(manifest.snapshot), Intent("x")).todo == []
+
+
+@pytest.mark.parametrize("lost", ["void", "damaged", "gone"])
+def test_a_regenerate_of_a_batch_that_is_lost_keeps_no_earlier_row_and_a_redrive_no_dead_one(
+    local_objects: Objects, lost: str
+) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(10))
+    commit(store, manifest, dead=["id-000003"])
+    commit(store, manifest, dead=["id-000003"], generation=1)
+    entries = store.entries(manifest.snapshot)
+    newest = current_path(store, manifest, "00000")
+    version = LedgerVersion(entries[0].data_version, 1)
+    version = version.voided() if lost == "void" else version
+    if lost == "damaged":
+        overwrite(store, newest, b"torn")
+    if lost == "gone":
+        local_objects.delete([newest])
+
+    def kept(intent: Intent) -> list[str]:
+        plan = plan_range(store, entries, intent, {"00000": version})
+        identity = RunIdentity(intent.root_run_id, intent, ("00000", "00000"))
+        with contextlib.closing(RangeRun(store, manifest, plan, identity)) as run:
+            (work,) = plan.todo
+            assert work.generation == 2
+            return sorted(one.row_id for one in run.source.kept(work))
+
+    every = [f"id-{i:06d}" for i in range(10)]
+    assert kept(Intent("ordinary")) == every
+    assert kept(Intent("again", regenerate=True)) == []
+    assert kept(Intent("dead", redrive=True)) == [row for row in every if row != "id-000003"]
 
 
 def test_a_regenerated_row_stays_when_the_rows_around_it_change(local_objects: Objects) -> None:

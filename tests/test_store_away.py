@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +11,20 @@ from pathlib import Path
 
 import pytest
 from dataset_site import MODEL, DatasetSite, dataset_site
+from pace import PATIENCE
 from simulated_engine import SimulatedEngine, simulated_engine
+from snapshots import questions, write_snapshot
+from test_crew import NEED, Heart, Renter, engines
+from test_range_claims import step_until
+from test_range_run import journaled
 
 import batch_assets.crew
-from resources.objects import CorruptObject
+from batch_assets.crew import Crew
+from batch_assets.loop_thread import LoopThread
+from batch_assets.range_run import Intent, RangeRun, RunIdentity, plan_range
+from batch_assets.rows import probed
+from resources.objects import CorruptObject, LocalObjects, StoreError
+from resources.store import DatasetStore
 from resources.store_health import Probe, StoreHealth
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(300)]
@@ -32,8 +44,8 @@ def site(tmp_path: Path) -> Iterator[DatasetSite]:
         yield site
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -119,8 +131,76 @@ def test_a_call_without_an_answer_is_silence_from_its_start_and_a_success_ends_i
 
 def test_a_store_that_is_asked_for_nothing_is_probed():
     health = StoreHealth()
-    with Probe(health, lambda: False, seconds=0.01):
+    with Probe(health, lambda: False, lambda: None, seconds=0.01):
         until(lambda: health.silent_seconds() > 0)
+
+
+def test_a_write_that_failed_is_made_again_by_the_probe_once_reads_answer():
+    health, there, writes = StoreHealth(), threading.Event(), list[int]()
+
+    def write() -> None:
+        with health.call("write"):
+            writes.append(1)
+
+    with pytest.raises(OSError, match="full"), health.call("write"):
+        raise OSError("full")
+    with Probe(health, there.is_set, write, seconds=0.01):
+        until(lambda: "StoreError" in health.words(1e9))
+        assert not writes
+        there.set()
+        until(lambda: health.silent_seconds() == 0)
+        time.sleep(0.1)
+    assert len(writes) == 1  # none while writes succeed
+
+
+def test_after_the_lease_was_given_back_a_store_that_takes_writes_again_is_noticed_and_the_run_goes_on(
+    local_objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+):
+    """One segment of the journal failed and nobody writes any more: reads alone cannot tell that writes succeed."""
+    monkeypatch.setattr(batch_assets.crew, "SAY_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(batch_assets.crew, "RELEASE_SILENT_SECONDS", 0.6)
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(250), batch_rows=250)
+    identity = RunIdentity("run", Intent("run"), ("00000", "00000"))
+    plan = plan_range(store, store.entries(manifest.snapshot), identity.intent)
+    run = RangeRun(store, manifest, plan, identity, journal_seconds=0.05)
+    obstacle, said = local_objects.folder / "d/journal", list[str]()
+    obstacle.touch()  # no folder can be made here, so that no segment can be written
+    with engines(2, speed="5") as found, LoopThread() as loop, contextlib.closing(run), probed(run, loop, 0.05):
+        renter = Renter(*found)
+        crew = Crew(renter, Heart(), NEED, run, loop, say=said.append, warn=said.append, decided=lambda _: None)
+        try:
+            step_until(crew, lambda: bool(renter.released))
+            assert "the store answers again" not in said
+            finished = run.progress().rows_done
+            assert 0 < finished < 250
+            obstacle.unlink()
+            step_until(crew, lambda: "the store answers again" in said)
+            assert len(journaled(store)) == finished
+            step_until(crew, lambda: not run.missing())
+        finally:
+            crew.end()
+    assert renter.asked == 2
+
+
+def test_with_nothing_to_write_something_small_tells_whether_writes_succeed(
+    local_objects: LocalObjects, tmp_path: Path
+):
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(10))
+    identity = RunIdentity("run", Intent("run"), ("00000", "00000"))
+    run = RangeRun(store, manifest, plan_range(store, store.entries(manifest.snapshot), identity.intent), identity)
+    with pytest.raises(OSError, match="full"), run.health.call("write"):
+        raise OSError("full")
+    with contextlib.closing(run):
+        folder = local_objects.folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreError, match="has not the snapshot"):
+            asyncio.run(run.write_again())
+        assert run.health.fails("write") and not local_objects.folder.exists()
+        folder.rename(local_objects.folder)
+        asyncio.run(run.write_again())
+        assert not run.health.fails("write")
+    assert [info.path for info in local_objects.list("") if "/snapshots/" not in info.path] == []
 
 
 def test_a_damaged_object_while_the_store_is_there_is_no_reason_to_wait(site: DatasetSite, engine: SimulatedEngine):
