@@ -46,6 +46,8 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
                 after = name if walk.unfinished else names[(place[0] + step + 1) % len(names)]
                 context.update_cursor(f"{after}:{walk.number if walk.unfinished else 0}")
                 break
+        else:  # all of it: the next tick begins at the front. For an empty cursor the daemon keeps the one before.
+            context.update_cursor(f"{names[0]}:0" if names else None)
         for sentence in said:
             context.log.warning(sentence)
         return dg.SkipReason("; ".join(said) or f"store and catalog agree ({looked} looks)")

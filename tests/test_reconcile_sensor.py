@@ -1,0 +1,86 @@
+"""The reconcile sensor over several datasets and several slices: everything is looked at, and nothing stops the others.
+
+Instance, events and store are real; the sensors are kept from tick to tick, as a code server keeps them. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from sensor_site import KEYS, SPEC, Site
+from snapshots import commit, questions, write_snapshot
+
+from batch_assets import ledger, reconcile, reconcile_sensor
+from resources.store import BatchStore, DatasetStore
+
+NAMES = ["d0", "d1", "d2"]
+ROWS = 60
+BATCHES = ROWS // 10
+FOREVER = 1e9
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """Three datasets of the same rows, each of six batches that are committed and reported."""
+    with contextlib.ExitStack() as stack:
+        instance = dg.DagsterInstance.ephemeral()
+        site = Site.open(tmp_path, instance, stack, *({**SPEC, "name": name} for name in NAMES))
+        for name in NAMES:
+            complete(site, name)
+        yield site
+
+
+def data(site: Site, name: str) -> DatasetStore:
+    return DatasetStore(site.store.objects, name)
+
+
+def complete(site: Site, name: str) -> None:
+    """A snapshot whose batches are all committed and reported."""
+    store = data(site, name)
+    manifest = write_snapshot(store, questions(ROWS))
+    site.instance.add_dynamic_partitions(name, KEYS[:BATCHES])
+    for footer in commit(store, manifest).values():
+        site.instance.report_runless_asset_event(ledger.batch_event(store, footer, manifest.snapshot))
+
+
+def sensors(site: Site) -> dict[str, dg.SensorDefinition]:
+    """The sensors of a new process."""
+    store = BatchStore(root=str(site.folder / "store"))
+    return {**site.sensors(), "reconcile": reconcile_sensor.reconcile_sensor(lambda: site.specs, store)}
+
+
+def ticked(site: Site, kept: Mapping[str, dg.SensorDefinition]) -> str:
+    """One tick of the reconcile sensor: what it says. It always has a cursor: for an empty one the daemon keeps the
+    one from before."""
+    said = site.tick("reconcile", kept).skip_message or ""
+    assert site.cursors["reconcile"]
+    return said
+
+
+def lose(site: Site, name: str, key: str) -> None:
+    """The object of a batch is deleted past the platform."""
+    objects = site.store.objects
+    (path,) = [info.path for info in objects.list(f"{name}/batches/") if f"/{key}" in info.path]
+    objects.delete([path])
+
+
+def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
+    kept = sensors(site)
+    monkeypatch.setattr(reconcile_sensor, "TICK_SECONDS", 0.0)
+    ticked(site, kept)
+    ticked(site, kept)
+    assert site.cursors["reconcile"] == "d0:2"
+    monkeypatch.setattr(reconcile_sensor, "TICK_SECONDS", FOREVER)
+    ticked(site, kept)
+    lose(site, "d0", "00000")
+    lose(site, "d1", "00005")
+    said = ticked(site, kept)
+    assert "d0: 1 batches are void" in said
+    assert "d1: 1 batches are void" in said
