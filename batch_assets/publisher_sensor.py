@@ -85,9 +85,12 @@ def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
     return version is not None and version.data_version == entry.data_version
 
 
-def publish_runs(dataset: str, state: str) -> dg.RunsFilter:
-    """Runs that published this state of the dataset. Its job too: two datasets of the same rows have the same state."""
-    return dg.RunsFilter(job_name=publish_job(dataset), tags={PUBLISH_TAG: state})
+def publish_runs(dataset: str, state: str, *statuses: dg.DagsterRunStatus) -> dg.RunsFilter:
+    """Runs that published this state of the dataset; of any status where none is given.
+
+    Its job too: two datasets of the same rows have the same state.
+    """
+    return dg.RunsFilter(job_name=publish_job(dataset), tags={PUBLISH_TAG: state}, statuses=list(statuses) or None)
 
 
 def _publishing(instance: dg.DagsterInstance, dataset: str, state: str, *, since_refresh: bool) -> list[dg.DagsterRun]:

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from sensor_site import KEYS, SPEC, Site
+from sensor_site import KEYS, SPEC, S, Site
 from snapshots import commit, questions, write_snapshot
 
 from batch_assets import ledger, reconcile, reconcile_sensor
+from batch_assets.card import Card
+from batch_assets.publish import publish
+from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, publish_job
+from batch_assets.status import Observer
 from resources.store import BatchStore, DatasetStore
 
 NAMES = ["d0", "d1", "d2"]
@@ -84,3 +88,44 @@ def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
     said = ticked(site, kept)
     assert "d0: 1 batches are void" in said
     assert "d1: 1 batches are void" in said
+
+
+def published(site: Site, kept: Mapping[str, dg.SensorDefinition], *names: str) -> set[str]:
+    """The publisher's tick, and of the runs that it asks for those of `names`. Returns the datasets of all."""
+    asked = site.tick("publisher", kept).run_requests or []
+    jobs = {publish_job(name): name for name in NAMES}
+    for one in asked:
+        name = jobs[one.job_name or ""]
+        if name in names:
+            run_id = site.run(S.STARTED, one.tags, job_name=one.job_name)
+            store = data(site, name)
+            manifest = store.manifest(store.current_snapshot() or "")
+            publish(store, manifest, card=Card("", [], []), now=1.75e9, workdir=site.folder)
+            site.end(run_id)
+    return {jobs[one.job_name or ""] for one in asked}
+
+
+def voids(site: Site) -> list[str]:
+    """Jobs of the publications that count no more."""
+    return [run.job_name for run in site.instance.get_runs() if PUBLISH_VOID_TAG in run.tags]
+
+
+def test_a_dataset_that_is_not_published_yet_voids_no_publication_of_another_of_the_same_rows(site: Site):
+    """The state of both is the same."""
+    kept = sensors(site)
+    assert published(site, kept, "d0") == set(NAMES)
+    assert ticked(site, kept).startswith("store and catalog agree")
+    assert voids(site) == []
+    for name in NAMES:
+        observer = Observer(site.instance, site.book, data(site, name))
+        assert observer.problems(observer.look()) == []
+
+
+def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alone(site: Site):
+    kept = sensors(site)
+    (request, *_) = site.tick("publisher", kept).run_requests or []
+    site.end(site.run(S.STARTED, request.tags, job_name=publish_job("d0")), dg.DagsterEventType.RUN_FAILURE)
+    reconcile.reconcile(site.instance, data(site, "d1"))
+    assert voids(site) == []
+    reconcile.reconcile(site.instance, data(site, "d0"))
+    assert voids(site) == [publish_job("d0")]
