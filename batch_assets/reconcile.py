@@ -290,6 +290,11 @@ def heal(instance: dg.DagsterInstance, store: DatasetStore, found: Findings) -> 
         yield f"{store.dataset}: {len(found.unreported)} batches reported again from the store"
     if found.table:
         void_publications(instance, store.dataset, found.state, "success")
+        # A tag writes no event: without one the publisher would not look at the dataset for minutes.
+        lost_table = dg.AssetObservation(
+            ledger.table_key(store.dataset), description=f"the table is lost: {found.table}"
+        )
+        instance.report_runless_asset_event(lost_table)
         yield f"{store.dataset}: the table will be published again: {found.table}"
 
 

@@ -14,7 +14,7 @@ import pytest
 from sensor_site import KEYS, SPEC, S, Site
 from snapshots import commit, questions, write_snapshot
 
-from batch_assets import ledger, reconcile, reconcile_sensor
+from batch_assets import changes, ledger, reconcile, reconcile_sensor
 from batch_assets.card import Card
 from batch_assets.publish import publish
 from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, publish_job
@@ -129,3 +129,19 @@ def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alo
     assert voids(site) == []
     reconcile.reconcile(site.instance, data(site, "d0"))
     assert voids(site) == [publish_job("d0")]
+
+
+def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(changes, "OVERLAP_SECONDS", 0.0)
+    kept = sensors(site)
+    published(site, kept, *NAMES)
+    ticked(site, kept)
+    assert published(site, kept) == set()
+    published(site, kept)
+    assert site.tick("publisher", kept).skip_message == "3 more datasets: nothing to do"
+    (part, *_) = [info.path for info in site.store.objects.list("d1/published/") if info.path.endswith(".parquet")]
+    site.store.objects.delete([part])
+    assert "d1: the table will be published again" in ticked(site, kept)
+    assert published(site, kept, "d1") == {"d1"}
+    assert ticked(site, kept).startswith("store and catalog agree")
+    assert published(site, kept) == set()
