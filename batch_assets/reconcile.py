@@ -87,7 +87,13 @@ class Reconciler:
         return hash((newest, tuple(infos)))
 
     def look_once(self, newest: int | None) -> Findings:
-        """Compare the first slice, and remember how everything looked when there was nothing to say."""
+        """Compare the first slice, and remember how everything looked when there was nothing to say.
+
+        Of a dataset of several slices nothing is remembered: they are listed one by one.
+        """
+        if self.slices() > 1:
+            self._agreed = None
+            return self.look()
         looks = self._looks(newest)
         found = self.look()
         clean = not (found.lost or found.unreported or found.table or found.problems)

@@ -19,6 +19,8 @@ from batch_assets.card import Card
 from batch_assets.publish import publish
 from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, publish_job
 from batch_assets.status import Observer
+from batch_assets.store_check import Difference
+from resources.objects import CorruptObject, LocalObjects, ObjectInfo, StoreError
 from resources.store import BatchStore, DatasetStore
 
 NAMES = ["d0", "d1", "d2"]
@@ -145,3 +147,47 @@ def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(site:
     assert published(site, kept, "d1") == {"d1"}
     assert ticked(site, kept).startswith("store and catalog agree")
     assert published(site, kept) == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyError("rows"), "d0: could not be compared with the catalog: KeyError: 'rows'"),
+        (CorruptObject("d0/x: expected a list, found none"), "d0: d0/x: expected a list, found none"),
+        (StoreError("no reply"), "does not answer: no reply"),
+    ],
+)
+def test_an_error_of_one_dataset_is_said_and_the_others_are_looked_at(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+):
+    problems = reconcile.snapshot_problems
+
+    def failing(store: DatasetStore, snapshot: str) -> Iterator[Difference]:
+        if store.dataset == "d0":
+            raise error
+        return problems(store, snapshot)
+
+    monkeypatch.setattr(reconcile, "snapshot_problems", failing)
+    kept = sensors(site)
+    lose(site, "d2", "00003")
+    said = ticked(site, kept)
+    assert words in said
+    assert ("does not answer" in said) == (type(error) is StoreError)
+    assert "d2: 1 batches are void" in said
+
+
+def test_a_dataset_of_several_slices_is_not_listed_whole_at_every_tick(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
+    kept = sensors(site)
+    ticked(site, kept)
+    listed: list[str] = []
+    whole = LocalObjects.list
+
+    def noting(objects: LocalObjects, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        listed.append(prefix)
+        return whole(objects, prefix, start_after)
+
+    monkeypatch.setattr(LocalObjects, "list", noting)
+    assert ticked(site, kept).startswith("store and catalog agree")
+    assert listed
+    assert {f"{name}/" for name in NAMES} & set(listed) == set()
