@@ -2,7 +2,7 @@
 
 Requests, snapshots, committed batches and the ends of runs all write events, so that a dataset without a new event
 needs no look of its own. Dagster has no public query for "every asset and run with an event since": what we lean on
-here is held by `tests/test_changes.py`.
+here is held by `tests/test_rounds.py`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class CatalogChanges:
             known = None
         found = set(names)
         if known is not None:
-            found &= _named(instance, storage, known) if newest > known else set()
+            named = _named(instance, storage, known) if newest > known else set()
+            found = found if named is None else found & named
         self._marks.append((now, newest))  # only now: after an error all of it is read again
         return found
 
 
-def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str]:
-    """First part of the asset keys, and the datasets of the runs, with events after this id."""
+def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str] | None:
+    """First part of the asset keys, and the datasets of the runs, with events after this id; None for too many runs."""
     kind, key = EVENTS.c.dagster_event_type, EVENTS.c.asset_key
     new = sa.and_(EVENTS.c.id > after, kind.in_([*_ASSET_EVENTS, _OBSERVED]), key.is_not(None))
     of_assets = sa.select(kind, key).where(new).distinct()
@@ -70,6 +71,8 @@ def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int
     with storage.index_connection() as connection:
         told = [(kind, dg.AssetKey.from_db_string(text)) for kind, text in connection.execute(of_assets)]
         runs = [run_id for (run_id,) in connection.execute(of_runs)]
+    if len(runs) > MOST_RUNS:
+        return None
     keys = [key for kind, key in told if key is not None and (kind != _OBSERVED or key == table_key(key.path[0]))]
     found = {key.path[0] for key in keys}
     for run in instance.get_runs(dg.RunsFilter(run_ids=runs)) if runs else ():
