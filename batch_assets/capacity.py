@@ -96,7 +96,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
                 try:
                     found = watching.look(context.instance, beats, target)
                 except StoreError as error:
-                    said.append(f"{name} could not be looked at: {error}")
+                    said.append(f"{name} {turns.failed(name, error)}")
                     context.log.warning(said[-1])
                     continue
                 except Exception as error:  # of one dataset: the others are looked after
