@@ -54,7 +54,7 @@ def publisher_sensor(
 
 def _look(instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: SnapshotCache, news: bool) -> Look:
     """Whether one dataset's table is to be published now."""
-    snapshot, entries = cache.entries(store.dataset(dataset))
+    snapshot, entries = cache.entries(store.for_sensor(dataset))
     if snapshot is None:
         return Look("no snapshot yet")
     # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.

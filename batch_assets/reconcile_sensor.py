@@ -38,8 +38,8 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
         newest = catalog(instance, names)
         for step in range(len(names)):
             name = names[(place[0] + step) % len(names)]
-            reconciler = known.setdefault(name, Reconciler(instance, store.dataset(name)))
-            reconciler.instance, reconciler.store = instance, store.dataset(name)  # new ones at each tick
+            reconciler = known.setdefault(name, Reconciler(instance, store.for_sensor(name)))
+            reconciler.instance, reconciler.store = instance, store.for_sensor(name)  # new ones at each tick
             walk = _Walk(reconciler, place[1] if step == 0 else 0, began + TICK_SECONDS, context.log)
             walk.go(newest.get(name))
             said, looked = said + walk.said, looked + walk.looked

@@ -248,7 +248,7 @@ def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
     """An observer of each dataset on this DAGSTER_HOME and store, for as long as the body runs."""
     home = prepare_home()
     ensure_storage(home)
-    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS)
+    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS, request_seconds=OBSERVE_SECONDS)
     with (
         dg.DagsterInstance.from_config(str(home)) as instance,
         contextlib.closing(FleetBook(settings.fleet_database())) as book,
