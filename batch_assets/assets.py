@@ -295,7 +295,7 @@ def _pace(schedule: str, deadline: Deadline, since: float, zone: str) -> _Pace:
 
 def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     """The published table, with its checks."""
-    key = dg.AssetKey([spec.name, "dataset"])
+    key = ledger.table_key(spec.name)
 
     @dg.asset(
         key=key,

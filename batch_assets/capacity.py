@@ -63,7 +63,7 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
 
     def watcher(spec: GeneratedDatasetSpec, folder: Path, store: BatchStore) -> WorkWatcher:
         if spec.name not in watchers or watchers[spec.name][0] != spec:
-            watchers[spec.name] = spec, WorkWatcher(spec, store.dataset(spec.name), folder)
+            watchers[spec.name] = spec, WorkWatcher(spec, store.for_sensor(spec.name), folder)
         return watchers[spec.name][1]
 
     @dg.sensor(
@@ -88,15 +88,19 @@ def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.Sens
             working = {name for name, target in targets.items() if target.request}
             due = working | datasets_with_backfills(context.instance)
             due |= set(turns.due(context.instance, known.get("now", {})))
-            began = time.monotonic()
-            for name, (spec, folder) in known.get("now", {}).items():
-                if name not in due or (name not in working and time.monotonic() - began > LOOK_SECONDS):
-                    continue  # a new process looks at all of them once: the rest at the next tick
+            began, specs = time.monotonic(), known.get("now", {})
+            for name in sorted(due & specs.keys(), key=lambda one: (one not in working, turns.order(one))):
+                took = time.monotonic() - began
+                if took > LOOK_SECONDS:
+                    if name in working:  # its command stands; the store is slow, or does not answer
+                        said.append(f"{name} could not be looked at: no time was left")
+                    continue  # the rest at the next tick; a new process looks at all of them once
+                spec, folder = specs[name]
                 target, watching = targets.get(name), watcher(spec, folder, store)
                 try:
                     found = watching.look(context.instance, beats, target)
                 except StoreError as error:
-                    said.append(f"{name} could not be looked at: {error}")
+                    said.append(f"{name} {turns.failed(name, error)}")
                     context.log.warning(said[-1])
                     continue
                 except Exception as error:  # of one dataset: the others are looked after

@@ -144,7 +144,7 @@ def check_event(report: Report) -> dg.AssetCheckEvaluation:
     """The check `on_time` of the table, by what is expected of the deadline."""
     assert report.on_time is not None
     return dg.AssetCheckEvaluation(
-        asset_key=dg.AssetKey([report.dataset, "dataset"]),
+        asset_key=ledger.table_key(report.dataset),
         check_name=ON_TIME,
         passed=report.on_time,
         severity=dg.AssetCheckSeverity.WARN,

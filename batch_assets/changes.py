@@ -2,7 +2,7 @@
 
 Requests, snapshots, committed batches and the ends of runs all write events, so that a dataset without a new event
 needs no look of its own. Dagster has no public query for "every asset and run with an event since": what we lean on
-here is held by `tests/test_changes.py`.
+here is held by `tests/test_rounds.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from dagster._core.storage.event_log import SqlEventLogStorage
 from dagster._core.storage.event_log.schema import SqlEventLogStorageTable as EVENTS
 
 from batch_assets.launcher import REDRIVE_TAG, REFRESH_TAG
+from batch_assets.ledger import table_key
 
 # Postgres hands out ids before the commit: an event may appear behind one that was read already.
 OVERLAP_SECONDS = 15.0
 MOST_RUNS = 500  # with news since the last look; more, and every dataset is looked at
 # Not all about assets: Dagster's freshness daemon writes an event for each asset of a new deployment.
 _ASSET_EVENTS = [dg.DagsterEventType.ASSET_MATERIALIZATION.value, dg.DagsterEventType.ASSET_WIPED.value]
+_OBSERVED = dg.DagsterEventType.ASSET_OBSERVATION.value  # of a table: that it is lost. Of batches: what a run decided
 _STATUS_EVENTS = [kind.value for kind in EVENT_TYPE_TO_PIPELINE_RUN_STATUS]
 _JOBS = ("_refresh", "_redrive", "_publish")
 
@@ -49,15 +51,17 @@ class CatalogChanges:
             known = None
         found = set(names)
         if known is not None:
-            found &= _named(instance, storage, known) if newest > known else set()
+            named = _named(instance, storage, known) if newest > known else set()
+            found = found if named is None else found & named
         self._marks.append((now, newest))  # only now: after an error all of it is read again
         return found
 
 
-def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str]:
-    """First part of the asset keys, and the datasets of the runs, with events after this id."""
-    new = sa.and_(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_ASSET_EVENTS))
-    of_assets = sa.select(EVENTS.c.asset_key).where(new, EVENTS.c.asset_key.is_not(None)).distinct()
+def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int) -> set[str] | None:
+    """First part of the asset keys, and the datasets of the runs, with events after this id; None for too many runs."""
+    kind, key = EVENTS.c.dagster_event_type, EVENTS.c.asset_key
+    new = sa.and_(EVENTS.c.id > after, kind.in_([*_ASSET_EVENTS, _OBSERVED]), key.is_not(None))
+    of_assets = sa.select(kind, key).where(new).distinct()
     of_runs = (
         sa.select(EVENTS.c.run_id)
         .where(EVENTS.c.id > after, EVENTS.c.dagster_event_type.in_(_STATUS_EVENTS))
@@ -65,9 +69,12 @@ def _named(instance: dg.DagsterInstance, storage: SqlEventLogStorage, after: int
         .limit(MOST_RUNS + 1)
     )
     with storage.index_connection() as connection:
-        keys = [dg.AssetKey.from_db_string(text) for (text,) in connection.execute(of_assets)]
+        told = [(kind, dg.AssetKey.from_db_string(text)) for kind, text in connection.execute(of_assets)]
         runs = [run_id for (run_id,) in connection.execute(of_runs)]
-    found = {key.path[0] for key in keys if key is not None}
+    if len(runs) > MOST_RUNS:
+        return None
+    keys = [key for kind, key in told if key is not None and (kind != _OBSERVED or key == table_key(key.path[0]))]
+    found = {key.path[0] for key in keys}
     for run in instance.get_runs(dg.RunsFilter(run_ids=runs)) if runs else ():
         found |= set(datasets_of(run))
     return found

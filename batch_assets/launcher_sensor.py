@@ -85,7 +85,7 @@ def _look(
     redrive = Request.newest(instance, REDRIVE_TAG, spec.name)
     if refresh is None and redrive is None:
         return Look("nothing was requested")
-    data = store.dataset(spec.name)
+    data = store.for_sensor(spec.name)
     snapshot, entries = cache.entries(data)
     versions = ledger.ledger_versions(instance, spec.name)
     missing = [entry for entry in entries if not _current(versions.get(entry.key), entry)]

@@ -90,6 +90,11 @@ def prompts_key(dataset: str) -> dg.AssetKey:
     return dg.AssetKey([dataset, "prompts"])
 
 
+def table_key(dataset: str) -> dg.AssetKey:
+    """Asset key of the published table."""
+    return dg.AssetKey([dataset, "dataset"])
+
+
 def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.AssetMaterialization:
     """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry."""
     batch = BatchObject(footer.key, footer.data_version, footer.generation)

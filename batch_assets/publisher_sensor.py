@@ -54,7 +54,7 @@ def publisher_sensor(
 
 def _look(instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: SnapshotCache, news: bool) -> Look:
     """Whether one dataset's table is to be published now."""
-    snapshot, entries = cache.entries(store.dataset(dataset))
+    snapshot, entries = cache.entries(store.for_sensor(dataset))
     if snapshot is None:
         return Look("no snapshot yet")
     # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
@@ -85,9 +85,12 @@ def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
     return version is not None and version.data_version == entry.data_version
 
 
-def publish_runs(dataset: str, state: str) -> dg.RunsFilter:
-    """Runs that published this state of the dataset. Its job too: two datasets of the same rows have the same state."""
-    return dg.RunsFilter(job_name=publish_job(dataset), tags={PUBLISH_TAG: state})
+def publish_runs(dataset: str, state: str, *statuses: dg.DagsterRunStatus) -> dg.RunsFilter:
+    """Runs that published this state of the dataset; of any status where none is given.
+
+    Its job too: two datasets of the same rows have the same state.
+    """
+    return dg.RunsFilter(job_name=publish_job(dataset), tags={PUBLISH_TAG: state}, statuses=list(statuses) or None)
 
 
 def _publishing(instance: dg.DagsterInstance, dataset: str, state: str, *, since_refresh: bool) -> list[dg.DagsterRun]:

@@ -17,7 +17,7 @@ from batch_assets import ledger
 from batch_assets.backfills import range_runs
 from batch_assets.catalog import BatchReport, Catalog
 from batch_assets.publish import published_table, table_version
-from batch_assets.publisher_sensor import PUBLISH_TAG, PUBLISH_VOID_TAG, ledger_state
+from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, ledger_state, publish_runs
 from batch_assets.store_check import object_infos, snapshot_problems, table_problems
 from batch_assets.verify import check_object
 from resources.objects import ObjectInfo
@@ -87,7 +87,13 @@ class Reconciler:
         return hash((newest, tuple(infos)))
 
     def look_once(self, newest: int | None) -> Findings:
-        """Compare the first slice, and remember how everything looked when there was nothing to say."""
+        """Compare the first slice, and remember how everything looked when there was nothing to say.
+
+        Of a dataset of several slices nothing is remembered: they are listed one by one.
+        """
+        if self.slices() > 1:
+            self._agreed = None
+            return self.look()
         looks = self._looks(newest)
         found = self.look()
         clean = not (found.lost or found.unreported or found.table or found.problems)
@@ -163,7 +169,7 @@ class Reconciler:
         if any(own.get(entry.key, _NONE).data_version != entry.data_version for entry in self._entries):
             return
         found.state = ledger_state(found.snapshot, self._entries, own)
-        done = dg.RunsFilter(tags={PUBLISH_TAG: found.state}, statuses=[dg.DagsterRunStatus.SUCCESS])
+        done = publish_runs(self.store.dataset, found.state, dg.DagsterRunStatus.SUCCESS)
         if all(PUBLISH_VOID_TAG in run.tags for run in self.instance.get_runs(done, limit=3)):
             return  # not published yet
         problems = [f"{one.expected}: {one.found}" for one in table_problems(self.store)]
@@ -289,13 +295,18 @@ def heal(instance: dg.DagsterInstance, store: DatasetStore, found: Findings) -> 
     if found.unreported:
         yield f"{store.dataset}: {len(found.unreported)} batches reported again from the store"
     if found.table:
-        void_publications(instance, found.state, "success")
+        void_publications(instance, store.dataset, found.state, "success")
+        # A tag writes no event: without one the publisher would not look at the dataset for minutes.
+        lost_table = dg.AssetObservation(
+            ledger.table_key(store.dataset), description=f"the table is lost: {found.table}"
+        )
+        instance.report_runless_asset_event(lost_table)
         yield f"{store.dataset}: the table will be published again: {found.table}"
 
 
-def void_publications(instance: dg.DagsterInstance, state: str, which: str) -> None:
+def void_publications(instance: dg.DagsterInstance, dataset: str, state: str, which: str) -> None:
     """Publications of this state count no more: the successful ones, as their table is lost, or those that failed."""
-    for run in instance.get_runs(dg.RunsFilter(tags={PUBLISH_TAG: state})):
+    for run in instance.get_runs(publish_runs(dataset, state)):
         success = run.status == dg.DagsterRunStatus.SUCCESS
         if run.is_finished and success == (which == "success") and PUBLISH_VOID_TAG not in run.tags:
             instance.add_run_tags(run.run_id, {PUBLISH_VOID_TAG: "true"})
@@ -310,5 +321,5 @@ def reconcile(instance: dg.DagsterInstance, store: DatasetStore) -> list[str]:
         number += 1
     found = reconciler.look()
     if found.state:
-        void_publications(instance, found.state, "failure")
+        void_publications(instance, store.dataset, found.state, "failure")
     return said

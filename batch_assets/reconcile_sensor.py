@@ -1,5 +1,6 @@
 """One sensor for all datasets that compares store and catalog, a bounded piece at a time."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from batch_assets import ledger
 from batch_assets.reconcile import Reconciler, heal, too_many
 from batch_assets.sensor_instance import instance_of
 from resources.objects import CorruptObject, StoreError
-from resources.store import BatchStore
+from resources.store import BatchStore, DatasetStore
 from resources.store_health import is_store_trouble
 
 SECONDS = 60
@@ -37,15 +38,17 @@ def reconcile_sensor(datasets: Callable[[], Mapping[str, Any]], store: BatchStor
         newest = catalog(instance, names)
         for step in range(len(names)):
             name = names[(place[0] + step) % len(names)]
-            reconciler = known.setdefault(name, Reconciler(instance, store.dataset(name)))
-            reconciler.instance, reconciler.store = instance, store.dataset(name)  # new ones at each tick
-            walk = _Walk(reconciler, place[1] if step == 0 else 0, began + TICK_SECONDS)
+            reconciler = known.setdefault(name, Reconciler(instance, store.for_sensor(name)))
+            reconciler.instance, reconciler.store = instance, store.for_sensor(name)  # new ones at each tick
+            walk = _Walk(reconciler, place[1] if step == 0 else 0, began + TICK_SECONDS, context.log)
             walk.go(newest.get(name))
             said, looked = said + walk.said, looked + walk.looked
             if walk.unfinished or time.monotonic() >= walk.until:
                 after = name if walk.unfinished else names[(place[0] + step + 1) % len(names)]
                 context.update_cursor(f"{after}:{walk.number if walk.unfinished else 0}")
                 break
+        else:  # all of it: the next tick begins at the front. For an empty cursor the daemon keeps the one before.
+            context.update_cursor(f"{names[0]}:0" if names else None)
         for sentence in said:
             context.log.warning(sentence)
         return dg.SkipReason("; ".join(said) or f"store and catalog agree ({looked} looks)")
@@ -60,6 +63,7 @@ class _Walk:
     reconciler: Reconciler
     number: int
     until: float
+    log: logging.Logger
     said: list[str] = field(default_factory=list)
     looked: int = 0
 
@@ -68,7 +72,7 @@ class _Walk:
         return 0 < self.number < self.reconciler.slices()
 
     def go(self, newest: int | None) -> None:
-        """Look and heal. A store that does not answer is said, and looked at again at the next tick."""
+        """Look and heal. An error is of this dataset: it is said, and looked at again at the next tick."""
         store = self.reconciler.store
         try:
             if self.number == 0 and self.reconciler.unchanged(newest):
@@ -78,10 +82,10 @@ class _Walk:
                 if not self.unfinished or time.monotonic() >= self.until:
                     return
         except Exception as error:
-            if not isinstance(error, CorruptObject) and not is_store_trouble(error):
-                raise
-            text = str(error).partition("\n")[0] if isinstance(error, StoreError) else type(error).__name__
-            self.said.append(f"{store.dataset}: the store {store.objects.root} does not answer: {text}")
+            known = isinstance(error, CorruptObject) or is_store_trouble(error)
+            if not known:
+                self.log.exception(f"{store.dataset}: the comparison ended early")
+            self.said.append(f"{store.dataset}: {_words(store, error)}")
             self.number = 0
 
     def _look(self, newest: int | None) -> None:
@@ -96,6 +100,17 @@ class _Walk:
             )
         else:
             self.said += heal(reconciler.instance, store, found)
+
+
+def _words(store: DatasetStore, error: Exception) -> str:
+    """Why a dataset could not be compared; the text of a CorruptObject says everything."""
+    text = str(error).partition("\n")[0]
+    if isinstance(error, CorruptObject):
+        return text
+    if is_store_trouble(error):
+        said = text if isinstance(error, StoreError) else type(error).__name__
+        return f"the store {store.objects.root} does not answer: {said}"
+    return f"could not be compared with the catalog: {type(error).__name__}: {text}"
 
 
 class _NewestEvents:

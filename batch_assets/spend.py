@@ -22,7 +22,7 @@ from gpu_runner.charges import SpendLine, by_day
 from gpu_runner.fleet import FleetBook
 from gpu_runner.fleet_reports import Billed
 from resources.fleet import GpuFleet
-from resources.objects import Objects, open_objects
+from resources.objects import Objects, open_for_sensor, open_objects
 from resources.store import BatchStore
 
 SPEND_KEY = dg.AssetKey(["platform", "spend"])
@@ -204,7 +204,7 @@ def bookkeeper(context: dg.SensorEvaluationContext, store: BatchStore, fleet: Gp
         billed = book.billed()
         if reason := why_not(Written.parse(context.cursor), billed):
             return dg.SensorResult(skip_reason=reason, cursor=context.cursor)
-        metadata = write_spend(open_objects(store.root), book)
+        metadata = write_spend(open_for_sensor(store.root), book)
     return dg.SensorResult(
         asset_events=[dg.AssetMaterialization(SPEND_KEY, metadata=metadata)],
         cursor=json.dumps(asdict(Written(billed.now, billed.seconds))),

@@ -20,7 +20,7 @@ from batch_assets.catalog import BatchReport, Catalog, current_reports
 from batch_assets.clock_scale import scale_words
 from batch_assets.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.publish import PublishedTable, published_table, table_version
-from batch_assets.publisher_sensor import PUBLISH_TAG, PUBLISH_VOID_TAG, ledger_state
+from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, ledger_state, publish_runs
 from batch_assets.reconcile import empty_store
 from batch_assets.stack import ensure_storage, prepare_home
 from batch_assets.store_check import listed_differences
@@ -212,9 +212,9 @@ class Observer:
         if sight.snapshot is None or sight.missing:
             return False
         versions = {key: report.version for key, report in sight.current.items()}
-        state = {PUBLISH_TAG: ledger_state(sight.snapshot, sight.entries, versions)}
-        done = self.instance.get_runs(dg.RunsFilter(tags=state, statuses=[dg.DagsterRunStatus.SUCCESS]))
-        return any(PUBLISH_VOID_TAG not in run.tags for run in done)
+        state = ledger_state(sight.snapshot, sight.entries, versions)
+        done = publish_runs(self.store.dataset, state, dg.DagsterRunStatus.SUCCESS)
+        return any(PUBLISH_VOID_TAG not in run.tags for run in self.instance.get_runs(done))
 
     def checked(self, now: float) -> tuple[Sight, list[str]]:
         """The dataset with what the store lost left out, and the problems. Lists the store at most every minute."""
@@ -248,7 +248,7 @@ def observing(datasets: Sequence[str]) -> Iterator[list[Observer]]:
     """An observer of each dataset on this DAGSTER_HOME and store, for as long as the body runs."""
     home = prepare_home()
     ensure_storage(home)
-    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS)
+    objects = open_objects(settings.store_root(), retry_seconds=OBSERVE_SECONDS, request_seconds=OBSERVE_SECONDS)
     with (
         dg.DagsterInstance.from_config(str(home)) as instance,
         contextlib.closing(FleetBook(settings.fleet_database())) as book,

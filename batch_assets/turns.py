@@ -57,10 +57,11 @@ class Turns:
         now = self._clock()
         due = {name for name, turn in self._of.items() if turn.due(now)}
         # A few at a time: they were all looked at in the same moment when this process began.
-        stale = sorted((name for name, turn in self._of.items() if turn.stale(now)), key=self._order)
-        return sorted(due | set(stale[: 1 + len(self._of) // 30]), key=self._order)
+        stale = sorted((name for name, turn in self._of.items() if turn.stale(now)), key=self.order)
+        return sorted(due | set(stale[: 1 + len(self._of) // 30]), key=self.order)
 
-    def _order(self, name: str) -> tuple[bool, float, str]:
+    def order(self, name: str) -> tuple[bool, float, str]:
+        """Sorts: first the one that was not looked at for longest, last those that could not be looked at."""
         turn = self._of[name]
         return turn.failed_at is not None, turn.looked_at or 0.0, name
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _TEMPORARY = ".writing-"
 # What is read whole: batch objects, journal segments, lists of batches. Larger things are read in ranges.
 LARGEST_OBJECT = 2 << 30
+# Of a sensor, whose tick must end within 60 s whatever the store does.
+SENSOR_RETRY_SECONDS, SENSOR_REQUEST_SECONDS = 5.0, 10.0
 
 
 class StoreError(Exception):
@@ -88,10 +90,11 @@ class Objects(Protocol):
         """Options for `polars.scan_parquet(uri, storage_options=…)`; empty for a local folder."""
 
 
-def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
+def open_objects(root: str, *, retry_seconds: float = 180.0, request_seconds: float = 60.0) -> Objects:
     """Objects below `root`: `s3://bucket/prefix`, `file:///folder` or a folder.
 
-    `retry_seconds`: how long a request to S3 is tried again; short where somebody waits for an answer.
+    `retry_seconds`: how long a request to S3 is tried again; `request_seconds`: how long one try may take. Short where
+    somebody waits for an answer: a call ends after about the sum of both.
 
     S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
     """
@@ -104,12 +107,17 @@ def open_objects(root: str, *, retry_seconds: float = 180.0) -> Objects:
             raise StoreError(
                 f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
             )
-        return S3Objects(parts.netloc, parts.path.strip("/"), retry_seconds)
+        return S3Objects(parts.netloc, parts.path.strip("/"), retry_seconds, request_seconds)
     if parts.scheme == "file":
         return LocalObjects(Path(parts.path))
     if parts.scheme and len(parts.scheme) > 1:
         raise StoreError(f"store root: expected a folder or s3://bucket/prefix, found scheme {parts.scheme!r}")
     return LocalObjects(Path(root))
+
+
+def open_for_sensor(root: str) -> Objects:
+    """The same for a sensor: a bucket that answers with errors, or not at all, costs it some 20 s at most."""
+    return open_objects(root, retry_seconds=SENSOR_RETRY_SECONDS, request_seconds=SENSOR_REQUEST_SECONDS)
 
 
 def checked_root(root: str) -> str:
@@ -255,8 +263,9 @@ class LocalObjects:
 class S3Objects:
     """Objects below a prefix of an S3 bucket, through obstore (path-style on a custom endpoint)."""
 
-    def __init__(self, bucket: str, prefix: str, retry_seconds: float = 180.0) -> None:
+    def __init__(self, bucket: str, prefix: str, retry_seconds: float = 180.0, request_seconds: float = 60.0) -> None:
         self.bucket, self.prefix = bucket, prefix
+        self._timeout = datetime.timedelta(seconds=request_seconds)
         self._retry = datetime.timedelta(seconds=retry_seconds)
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")
         self._store_handle: S3Store | None = None
@@ -271,11 +280,12 @@ class S3Objects:
             config: dict[str, Any] = {"region": _s3_region()}
             if endpoint:
                 config |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+            allow_http = bool(endpoint and endpoint.startswith("http://"))
             self._store_handle = S3Store(
                 self.bucket,
                 prefix=self.prefix or None,
                 credential_provider=Boto3CredentialProvider(),
-                client_options={"allow_http": bool(endpoint and endpoint.startswith("http://")), "timeout": "60s"},
+                client_options={"allow_http": allow_http, "timeout": self._timeout},
                 retry_config={"max_retries": 8, "retry_timeout": self._retry},
                 **config,
             )

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Generation, Outcome, Row, Task, data_version
 from resources.checked import Sealed, StoredFile, read_pointer, read_sealed
-from resources.objects import CorruptObject, ObjectInfo, Objects, open_objects
+from resources.objects import CorruptObject, ObjectInfo, Objects, open_for_sensor, open_objects
 from resources.tables import is_outcomes_table, outcomes_from, outcomes_table, with_parts, without_empty_parts
 
 FOOTER_KEY = b"batch_assets"
@@ -478,3 +478,7 @@ class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster'
     def dataset(self, name: str) -> DatasetStore:
         """The objects of one dataset."""
         return DatasetStore(open_objects(self.root), name)
+
+    def for_sensor(self, name: str) -> DatasetStore:
+        """The same for a sensor's tick: a call of a store that does not answer ends after some 20 s."""
+        return DatasetStore(open_for_sensor(self.root), name)

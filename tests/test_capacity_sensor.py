@@ -20,7 +20,7 @@ from sensor_site import KEYS, S, Site, report_in_bulk
 from snapshots import questions, write_snapshot
 from webhooks import SECRET, serving
 
-from batch_assets import ledger
+from batch_assets import ledger, turns
 from batch_assets.capacity import capacity_sensor, slots_for
 from batch_assets.display import request_lines
 from batch_assets.launcher import CANCELED_TAG
@@ -549,6 +549,17 @@ def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
         assert observed(list(site.tick("capacity").asset_events or ()))["instances"] >= 1
         assert time.monotonic() - began < 5
     assert SECRET not in caplog.text
+
+
+def test_a_dataset_that_could_not_be_looked_at_is_tried_again_later_and_not_at_every_tick(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.snapshot()
+    site.store.set_current_snapshot("gone")
+    assert "d could not be looked at" in site.reason("capacity")
+    assert "d could not be looked at" not in site.reason("capacity")
+    monkeypatch.setattr(turns, "RETRY_SECONDS", 0.0)
+    assert "d could not be looked at" in site.reason("capacity")
 
 
 def test_two_sensors_at_once_do_no_harm(site: Site) -> None:

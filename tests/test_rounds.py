@@ -16,7 +16,7 @@ from dagster._core.definitions.run_request import RunRequest
 from sensor_site import KEYS, SPEC, S, Site
 from snapshots import commit, questions, write_snapshot
 
-from batch_assets import ledger, rounds, turns
+from batch_assets import changes, ledger, rounds, turns
 from batch_assets.definitions import platform
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.publisher_sensor import PUBLISH_TAG, publish_job
@@ -144,6 +144,17 @@ def test_two_requests_at_the_same_moment_are_both_started_once(site: Site):
     refreshed(site, "d3")
     assert launched(site, kept) == {"d1", "d3"}
     assert launched(site, kept) == set()
+
+
+def test_when_more_runs_have_news_than_are_asked_for_every_dataset_is_looked_at(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(changes, "MOST_RUNS", 1)
+    kept = site.sensors()
+    launched(site, kept)
+    for name in NAMES:
+        refreshed(site, name)
+    assert launched(site, kept) == set(NAMES)
 
 
 def test_a_new_process_goes_on_where_the_old_one_ended_and_starts_nothing_twice(site: Site):
