@@ -1,9 +1,10 @@
 """The code server of a stack: `python -m batch_assets.code_server start -s SOCKET …`, options as in `dagster`.
 
 Dagster's code server is a proxy before a server of its own, which it starts as a process and starts anew when the code
-is reloaded. Two things are added. That server's socket lies beside ours, in a folder that only our user may enter; by
+is reloaded. Three things are added. That server's socket lies beside ours, in a folder that only our user may enter; by
 default it lies in the folder of temporary files. And when that server is killed, the proxy ends too, so that it is
-started again: otherwise it would answer every request with an error for ever (dagster/_grpc/proxy_server.py).
+started again: otherwise it would answer every request with an error for ever (dagster/_grpc/proxy_server.py). The
+server itself is ours too, for run workers that start sooner (`definitions_server.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def main() -> None:
     if "-s" in sys.argv:
         tempfile.tempdir = str(Path(sys.argv[sys.argv.index("-s") + 1]).parent)
     threading.Thread(target=end_with_server, name="code-server-watch", daemon=True).start()
+    import dagster._grpc.server
     from dagster._cli.code_server import code_server_cli
 
+    from batch_assets.definitions_server import entry_point
+
+    dagster._grpc.server.get_python_environment_entry_point = entry_point
     code_server_cli()
 
 

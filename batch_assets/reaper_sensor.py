@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from batch_assets.sensor_instance import SECONDS
+from batch_assets.sensor_instance import CARE_SECONDS
 from resources.fleet import GpuFleet
 
 
@@ -13,7 +13,7 @@ def reaper_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
 
     @dg.sensor(
         name="reaper",
-        minimum_interval_seconds=SECONDS,
+        minimum_interval_seconds=CARE_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Ends what is rented and of no more use: expired leases, idle, unknown and lost instances.",
     )

@@ -8,7 +8,7 @@ import dagster as dg
 
 from batch_assets import ledger
 from batch_assets.lost_workers import lost_workers, repository_label
-from batch_assets.sensor_instance import SECONDS, instance_of
+from batch_assets.sensor_instance import CARE_SECONDS, instance_of
 from gpu_runner.fleet import RunBeat
 from resources.fleet import GpuFleet
 
@@ -22,7 +22,7 @@ def watchdog_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
 
     @dg.sensor(
         name="watchdog",
-        minimum_interval_seconds=SECONDS,
+        minimum_interval_seconds=CARE_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Fails runs whose heartbeat stopped, so that they are retried and their slots and leases are free.",
     )

@@ -51,10 +51,10 @@ ROLES = {
     "dagster._daemon": "daemon",
     "batch_assets.code_server start": "code server (proxy)",
     "batch_assets.webserver": "webserver",
-    "dagster api grpc": "code server (definitions)",
+    "batch_assets.definitions_server": "code server (definitions)",
     "gpu_runner.simulator": "engine",
     "bin/postgres": "postgres (largest process)",
-    "multiprocessing.spawn": "run worker",
+    "multiprocessing.forkserver": "run worker",
 }
 
 

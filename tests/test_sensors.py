@@ -32,12 +32,11 @@ from snapshots import questions, write_snapshot
 from batch_assets import ledger
 from batch_assets.backfills import UNFINISHED, open_backfill, range_runs
 from batch_assets.dead_letters import dead_letters
-from batch_assets.launcher import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG
+from batch_assets.launcher import CANCELED_TAG, ENDPOINT_TAG, REDRIVE_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.launcher_sensor import SPARE_RUNS
 from batch_assets.lost_workers import lost_workers
 from batch_assets.packing import KeyRange
 from batch_assets.publisher_sensor import PUBLISH_ATTEMPTS, PUBLISH_TAG
-from batch_assets.rows import ENDPOINT_TAG
 
 LARGE = 10_000
 

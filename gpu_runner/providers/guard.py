@@ -52,7 +52,7 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """For a new process, before it becomes the command: the kernel is to kill it when `parent` dies.
 
     `parent` has one thread only; the death of any other thread that had forked would count too.
@@ -160,7 +160,7 @@ def _run(command: list[str], outer: int) -> int:
         stdin=subprocess.DEVNULL,
         close_fds=False,  # the owner passed no more than the command is to have, a lock that shows who lives
         start_new_session=True,
-        preexec_fn=_die_with(os.getpid()),
+        preexec_fn=die_with(os.getpid()),
     )
     for number in _SIGNALS:
         signal.signal(number, stop)

@@ -119,7 +119,7 @@ class Series:
         named = {
             "guard": guards[:1],
             "inner guard": guards[1:],
-            "definitions server": [one for one in below if "dagster api grpc" in words(one)],
+            "definitions server": [one for one in below if "batch_assets.definitions_server" in words(one)],
             "": [one for one in below if CHILDREN[child] in words(one) and GUARD not in words(one)],
         }
         if not named[part]:
