@@ -64,6 +64,13 @@ def words(process: psutil.Process) -> str:
     return ""
 
 
+def forked(process: psutil.Process) -> bool:
+    """Whether it is a run worker; it has the command line of what it was forked from."""
+    with contextlib.suppress(psutil.Error):
+        return all("batch_assets.worker_template" in words(one) for one in (process, psutil.Process(process.ppid())))
+    return False
+
+
 def alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -97,7 +104,7 @@ class Series:
         if kind.startswith("command"):
             self._kill_command(kind)
         elif kind == "run worker":
-            workers = [one for one in of_home(self.here.home) if "multiprocessing.spawn" in words(one)]
+            workers = [one for one in of_home(self.here.home) if forked(one)]
             asked = sum(self.engine.received().values())
             if not workers or asked == self.asked:
                 return False  # none, or none that has asked for a row since the last one was killed
