@@ -22,13 +22,13 @@ from batch_assets.clock_scale import scale_words
 from batch_assets.curve import curve_markdown
 from batch_assets.dead_letters import dead_letters
 from batch_assets.ingest import source_name
-from batch_assets.launcher import REFRESH_TAG
+from batch_assets.launcher import ENDPOINT_TAG, REFRESH_TAG
 from batch_assets.moments import Deadline, clock_changes, next_moments, parse_deadline
 from batch_assets.planning import Surroundings, propose
 from batch_assets.prompts import build_snapshot
 from batch_assets.publish import IncompleteSnapshot, PublishedTable, publish
 from batch_assets.reconcile import empty_store, reconcile
-from batch_assets.rows import ENDPOINT_TAG, RowsConfig, generate_rows
+from batch_assets.rows import RowsConfig, generate_rows
 from batch_assets.source_errors import SourceError
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, begin_unless_busy

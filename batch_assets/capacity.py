@@ -19,9 +19,9 @@ import dagster as dg
 from batch_assets.assets import set_pool
 from batch_assets.backfills import datasets_with_backfills
 from batch_assets.capacity_report import Report, alerts_of, check_event, done_event, figures, observation
+from batch_assets.launcher import ENDPOINT_TAG
 from batch_assets.open_work import OpenWork, WorkWatcher
 from batch_assets.planning import Markets, Surroundings, ask
-from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.spec_errors import SpecError
 from batch_assets.status import request_status

@@ -17,6 +17,7 @@ from batch_assets.packing import KeyRange, pack
 REFRESH_TAG = "batch/refresh"
 REDRIVE_TAG = "batch/redrive"
 REQUEST_TAG = "batch/request"
+ENDPOINT_TAG = "batch/endpoint"
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ATTEMPTS = 3
 RUNS_PER_INSTANCE = 2

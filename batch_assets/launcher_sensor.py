@@ -12,6 +12,7 @@ from batch_assets.backfills import latest_request, open_backfill, range_runs, sn
 from batch_assets.dead_letters import dead_batches
 from batch_assets.launcher import (
     CANCELED_TAG,
+    ENDPOINT_TAG,
     REDRIVE_TAG,
     REFRESH_TAG,
     REQUEST_TAG,
@@ -21,7 +22,6 @@ from batch_assets.launcher import (
 )
 from batch_assets.packing import KeyRange
 from batch_assets.rounds import Look, Rounds
-from batch_assets.rows import ENDPOINT_TAG
 from batch_assets.sensor_instance import SECONDS, instance_of
 from batch_assets.snapshot_cache import SnapshotCache
 from batch_assets.spec import GeneratedDatasetSpec

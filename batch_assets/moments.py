@@ -8,8 +8,6 @@ import re
 import zoneinfo
 from dataclasses import dataclass
 
-from dagster._utils.schedules import schedule_execution_time_iterator
-
 from batch_assets.cron import cron_problem
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -81,6 +79,8 @@ def next_moments(cron: str, since: float, count: int, zone: str = UTC) -> list[f
     As Dagster's own schedules have them: a time that a clock skips is replaced by the first one after it, and of one
     that it shows twice the second counts.
     """
+    from dagster._utils.schedules import schedule_execution_time_iterator  # heavy, for who only wants a deadline read
+
     moments = schedule_execution_time_iterator(since, cron, zone, True)
     return [moment.timestamp() for moment in itertools.islice(moments, count)]
 

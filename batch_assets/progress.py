@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from batch_assets.catalog import BatchReport
 from batch_assets.launcher import ATTEMPTS, RangeRunRecord, worth_trying
-from resources.store import BatchEntry
+
+if TYPE_CHECKING:  # heavy, and the display needs them only when there is something to show
+    from batch_assets.catalog import BatchReport
+    from resources.store import BatchEntry
 
 WINDOW_SECONDS = 20.0
 RECENT_SECONDS = 120.0

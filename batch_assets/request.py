@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import dagster as dg
-
-from batch_assets import ledger, settings
-from batch_assets.dagster_client import DagsterClient, LaunchError
+from batch_assets import settings
 from batch_assets.display import Display
-from batch_assets.follow import Ending, Follower, Moment, give_up
-from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.launcher import ENDPOINT_TAG
 from batch_assets.signals import Interrupted, Signals
 from batch_assets.stack import LOGS, StackAddress, prepare_home, running_stack, stack
-from batch_assets.status import Observer, observing
+
+if TYPE_CHECKING:
+    from batch_assets.dagster_client import DagsterClient
+    from batch_assets.follow import Ending, Follower
+    from batch_assets.status import Observer
 
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
 LOOK_SECONDS = 0.5
@@ -47,6 +49,8 @@ class Request:
 
     def run_config(self) -> Mapping[str, object]:
         """Run config of the launch."""
+        from batch_assets import ledger
+
         op = ledger.prompts_key(self.dataset).to_python_identifier()
         return {"ops": {op: {"config": {"model": self.model}}}} if self.model else {}
 
@@ -71,7 +75,7 @@ class Runner:
         for _ in range(TAKEOVERS):
             attached = running_stack(home) is not None
             self.display.say(_attaching(home) if attached else f"Starting Dagster on {home}")
-            with stack() as address, observing([self.request.dataset]) as (seen,):
+            with stack(meanwhile=_import_the_rest) as address, _observing(self.request.dataset) as seen:
                 self.url, self.own = address.url, address.pid == os.getpid()
                 self.display.say(f"Dagster's UI: {address.url}")
                 with self.signals.deferred():
@@ -79,10 +83,15 @@ class Runner:
             if ending is not None:
                 return ending
             self.display.say("The Dagster that this command used has ended; going on with one of its own")
+        from batch_assets.follow import Ending
+
         return Ending(False, f"Dagster ended {TAKEOVERS} times before the work did")
 
     def _carry_out(self, address: StackAddress, seen: Observer) -> Ending | None:
         """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
+        from batch_assets.dagster_client import DagsterClient
+        from batch_assets.follow import Follower
+
         dagster = DagsterClient(address)
         began = time.monotonic()
         if self.run_id is None:
@@ -94,21 +103,25 @@ class Runner:
             self.run_id = follower.request
             self.seconds += time.monotonic() - began
 
-    def _launch(self, dagster: DagsterClient, seen: Observer) -> str:
+    def _launch(self, client: DagsterClient, seen: Observer) -> str:
         """Ask until there is an answer: a webserver that was killed is there again within seconds.
 
         The run may have been made although its answer was lost, so it is looked for before it is asked for again.
         """
+        import dagster as dg
+
+        from batch_assets.dagster_client import LaunchError
+
         tags = {**self.request.tags(), LAUNCH_TAG: uuid.uuid4().hex}
         deadline, refused = time.monotonic() + SILENT_SECONDS, 0
         while True:
             try:
-                return dagster.launch(self.request.job, tags, self.request.run_config())
+                return client.launch(self.request.job, tags, self.request.run_config())
             except LaunchError:
                 made = seen.instance.get_runs(dg.RunsFilter(tags={LAUNCH_TAG: tags[LAUNCH_TAG]}), limit=1)
                 if made:
                     return made[0].run_id
-                refused += dagster.alive()
+                refused += client.alive()
                 if refused > 1 or time.monotonic() > deadline:
                     raise
             if self.signals.asked:
@@ -116,6 +129,8 @@ class Runner:
             self._pause(LOOK_SECONDS)
 
     def _follow(self, dagster: DagsterClient, follower: Follower) -> Ending | None:
+        from batch_assets.follow import Ending
+
         answered = time.monotonic()
         while not self.signals.asked:
             looked = time.monotonic()
@@ -145,6 +160,8 @@ class Runner:
             time.sleep(0.1)
 
     def _give_up(self, dagster: DagsterClient, follower: Follower) -> None:
+        from batch_assets.follow import Moment, give_up
+
         self.display.show(Moment("end", "canceling"))
         self.display.say("Canceling: waiting until the runs have ended and their leases are given back …")
         left = give_up(dagster, follower.observer, follower.request, every_request=self.own)
@@ -152,6 +169,20 @@ class Runner:
             self.display.say(f"  {line}; its lease ends by itself")
         if not left:
             self.display.say("Canceled. What was committed is kept: the same command goes on from there.")
+
+
+def _import_the_rest() -> None:
+    """What following a request needs takes a second to import: done while the stack starts."""
+    import batch_assets.dagster_client
+    import batch_assets.follow  # noqa: F401
+
+
+@contextlib.contextmanager
+def _observing(dataset: str) -> Iterator[Observer]:
+    from batch_assets.status import observing
+
+    with observing([dataset]) as (seen,):
+        yield seen
 
 
 def _attaching(home: Path) -> str:

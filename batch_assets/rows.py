@@ -15,7 +15,7 @@ import dagster as dg
 
 from batch_assets import ledger
 from batch_assets.crew import WAITS, Crew
-from batch_assets.launcher import REQUEST_TAG
+from batch_assets.launcher import ENDPOINT_TAG, REQUEST_TAG
 from batch_assets.loop_thread import LoopThread
 from batch_assets.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from batch_assets.spec import GeneratedDatasetSpec
@@ -31,7 +31,6 @@ from resources.price_files import PricingError
 from resources.store import DatasetStore, SnapshotManifest
 from resources.store_health import Probe
 
-ENDPOINT_TAG = "batch/endpoint"
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
 FLUSH_SECONDS = 2.0

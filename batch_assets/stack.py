@@ -385,13 +385,18 @@ def _location_state(url: str, home: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def stack(*, port: int | None = None) -> Iterator[StackAddress]:
-    """The stack of this DAGSTER_HOME: the one that runs already, or one of our own for as long as the body runs."""
+def stack(*, port: int | None = None, meanwhile: Callable[[], None] | None = None) -> Iterator[StackAddress]:
+    """The stack of this DAGSTER_HOME: the one that runs already, or one of our own for as long as the body runs.
+
+    `meanwhile` is called while one of our own starts.
+    """
     home = prepare_home()
     if found := running_stack(home):
         _wait_loaded(found.url, home, START_SECONDS, lambda: running_stack(home) is not None)
         yield found
         return
     with Stack(home, port=port) as own:
+        if meanwhile is not None:
+            meanwhile()
         own.wait_ready()
         yield StackAddress(own.url, own.port, os.getpid())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from batch_assets.display import display
 from batch_assets.progress import duration
-from batch_assets.report import print_json
 from batch_assets.request import Request, Runner
 from batch_assets.signals import EXIT_STATUS, Interrupted, Signals
-from batch_assets.status import DatasetStatus, dataset_status, observing
+
+if TYPE_CHECKING:
+    from batch_assets.status import DatasetStatus
 
 UI_PORT = 3000
 
@@ -26,6 +28,9 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
                 ending = runner.run()
         except Interrupted:
             return EXIT_STATUS
+    from batch_assets.report import print_json
+    from batch_assets.status import dataset_status, observing
+
     with observing([request.dataset]) as (seen,):
         status = dataset_status(seen, time.time())
     if as_json:

@@ -78,10 +78,13 @@ def name_of(command: list[str]) -> str:
     """Which part of the stack a command line is."""
     if "gpu_runner.providers.guard" in command:
         return "guards"
-    for word, name in (("code-server", "code server"), ("grpc", "code server"), ("dagster._daemon", "daemon")):
-        if word in command:
-            return name
-    return "webserver" if "batch_assets.webserver" in command else "others"
+    names = {
+        "batch_assets.code_server": "code server (proxy)",
+        "dagster api grpc": "code server (definitions)",
+        "dagster._daemon": "daemon",
+        "batch_assets.webserver": "webserver",
+    }
+    return next((name for module, name in names.items() if module in command), "others")
 
 
 def spent(home: Path, seconds: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from dagster._core.definitions.sensor_definition import SensorExecutionData
 from batch_assets import ledger
 from batch_assets.definitions import platform
 from batch_assets.generated_dataset import dataset_definitions
-from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.launcher import ENDPOINT_TAG
 from batch_assets.spec import GeneratedDatasetSpec, load_spec
 from gpu_runner.fleet import FleetBook
 from resources.endpoints import allow

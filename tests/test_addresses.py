@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from batch_assets import ledger
 from batch_assets.cli import app
-from batch_assets.rows import ENDPOINT_TAG
+from batch_assets.launcher import ENDPOINT_TAG
 from batch_assets.spec import load_spec
 from batch_assets.spec_errors import SpecError
 from gpu_runner import addresses

@@ -20,6 +20,8 @@ from batch_assets import changes, ledger, rounds, turns
 from batch_assets.definitions import platform
 from batch_assets.launcher import CANCELED_TAG, REFRESH_TAG, REQUEST_TAG
 from batch_assets.publisher_sensor import PUBLISH_TAG, publish_job
+from batch_assets.reconcile import Findings, Reconciler
+from resources.objects import open_objects
 from resources.store import BatchStore, DatasetStore
 
 NAMES = [f"d{number}" for number in range(4)]
@@ -75,6 +77,22 @@ def datasets(found: object) -> set[str]:
     return {key.path[0] for one in started(found) for key in one.asset_selection or ()}
 
 
+@contextlib.contextmanager
+def statements() -> Iterator[list[str]]:
+    """SQL that is run meanwhile, without SQLite's own."""
+    asked: list[str] = []
+
+    def note(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if not statement.startswith(("PRAGMA", "SELECT name FROM")):
+            asked.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        yield asked
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+
+
 def launched(site: Site, kept: Mapping[str, dg.SensorDefinition], running: bool = True) -> set[str]:
     """Tick the launcher and carry out what it asks for, as the daemon does; returns the datasets."""
     found = site.tick("launcher", kept)
@@ -105,18 +123,31 @@ def test_the_definitions_of_several_datasets_load(site: Site):
 def test_an_idle_tick_asks_the_database_one_question_whatever_the_number_of_datasets(site: Site, sensor: str):
     kept = site.sensors()
     site.tick(sensor, kept)
-    asked: list[str] = []
-
-    def note(connection: object, cursor: object, statement: str, *_: object) -> None:
-        if not statement.startswith(("PRAGMA", "SELECT name FROM")):
-            asked.append(statement)
-
-    sa.event.listen(sa.Engine, "before_cursor_execute", note)
-    try:
+    with statements() as asked:
         assert site.tick(sensor, kept).skip_message == "4 more datasets: nothing to do"
-    finally:
-        sa.event.remove(sa.Engine, "before_cursor_execute", note)
     assert len(asked) == 1, asked
+
+
+def test_a_dataset_that_was_never_asked_for_is_compared_with_its_store_without_a_query(site: Site):
+    reconciler = Reconciler(site.instance, store(site, "d0"))
+    with statements() as asked:
+        assert reconciler.look_once(None) == Findings()
+    assert not asked
+    assert reconciler.unchanged(None)
+
+
+def test_a_dataset_is_compared_once_its_store_or_the_catalog_has_something_of_it(site: Site):
+    data = store(site, "d0")
+    reconciler = Reconciler(site.instance, data)
+    reconciler.look_once(None)
+    write_snapshot(data, questions(20))
+    assert not reconciler.unchanged(None)
+    assert reconciler.look_once(None).snapshot == data.current_snapshot()
+    assert Reconciler(site.instance, store(site, "d1")).look_once(1).snapshot is None
+    committed(site, "d0")
+    reported = DatasetStore(open_objects(str(site.folder / "empty")), "d0")
+    found = Reconciler(site.instance, reported).look_once(1)
+    assert found.problems, "the catalog has batches, the store nothing"
 
 
 def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(site_on_files: Site):
