@@ -16,10 +16,10 @@ from snapshots import commit, questions, write_snapshot
 
 from batch_assets import changes, ledger, reconcile, reconcile_sensor
 from batch_assets.card import Card
+from batch_assets.differences import Difference
 from batch_assets.publish import publish
 from batch_assets.publisher_sensor import PUBLISH_VOID_TAG, publish_job
 from batch_assets.status import Observer
-from batch_assets.store_check import Difference
 from resources.objects import CorruptObject, LocalObjects, ObjectInfo, StoreError
 from resources.store import BatchStore, DatasetStore
 
