@@ -284,7 +284,7 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
         status, output, _ = command("fleet", "--json")
         assert status == 0
         shown = json.loads(output)
-        assert shown.keys() == {"instances", "costs", "total"}
+        assert shown.keys() == {"instances", "costs", "total", "clocks"}
         assert [one["name"] for one in shown["instances"]] == [shared.name, other.name]
         assert shown["instances"][0].keys() == INSTANCE_KEYS
         assert shown["instances"][0]["state"] == "ready" and shown["instances"][0]["idle_seconds"] > 0
