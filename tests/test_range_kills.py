@@ -54,6 +54,7 @@ def test_six_kills_of_two_runs_of_one_range_repeat_only_rows_in_flight(tmp_path:
         def over() -> bool:
             return any(worker.poll() is not None for worker in workers.values())
 
+        began = time.monotonic()
         try:
             start()
             start()
@@ -73,7 +74,9 @@ def test_six_kills_of_two_runs_of_one_range_repeat_only_rows_in_flight(tmp_path:
                 worker.wait()
         requests = int(engine.get("/simulator/stats")["requests"])
     assert plan_range(store, store.entries(manifest.snapshot), Intent("x")).todo == []
-    # In flight, of both runs, and what was answered since the last segment of the journal.
-    allowed = in_flight + KILLS * range_worker.SLOTS
+    # In flight, of both runs, and what was answered since the last segment of the journal: on a busy machine a process
+    # may not get to write for a second or more.
+    rate = requests / (time.monotonic() - began)
+    allowed = in_flight + KILLS * (range_worker.SLOTS + PATIENCE * rate)
     print(f"{requests} requests for {ROWS} rows, {in_flight} in flight at {KILLS} kills")
     assert ROWS <= requests <= ROWS + allowed
