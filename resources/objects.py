@@ -160,7 +160,8 @@ class LocalObjects:
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents, each synced into the one above: an object is no safer than its folder."""
         if not folder.is_dir():
-            if folder == self.folder and self._was_there:
+            # Asked again after the flag: another thread may just have made it.
+            if folder == self.folder and self._was_there and not folder.is_dir():
                 raise StoreError(f"{folder}: the store's folder is gone; mount it again, or make an empty one")
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
