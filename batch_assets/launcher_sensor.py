@@ -28,7 +28,7 @@ from batch_assets.spec import GeneratedDatasetSpec
 from batch_assets.wishes import WISH_TAGS, WishError, wishes
 from gpu_runner.targets import DatasetTarget
 from resources.fleet import GpuFleet
-from resources.store import BatchEntry, BatchStore
+from resources.store import BatchStore
 
 SPARE_RUNS = 3
 UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
@@ -88,7 +88,7 @@ def _look(
     data = store.for_sensor(spec.name)
     snapshot, entries = cache.entries(data)
     versions = ledger.ledger_versions(instance, spec.name)
-    missing = [entry for entry in entries if not _current(versions.get(entry.key), entry)]
+    missing = [entry for entry in entries if not ledger.is_current(versions.get(entry.key), entry)]
     looks: list[Look] = []
     if refresh is not None:
         if missing and not _asked(instance, refresh, snapshot):
@@ -112,10 +112,6 @@ def _look(
 def _asked(instance: dg.DagsterInstance, request: Request, snapshot: str | None) -> bool:
     """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
     return snapshot_asked(instance, request.asked_by) in (None, snapshot)
-
-
-def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
-    return version is not None and version.data_version == entry.data_version
 
 
 def _launch(

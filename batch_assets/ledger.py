@@ -19,7 +19,7 @@ from dagster._core.storage.event_log.sql_event_log import SqlEventLogStorage
 from batch_assets.clock_scale import scale_words
 from resources.leased import LeasedEngine
 from resources.moving import Decision
-from resources.store import BatchFooter, BatchObject, DatasetStore
+from resources.store import BatchEntry, BatchFooter, BatchObject, DatasetStore
 
 CODE_VERSION = "1"
 EMPTY_VERSION = "no-rows"
@@ -241,6 +241,11 @@ def version_tags(dataset: str, data_version: str, snapshot: str) -> dict[str, st
         f"{INPUT_EVENT_POINTER_TAG}/{upstream}": "NULL",
         USER_PROVIDED_TAG: "true",
     }
+
+
+def is_current(version: LedgerVersion | None, entry: BatchEntry) -> bool:
+    """Whether the catalog has the batch at the snapshot's data version."""
+    return version is not None and version.data_version == entry.data_version
 
 
 def ledger_versions(instance: dg.DagsterInstance, dataset: str) -> dict[str, LedgerVersion]:

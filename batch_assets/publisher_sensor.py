@@ -60,7 +60,7 @@ def _look(instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: 
     # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
     under_way = [run for run in range_runs(instance, dataset, "") if run.outcome == "unfinished"]
     versions = ledger.ledger_versions(instance, dataset)
-    missing = sum(not _current(versions.get(entry.key), entry) for entry in entries)
+    missing = sum(not ledger.is_current(versions.get(entry.key), entry) for entry in entries)
     if missing:
         return Look(f"snapshot {snapshot}: {missing} of {len(entries)} batches are missing")
     if under_way:
@@ -79,10 +79,6 @@ def _look(instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: 
         run_key=f"{dataset}:{state}:{number}", job_name=publish_job(dataset), tags={PUBLISH_TAG: state}
     )
     return Look(f"snapshot {snapshot} is complete: publishing it", "open", [request])
-
-
-def _current(version: ledger.LedgerVersion | None, entry: BatchEntry) -> bool:
-    return version is not None and version.data_version == entry.data_version
 
 
 def publish_runs(dataset: str, state: str, *statuses: dg.DagsterRunStatus) -> dg.RunsFilter:
