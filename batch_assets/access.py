@@ -8,22 +8,48 @@ from __future__ import annotations
 
 import grp
 import os
+import pwd
 import shutil
 import stat
 import sys
 from pathlib import Path
 
+from gpu_runner.errors import ExitStatus, UserFacingError
+
 OTHERS = 0o077
 GROUP_OTHERS = 0o007
 
 
-class AccessError(Exception):
+class AccessError(UserFacingError):
     """BATCH_ASSETS_GROUP names a group that cannot be given access: says why."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
 
 
 def group() -> str | None:
     """The group that shares home and store: BATCH_ASSETS_GROUP, else none."""
     return os.environ.get("BATCH_ASSETS_GROUP") or None
+
+
+def group_id() -> int | None:
+    """Number of that group, None without one. Raises AccessError."""
+    name = group()
+    if name is None:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise AccessError(f"BATCH_ASSETS_GROUP: expected a group of this machine, found {name!r}") from None
+
+
+def in_group(uid: int) -> bool:
+    """Whether the user with this number is in that group, as the machine's user database has it."""
+    found = group_id()
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return found is not None and found in os.getgrouplist(user.pw_name, user.pw_gid)
 
 
 def umask() -> int:
@@ -60,12 +86,12 @@ def too_wide(folder: Path) -> str | None:
 
 def _give(folder: Path, name: str) -> None:
     """Give the folder to the group; what is made in it belongs to the group too (set-group-ID, as chmod(1) says)."""
+    wanted = group_id()
+    assert wanted is not None  # the name is that of a group
     try:
-        if folder.stat().st_gid != grp.getgrnam(name).gr_gid:
-            shutil.chown(folder, group=name)
+        if folder.stat().st_gid != wanted:
+            shutil.chown(folder, group=wanted)
         folder.chmod(0o2770)
-    except KeyError:
-        raise AccessError(f"BATCH_ASSETS_GROUP: expected a group of this machine, found {name!r}") from None
     except OSError as error:
         raise AccessError(
             f"BATCH_ASSETS_GROUP: {folder} cannot be given to {name!r} ({error.strerror}); you must be in that group"

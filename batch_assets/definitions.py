@@ -6,23 +6,30 @@ import os
 from pathlib import Path
 
 import dagster as dg
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from batch_assets import settings
-from batch_assets.assets import freshness
-from batch_assets.capacity import Datasets, capacity_sensor
-from batch_assets.declared import check_files, declared, foreign_folder
-from batch_assets.generated_dataset import dataset_definitions
-from batch_assets.launcher_sensor import launcher_sensor
-from batch_assets.loopback import keep_loopback_direct
-from batch_assets.publisher_sensor import publish_job, publisher_sensor
-from batch_assets.reaper_sensor import reaper_sensor
-from batch_assets.reconcile_sensor import reconcile_sensor
-from batch_assets.spend import bookkeeper, spend
-from batch_assets.watchdog_sensor import watchdog_sensor
-from resources.fleet import GpuFleet
-from resources.objects import checked_root
-from resources.store import BatchStore
+from batch_assets.api.execution.catalog import api_batches
+from batch_assets.catalog.publications import publish_job
+from batch_assets.component import dataset_definitions
+from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
+from batch_assets.dagster_internals.code_server import leave_out_component_types
+from batch_assets.kubernetes.run_workers import read_worker_sizes
+from batch_assets.local_dagster.local_fleet import fleet_of
+from batch_assets.local_dagster.loopback import keep_loopback_direct
+from batch_assets.orchestration.billing_report import billing, billing_report_sensor
+from batch_assets.orchestration.cost_report import cost_report_sensor, spend
+from batch_assets.orchestration.freshness import freshness
+from batch_assets.sensors.capacity import capacity_sensor
+from batch_assets.sensors.launcher import launcher_sensor
+from batch_assets.sensors.liveness import watchdog_sensor
+from batch_assets.sensors.open_datasets import Datasets
+from batch_assets.sensors.publisher import publisher_sensor
+from batch_assets.sensors.reaper import reaper_sensor
+from batch_assets.sensors.reconcile import reconcile_sensor
+from batch_assets.spec.discovery import check_files, declared, external_defs
+from resources.fleet.resource import GpuFleet
+from resources.store.dataset_store import BatchStore
+from resources.store.objects import checked_root
 
 
 def the_fleet() -> GpuFleet:
@@ -31,7 +38,7 @@ def the_fleet() -> GpuFleet:
 
 
 def _fleet(database: str) -> GpuFleet:
-    return GpuFleet(database=database, home=str(settings.dagster_home()), config_path=str(settings.fleet_config()))
+    return fleet_of(settings.dagster_home(), database)
 
 
 def _shown_fleet() -> GpuFleet:
@@ -44,8 +51,9 @@ def defs() -> dg.Definitions:
     """All definitions."""
     keep_loopback_direct(os.environ)
     found = declared()
-    if foreign_folder() is None:
+    if external_defs() is None:
         check_files(Path(__file__).parent / "defs")
+        leave_out_component_types()
         datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
     else:
         datasets = dg.Definitions.merge(*(dataset_definitions(*one) for one in found.values()))
@@ -69,14 +77,17 @@ def platform(
     specs = {name: spec for name, (spec, _) in found.items() if publish_job(name) in jobs}
     publishing = {name: jobs[publish_job(name)] for name in specs}
     awaited = [name for name, spec in specs.items() if freshness(spec) is not None]
-    own = [launcher_sensor(specs, store, fleet), publisher_sensor(publishing, store, expecting_news=awaited)]
+    workers = read_worker_sizes(settings.run_workers_file())
+    launcher = launcher_sensor(specs, store, fleet, workers)
+    own = [launcher, publisher_sensor(publishing, store, expecting_news=awaited)]
     return dg.Definitions(
-        assets=[spend],
+        assets=[spend, api_batches, billing],
         sensors=[
             *(own if specs else ()),
             watchdog_sensor(fleet),
             reaper_sensor(fleet),
-            bookkeeper,
+            cost_report_sensor,
+            billing_report_sensor,
             capacity_sensor(declared, settings.capacity_seconds()),
             reconcile_sensor(declared, store),
         ],

@@ -6,14 +6,17 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gpu_runner.bounded_read import LARGEST_ANSWER
+from gpu_runner.client.answer_limit import LARGEST_ANSWER
+from gpu_runner.errors import ExitStatus, UserFacingError
 
 FLEET_DB = "BATCH_ASSETS_FLEET_DB"
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-class SettingError(Exception):
+class SettingError(UserFacingError):
     """An environment variable holds what it must not."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
 
 
 def dagster_home() -> Path:
@@ -24,6 +27,11 @@ def dagster_home() -> Path:
 def store_root() -> str:
     """Root of the store: BATCH_ASSETS_STORE (a folder or s3://bucket/prefix), else `data` in the project."""
     return os.environ.get("BATCH_ASSETS_STORE") or str(PROJECT / "data")
+
+
+def fleet_is_shared() -> bool:
+    """Whether the fleet's tables are somewhere that other computers may use, too."""
+    return bool(os.environ.get(FLEET_DB))
 
 
 def fleet_database() -> str:
@@ -54,6 +62,12 @@ def capacity_seconds() -> float:
 def fleet_config() -> Path:
     """The fleet's configuration: BATCH_ASSETS_FLEET, else `fleet.yaml` in DAGSTER_HOME."""
     return Path(os.environ.get("BATCH_ASSETS_FLEET") or dagster_home() / "fleet.yaml")
+
+
+def run_workers_file() -> Path | None:
+    """CPU and memory of run workers on Kubernetes: BATCH_ASSETS_RUN_WORKERS, else what the run launcher says."""
+    named = os.environ.get("BATCH_ASSETS_RUN_WORKERS")
+    return Path(named) if named else None
 
 
 def max_answer_bytes() -> int | None:

@@ -3,7 +3,7 @@
     python benchmarks/deadline.py [--scenarios 500] [--seed 1] [--prices FILE] [--shortest HOURS] [--knowing] [--json F]
 
 Each world is drawn from the seed and its number (benchmarks/deadline_world.py), and each policy is replayed in each
-world (benchmarks/deadline_replay.py). "ours" is gpu_runner.capacity.decide, the code that the sensor calls.
+world (benchmarks/deadline_replay.py). "ours" is gpu_runner.planner.controller.decide, the code that the sensor calls.
 
 What is drawn (log-uniform where not said otherwise):
 - prices: on-demand and spot as recorded at a random moment and as they changed afterwards; 3 to 10 instance types of
@@ -45,15 +45,15 @@ from benchmarks.deadline_oracle import bound_usd, earliest, oracle_usd
 from benchmarks.deadline_policies import POLICIES
 from benchmarks.deadline_replay import Outcome, Replay
 from benchmarks.deadline_world import Scenario, draw
-from gpu_runner.beliefs import Belief
-from gpu_runner.offers import HOUR
+from gpu_runner.market.offers import HOUR
+from gpu_runner.planner.speed_model import SpeedEstimate
 
 SHORTEST = HOUR
 TOLD = 0.02  # relative standard deviation of a speed that was told
 SAME = 1.001  # ratio up to which two costs count as equal
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE.parent.parent / "shared" / "data" / "prices" / "history.csv"
-INVENTED = HERE.parent / "tests" / "prices" / "invented.csv"
+INVENTED = HERE.parent / "tests" / "fixtures" / "prices" / "invented.csv"
 SLACKS = ((1.0, 1.3), (1.3, 2.0), (2.0, 4.0), (4.0, 1e9))
 
 
@@ -114,7 +114,7 @@ def play(
     if knowing:
         scenario.tokens_believed = scenario.tokens
         for truth in scenario.offers:
-            truth.believed = Belief(truth.speed, TOLD)
+            truth.believed = SpeedEstimate(truth.speed, TOLD)
     return Result(
         number=number,
         slack=scenario.slack,

@@ -4,8 +4,9 @@
 interruption, and the best slots up to the limit on instances are used. It is a schedule, so it can be done.
 
 `oracle_usd`: the cost of a schedule that can be done, too: lives of instances between interruptions, known beforehand,
-each with its true boot, speed and mean price, chosen by the exact cover (gpu_runner.cover); rooms are rounded down.
-Three ways to cut time into lives are tried, and the cheapest counts. It is near the optimum, not proven to be it.
+each with its true boot, speed and mean price, chosen by the exact cover (gpu_runner.planner.knapsack); rooms are
+rounded down. Three ways to cut time into lives are tried, and the cheapest counts. It is near the optimum, not proven
+to be it.
 
 `bound_usd`: no schedule costs less. Interruptions and blackouts are left out, the price is the least over the time up
 to the deadline, rooms are rounded up, and the limit on instances becomes a price μ on instance time: for each μ ≥ 0
@@ -18,8 +19,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from benchmarks.deadline_world import Scenario, Truth
-from gpu_runner.cover import QUANTA, Kind, cheapest_cover
-from gpu_runner.offers import HOUR
+from gpu_runner.market.offers import HOUR
+from gpu_runner.planner.knapsack import QUANTA, KnapsackItem, solve_covering_knapsack
 
 LIVES = 60  # of each offer, the longest ones
 
@@ -87,9 +88,9 @@ def _in_a_row(truth: Truth, lives: Stretches) -> list[Stretches]:
 
 
 def _schedule(scenario: Scenario, cut: Callable[[Truth, Stretches], list[Stretches]]) -> float | None:
-    kinds: list[Kind] = []
+    kinds: list[KnapsackItem] = []
     for truth in scenario.offers:
-        alike: dict[Kind, int] = {}
+        alike: dict[KnapsackItem, int] = {}
         for slot in range(min(truth.capacity, scenario.most)):
             lives = [(a, min(b, scenario.deadline)) for a, b in truth.windows(slot, scenario.horizon)]
             for stretches in cut(truth, [(a, b) for a, b in lives if b - a > truth.boot]):
@@ -97,12 +98,12 @@ def _schedule(scenario: Scenario, cut: Callable[[Truth, Stretches], list[Stretch
                 if kind is not None:
                     alike[kind] = alike.get(kind, 0) + 1
         best = sorted(alike, key=lambda kind: -kind.room)[:LIVES]
-        kinds += [Kind(alike[kind], kind.room, kind.start, kind.each) for kind in best]
-    found = cheapest_cover(kinds, scenario.most)
+        kinds += [KnapsackItem(alike[kind], kind.room, kind.start, kind.each) for kind in best]
+    found = solve_covering_knapsack(kinds, scenario.most)
     return None if found is None else found[0]
 
 
-def _kind(scenario: Scenario, truth: Truth, stretches: Stretches) -> Kind | None:
+def _kind(scenario: Scenario, truth: Truth, stretches: Stretches) -> KnapsackItem | None:
     """One slot used in these stretches; what is not the first boot is spread over the work."""
     quantum = scenario.tokens / QUANTA
     seconds = sum(end - start - truth.boot for start, end in stretches)
@@ -112,7 +113,7 @@ def _kind(scenario: Scenario, truth: Truth, stretches: Stretches) -> Kind | None
     usd = sum(truth.usd.paid(start, end) for start, end in stretches)
     first = stretches[0]
     start = truth.usd.paid(first[0], first[1]) / (first[1] - first[0]) * truth.boot
-    return Kind(1, min(QUANTA, room), start, (usd - start) / seconds * quantum / truth.speed)
+    return KnapsackItem(1, min(QUANTA, room), start, (usd - start) / seconds * quantum / truth.speed)
 
 
 def bound_usd(scenario: Scenario) -> float:
@@ -122,7 +123,7 @@ def bound_usd(scenario: Scenario) -> float:
     for step in range(12):
         price = 0.0 if step == 0 else max(cheapest) * 2 * 0.6**step
         kinds = [_relaxed(truth, usd + price, scenario) for truth, usd in zip(scenario.offers, cheapest, strict=True)]
-        found = cheapest_cover(kinds, sum(kind.count for kind in kinds))
+        found = solve_covering_knapsack(kinds, sum(kind.count for kind in kinds))
         if found is not None:
             best = max(best, found[0] - price * scenario.most * scenario.deadline)
     return best
@@ -132,8 +133,10 @@ def _until(truth: Truth, deadline: float) -> list[float]:
     return [value for time, value in zip(truth.usd.times, truth.usd.values, strict=True) if time < deadline]
 
 
-def _relaxed(truth: Truth, usd_per_second: float, scenario: Scenario) -> Kind:
+def _relaxed(truth: Truth, usd_per_second: float, scenario: Scenario) -> KnapsackItem:
     quantum = scenario.tokens / QUANTA
     room = -(-truth.speed * max(0.0, scenario.deadline - truth.boot) // quantum)
     count = min(truth.capacity, scenario.most)
-    return Kind(count, int(min(QUANTA, room)), usd_per_second * truth.boot, usd_per_second * quantum / truth.speed)
+    return KnapsackItem(
+        count, int(min(QUANTA, room)), usd_per_second * truth.boot, usd_per_second * quantum / truth.speed
+    )

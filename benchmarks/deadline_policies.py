@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.deadline_replay import Policy, View, Wish
-from gpu_runner.capacity import Memory, decide
-from gpu_runner.planner import Option
+from gpu_runner.planner.controller import ControllerState, decide
+from gpu_runner.planner.types import PlannedOffer
 
 PERIOD = 300.0  # seconds between the steps of the simple policies
 RESERVE = 1.25  # time that greedy spot and Uniform Progress plan for, over what they expect to need
@@ -17,7 +17,7 @@ BACKLOG = 3600.0  # seconds of work per instance above which the queue policy ad
 
 def ours() -> Policy:
     """The platform's controller, as it is."""
-    memory = Memory()
+    memory = ControllerState()
 
     def policy(view: View) -> Wish:
         nonlocal memory
@@ -27,7 +27,6 @@ def ours() -> Policy:
             view.held,
             view.target,
             memory,
-            view.now,
             measured=view.measured,
             pilots=3,
             detail=False,
@@ -130,23 +129,23 @@ def _periodic(step: Callable[[View], Wish]) -> Policy:
     return policy
 
 
-def _usd_per_token(option: Option) -> float:
+def _usd_per_token(option: PlannedOffer) -> float:
     return option.usd_per_hour / option.tokens_per_second
 
 
-def _of(view: View, name: str) -> Option:
+def _of(view: View, name: str) -> PlannedOffer:
     return next(one for one in view.options if one.name == name)
 
 
-def _spot_or_all(view: View) -> Sequence[Option]:
+def _spot_or_all(view: View) -> Sequence[PlannedOffer]:
     return [one for one in view.options if one.spot] or view.options
 
 
-def _sure(view: View) -> Sequence[Option]:
+def _sure(view: View) -> Sequence[PlannedOffer]:
     return [one for one in view.options if not one.spot]
 
 
-def _number(view: View, options: Sequence[Option]) -> int:
+def _number(view: View, options: Sequence[PlannedOffer]) -> int:
     """Instances of the offer with the cheapest token that the deadline needs, with a reserve."""
     best = min(options, key=_usd_per_token)
     time = (view.target.deadline or math.inf) / RESERVE - (0 if view.held else best.boot_seconds)
@@ -155,7 +154,7 @@ def _number(view: View, options: Sequence[Option]) -> int:
     return max(1, min(view.target.max_instances, math.ceil(view.work.tokens / best.tokens_per_second / time)))
 
 
-def _fill(view: View, options: Sequence[Option], number: int) -> Wish:
+def _fill(view: View, options: Sequence[PlannedOffer], number: int) -> Wish:
     """So many instances of the cheapest of these offers. What is held beside them works on until they are ready."""
     held: dict[str, int] = {}
     for one in view.held:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.deadline_world import BATCH, LENGTHS_UNKNOWN, Scenario, Truth
-from gpu_runner.beliefs import Belief, Machine, sharpen
-from gpu_runner.offers import HOUR
-from gpu_runner.pilots import MEASURING, PACE
-from gpu_runner.planner import Held, Option, Target, Work
+from gpu_runner.market.offers import HOUR
+from gpu_runner.planner.speed_model import HardwareType, SpeedEstimate, condition_on
+from gpu_runner.planner.types import TIMING, HeldInstance, PlannedOffer, Target, Work
 
 REACTION = 30.0  # seconds from an event to the next decision: the sensor's tick
 LOST = 20.0  # seconds of an instance's work that are lost when it is taken: rows in flight
@@ -29,8 +28,8 @@ class View:
 
     now: float
     work: Work
-    options: tuple[Option, ...]
-    held: tuple[Held, ...]
+    options: tuple[PlannedOffer, ...]
+    held: tuple[HeldInstance, ...]
     target: Target
     measured: bool
 
@@ -80,7 +79,7 @@ class Replay:
     left: float = 0.0
     usd: float = 0.0
     standing: list[_Instance] = field(default_factory=list)
-    measured: dict[Machine, float] = field(default_factory=dict)
+    measured: dict[HardwareType, float] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)
     launches: int = 0
     taken: int = 0
@@ -117,11 +116,11 @@ class Replay:
             moments.append(one.taken)
             if one.ready > self.now:
                 moments.append(one.ready)
-            elif one.truth.machine not in self.measured:
-                moments.append(one.ready + MEASURING)
+            elif one.truth.hardware not in self.measured:
+                moments.append(one.ready + TIMING.measuring)
         if self.scenario.budget is not None:
             rate = sum(one.truth.usd.at(self.now) for one in self.standing) / HOUR
-            last = (self.scenario.budget - self.usd) / rate - PACE.reserve if rate else math.inf
+            last = (self.scenario.budget - self.usd) / rate - TIMING.reserve if rate else math.inf
             if last > 0:
                 moments.append(self.now + last)
         return min(moments)
@@ -146,12 +145,12 @@ class Replay:
         for one in self.standing:
             if abs(one.ready - self.now) < 1e-3:
                 self.tick = min(self.tick, self.now + REACTION)
-            if one.worked >= MEASURING - 1e-3 and one.truth.machine not in self.measured:
-                self.measured[one.truth.machine] = one.truth.speed * math.exp(self.scenario.noise)
+            if one.worked >= TIMING.measuring - 1e-3 and one.truth.hardware not in self.measured:
+                self.measured[one.truth.hardware] = one.truth.speed * math.exp(self.scenario.noise)
                 self.tick = self.now
         if self.scenario.budget is not None:
             rate = sum(one.truth.usd.at(self.now) for one in self.standing) / HOUR
-            if self.usd + rate * PACE.reserve >= self.scenario.budget - 1e-6:
+            if self.usd + rate * TIMING.reserve >= self.scenario.budget - 1e-6:
                 self.tick = self.now if rate else self.tick
         return False
 
@@ -193,12 +192,14 @@ class Replay:
 
     def _view(self) -> View:
         world = self.scenario
-        beliefs = sharpen({truth.machine: truth.believed for truth in world.offers}, self.measured)
-        options = {truth.name: self._option(truth, beliefs[truth.machine]) for truth in world.offers}
+        beliefs = condition_on({truth.hardware: truth.believed for truth in world.offers}, self.measured)
+        options = {truth.name: self._option(truth, beliefs[truth.hardware]) for truth in world.offers}
         held = tuple(
-            Held(one.name, options[one.truth.name], max(0.0, one.start + one.truth.boot_believed - self.now, 1.0))
+            HeldInstance(
+                one.name, options[one.truth.name], max(0.0, one.start + one.truth.boot_believed - self.now, 1.0)
+            )
             if one.ready > self.now
-            else Held(one.name, options[one.truth.name])
+            else HeldInstance(one.name, options[one.truth.name])
             for one in self.standing
         )
         known = bool(self.measured)
@@ -224,10 +225,10 @@ class Replay:
             measured=known,
         )
 
-    def _option(self, truth: Truth, belief: Belief) -> Option:
+    def _option(self, truth: Truth, belief: SpeedEstimate) -> PlannedOffer:
         used = sum(one.truth is truth for one in self.standing)
         alone = self.refused.get(truth.name, 0.0) > self.now
-        return Option(
+        return PlannedOffer(
             name=truth.name,
             usd_per_hour=truth.usd.at(self.now),
             tokens_per_second=belief.tokens_per_second,
@@ -236,7 +237,7 @@ class Replay:
             spot=truth.spot,
             interruptions_per_hour=truth.taken_believed,
             spread=belief.spread,
-            machine=truth.machine,
+            hardware=truth.hardware,
         )
 
     def _note(self, words: str) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu_runner.beliefs import CARD, COMMON, KNOWN, Belief, Machine
-from gpu_runner.gpus import WITHOUT_BFLOAT16
-from gpu_runner.offers import HOUR, Offer
-from gpu_runner.speed import LengthMix, ModelFacts, Speed, Throughput
-from resources.pricing import PriceHistory
+from gpu_runner.market.gpus import WITHOUT_BFLOAT16
+from gpu_runner.market.offers import HOUR, Offer
+from gpu_runner.market.speed import LengthMix, ModelFacts, Speed, Throughput
+from gpu_runner.planner.speed_model import CARD, COMMON, KNOWN_STD, HardwareType, SpeedEstimate
+from resources.pricing.sources import PriceHistory
 
 ROWS = (50_000, 20_000_000)
 SLACK = (1.1, 10.0)
@@ -61,10 +61,10 @@ class Truth:
     """An offer as it really is, and as it is believed to be."""
 
     name: str
-    machine: Machine
+    hardware: HardwareType
     spot: bool
     usd: Steps
-    believed: Belief
+    believed: SpeedEstimate
     speed: float
     boot_believed: float
     boot: float
@@ -195,17 +195,17 @@ class _Speeds:
         self._dice = dice
         self._common = float(dice.normal())
         self._cards: dict[tuple[str, float], float] = {}
-        self._machines: dict[Machine, tuple[float, float]] = {}
+        self._machines: dict[HardwareType, tuple[float, float]] = {}
 
-    def of(self, machine: Machine, estimate: float) -> tuple[Belief, float]:
-        if machine not in self._machines:
-            card = self._cards.setdefault((machine.gpu, machine.memory_gib), float(self._dice.normal()))
+    def of(self, hardware: HardwareType, estimate: float) -> tuple[SpeedEstimate, float]:
+        if hardware not in self._machines:
+            card = self._cards.setdefault((hardware.gpu, hardware.memory_gib), float(self._dice.normal()))
             own, spread = float(self._dice.normal()), float(self._dice.choice(SPREADS, p=SPREAD_CHANCES))
-            if spread > KNOWN:
+            if spread > KNOWN_STD:
                 own = COMMON**0.5 * self._common + CARD**0.5 * card + (1 - COMMON - CARD) ** 0.5 * own
-            self._machines[machine] = spread, own
-        spread, error = self._machines[machine]
-        return Belief(estimate, spread), estimate * math.exp(spread * error)
+            self._machines[hardware] = spread, own
+        spread, error = self._machines[hardware]
+        return SpeedEstimate(estimate, spread), estimate * math.exp(spread * error)
 
 
 def _truths(
@@ -220,15 +220,15 @@ def _truths(
     on_demand = {offer.name: offer.price_per_hour for offer, _ in picked if not offer.spot}
     found = []
     for offer, estimate in picked:
-        machine = Machine(offer.gpu, offer.gpu_memory_gib, offer.gpus)
-        believed, speed = speeds.of(machine, estimate)
+        hardware = HardwareType(offer.gpu, offer.gpu_memory_gib, offer.gpus)
+        believed, speed = speeds.of(hardware, estimate)
         blackouts = _stretches(dice, 1 / (200 * HOUR) if offer.spot else 1 / (300 * HOUR), horizon, 1 * HOUR, 4 * HOUR)
         boot = boots[offer.provider]
         taken = TAKEN.get(offer.provider, 0.1) if offer.spot else 0.0
         found.append(
             Truth(
                 name=offer.name,
-                machine=machine,
+                hardware=hardware,
                 spot=offer.spot,
                 usd=_prices(dice, offer, moments, horizon, on_demand.get(offer.name.removesuffix(" spot"), math.inf)),
                 believed=believed,

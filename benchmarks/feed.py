@@ -30,14 +30,15 @@ import aiohttp
 import dagster as dg
 import orjson
 
-from batch_assets import ledger
-from batch_assets.generated_dataset import dataset_definitions
-from batch_assets.prompts import build_snapshot
-from batch_assets.spec import load_spec
+from batch_assets.catalog import ledger
+from batch_assets.component import dataset_definitions
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.spec.models import load_spec
+from batch_assets.tags import RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.simulator.scheduler import StepModel
-from resources.fleet import GpuFleet
-from resources.objects import open_objects
-from resources.store import BatchStore, DatasetStore
+from resources.fleet.resource import GpuFleet
+from resources.store.dataset_store import BatchStore, DatasetStore
+from resources.store.objects import open_objects
 
 SLOTS = (256, 1024)
 LENGTHS = ((300, 2_000), (500, 4_000), (1_500, 16_000))  # mean and cap of output tokens: peers' barrier grid
@@ -162,7 +163,7 @@ def run_op(folder: Path, definitions: dg.Definitions, store: DatasetStore, url: 
             [rows],
             instance=instance,
             resources=resources,
-            tags={ledger.RANGE_START_TAG: keys[0], ledger.RANGE_END_TAG: keys[-1]},
+            tags={RANGE_START_TAG: keys[0], RANGE_END_TAG: keys[-1]},
         )
         cpu = time.process_time() - cpu
         assert result.success

@@ -1,6 +1,6 @@
 """How an engine fares while one run after the other takes it over.
 
-    python benchmarks/handover.py [--runs 10] [--seconds 20] [--json FILE]
+    python benchmarks/handover.py [--runs 10] [--seconds 20] [--no-client] [--json FILE]
 
 A simulated provider with room for one machine, a dataset that may have one instance, a pool of two slots: the spare run
 waits until the one before it only has its last rows with the engine, and leases the same instance beside it. Two
@@ -29,14 +29,16 @@ import dagster as dg
 import yaml
 from feed import bodies, client
 
-from batch_assets import ledger, settings
-from batch_assets.dagster_client import DagsterClient
-from batch_assets.publisher_sensor import PUBLISH_TAG
-from batch_assets.stack import Stack, StackAddress, prepare_home
-from gpu_runner.fleet import FleetBook
-from gpu_runner.providers.register import HostPlan, MachineRegister
-from resources.objects import open_objects
-from resources.store import DatasetStore
+from batch_assets import settings
+from batch_assets.catalog import ledger
+from batch_assets.local_dagster.dagster_client import DagsterClient
+from batch_assets.local_dagster.home import StackAddress, prepare_home
+from batch_assets.local_dagster.stack import Stack
+from batch_assets.tags import PUBLISH_TAG
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.providers.machine_host.registry import HostPlan, MachineRegistry
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
 
 NAME = "handover"
 BATCH = 250
@@ -61,8 +63,8 @@ class HandOver:
     engine_seconds: float
     job_seconds: float
     job_rows_per_second: float
-    client_rows_per_second: float
-    ratio: float
+    client_rows_per_second: float | None
+    ratio: float | None
     leases: int
     load_average: float
 
@@ -144,7 +146,7 @@ def seconds_below(steps: Sequence[tuple[float, int]], requests: int) -> list[flo
 @contextlib.contextmanager
 def engine_like(home: Path) -> Iterator[str]:
     """An engine with the command line of the one that the job rented, without its log; yields its address."""
-    (record,) = MachineRegister(home).machines()
+    (record,) = MachineRegistry(home).machines()
     plan = HostPlan.load(record.plan)
     words = [word.format(model=plan.model, port=0) for word in plan.command]
     del words[words.index(LOG) : words.index(LOG) + 2]
@@ -158,16 +160,22 @@ def engine_like(home: Path) -> Iterator[str]:
             process.terminate()
 
 
-def measure(runs: int, seconds: float, rate: float, folder: Path) -> HandOver:
-    """The job, then the client; all figures."""
+def client_alone(home: Path, requests: int) -> float:
+    """Rows/s of a client with so many requests at any time."""
+    with engine_like(home) as url:
+        return asyncio.run(client(url, bodies(DatasetStore(open_objects(settings.store_root()), NAME)), requests))
+
+
+def measure(runs: int, seconds: float, rate: float, folder: Path, compare: bool = True) -> HandOver:
+    """The job, then the client when it is to `compare`; all figures."""
     clock = rate / ROWS_PER_SECOND
     batches_per_run = max(1, round(rate * seconds * 1.15 / BATCH))  # a little more: runs shall not be shorter
     rows = runs * batches_per_run * BATCH
     home = prepare(folder, rows, batches_per_run, clock)
     with Stack(home) as stack, dg.DagsterInstance.from_config(str(home)) as instance:
         spans = run_job(stack, instance, 120 + 3 * runs * seconds)
-    with contextlib.closing(FleetBook(settings.fleet_database())) as book:
-        rented = book.fleet(ended=True)
+    with contextlib.closing(FleetDatabase(settings.fleet_database())) as fleet_db:
+        rented = fleet_db.fleet(ended=True)
     if len(rented) != 1 or len(spans) != runs:
         raise RuntimeError(f"expected {runs} runs on 1 instance, found {len(spans)} runs on {len(rented)}")
     slots = rented[0].max_num_seqs or 256
@@ -175,8 +183,7 @@ def measure(runs: int, seconds: float, rate: float, folder: Path) -> HandOver:
     if len(steps) != 2 * rows:
         raise RuntimeError(f"expected {rows} requests, each answered once, found {len(steps) / 2:.1f} in the log")
     gaps = seconds_below(steps, 1)
-    with engine_like(home) as url:
-        most = asyncio.run(client(url, bodies(DatasetStore(open_objects(settings.store_root()), NAME)), 4 * slots))
+    most = client_alone(home, 4 * slots) if compare else None
     job = spans[-1][1] - spans[0][0]
     return HandOver(
         runs=runs,
@@ -190,8 +197,8 @@ def measure(runs: int, seconds: float, rate: float, folder: Path) -> HandOver:
         engine_seconds=round(steps[-1][0] - steps[0][0], 2),
         job_seconds=round(job, 2),
         job_rows_per_second=round(rows / job, 2),
-        client_rows_per_second=round(most, 2),
-        ratio=round(rows / job / most, 4),
+        client_rows_per_second=most and round(most, 2),
+        ratio=most and round(rows / job / most, 4),
         leases=rented[0].epoch,
         load_average=round(os.getloadavg()[1], 1),
     )
@@ -203,16 +210,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=20.0, help="least time that each run has the engine")
     parser.add_argument("--rate", type=float, default=100.0, help="rows/s that the engine shall be able to give")
+    parser.add_argument("--no-client", action="store_true", help="the job alone, without what a client could do")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        found = measure(options.runs, options.seconds, options.rate, Path(name))
+        found = measure(options.runs, options.seconds, options.rate, Path(name), not options.no_client)
     print(f"{found.runs} runs of {found.rows // found.runs:,} rows and {found.seconds_per_run:.1f} s on 1 instance")
     print(f"longest time without a request inside the engine: {found.longest_gap:.3f} s")
     print(f"fewer than {found.slots} (its slots): for {found.below_slots_seconds:.1f} of {found.engine_seconds:.0f} s")
     print(f"whole job {found.job_rows_per_second:.1f} rows/s in {found.job_seconds:.0f} s")
-    print(f"client with {4 * found.slots} requests at any time {found.client_rows_per_second:.1f} rows/s")
-    print(f"ratio {found.ratio:.3f}; load of this machine {found.load_average}")
+    if found.ratio is not None:
+        print(f"client with {4 * found.slots} requests at any time {found.client_rows_per_second:.1f} rows/s")
+        print(f"ratio {found.ratio:.3f}; load of this machine {found.load_average}")
     figures: dict[str, Any] = asdict(found)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))

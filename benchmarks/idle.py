@@ -22,9 +22,10 @@ from pathlib import Path
 import dagster as dg
 import yaml
 
-from batch_assets.dagster_client import DagsterClient
-from batch_assets.launcher import REFRESH_TAG, REQUEST_TAG
-from batch_assets.stack import Stack, StackAddress, prepare_home
+from batch_assets.local_dagster.dagster_client import DagsterClient
+from batch_assets.local_dagster.home import StackAddress, prepare_home
+from batch_assets.local_dagster.stack import Stack
+from batch_assets.tags import REFRESH_TAG, REQUEST_TAG
 
 REACTION_SECONDS = 120.0
 ROWS = ["one", "two", "three", "four"]
@@ -76,13 +77,15 @@ def processes(home: Path) -> Iterator[tuple[int, str, float]]:
 
 def name_of(command: list[str]) -> str:
     """Which part of the stack a command line is."""
-    if "gpu_runner.providers.guard" in command:
+    if "gpu_runner.providers.process_guard" in command:
         return "guards"
+    if {"api", "grpc"} <= set(command):
+        return "code server (definitions)"
     names = {
-        "batch_assets.code_server": "code server (proxy)",
-        "dagster api grpc": "code server (definitions)",
-        "dagster._daemon": "daemon",
-        "batch_assets.webserver": "webserver",
+        "batch_assets.local_dagster.code_server": "code server (proxy)",
+        "batch_assets.dagster_internals.daemon": "daemon",
+        "batch_assets.local_dagster.definitions_server": "code server (definitions)",
+        "batch_assets.webserver.server": "webserver",
     }
     return next((name for module, name in names.items() if module in command), "others")
 

@@ -34,27 +34,29 @@ import pyarrow.parquet as pq
 import yaml
 from postgres import PostgresServer, postgres, why_not
 
-from batch_assets import ledger, settings
-from batch_assets.dagster_client import DagsterClient
-from batch_assets.publish import PublishedTable, published_table
-from batch_assets.publisher_sensor import PUBLISH_TAG
-from batch_assets.stack import Stack, StackAddress, prepare_home
-from gpu_runner.fleet import FleetBook
-from resources.objects import open_objects
-from resources.store import DatasetStore
+from batch_assets import settings
+from batch_assets.catalog import ledger
+from batch_assets.local_dagster.dagster_client import DagsterClient
+from batch_assets.local_dagster.home import StackAddress, prepare_home
+from batch_assets.local_dagster.stack import Stack
+from batch_assets.local_dagster.worker_template import WORKER
+from batch_assets.publishing.published_table import PublishedTable, published_table
+from batch_assets.tags import PUBLISH_TAG
+from gpu_runner.fleet.database import FleetDatabase
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
 
 NAME = "scale"
 BATCH = 250
 SOURCE_CHUNK = 100_000
 LOOK_SECONDS = 1.0
 ROLES = {
-    "dagster._daemon": "daemon",
-    "batch_assets.code_server start": "code server (proxy)",
-    "batch_assets.webserver": "webserver",
-    "dagster api grpc": "code server (definitions)",
+    "batch_assets.dagster_internals.daemon": "daemon",
+    "batch_assets.local_dagster.code_server start": "code server (proxy)",
+    "batch_assets.webserver.server": "webserver",
+    "batch_assets.local_dagster.definitions_server": "code server (definitions)",
     "gpu_runner.simulator": "engine",
     "bin/postgres": "postgres (largest process)",
-    "multiprocessing.spawn": "run worker",
 }
 
 
@@ -95,10 +97,11 @@ class Watcher:
 
 def _role(process: psutil.Process, phase: str) -> str | None:
     command = " ".join(process.cmdline())
-    if "gpu_runner.providers.guard" in command:
+    if "gpu_runner.providers.process_guard" in command:
         return None
-    role = next((role for words, role in ROLES.items() if words in command), None)
-    return f"run worker: {phase}" if role == "run worker" else role
+    if process.name() == WORKER:
+        return f"run worker: {phase}"
+    return next((role for words, role in ROLES.items() if words in command), None)
 
 
 def write_source(file: Path, rows: int) -> None:
@@ -251,7 +254,7 @@ def database_mib(home: Path, server: PostgresServer | None) -> dict[str, float]:
         sizes["event index"] = next((path.stat().st_size for path in files if path.name == "index.db"), 0)
     else:
         query = "SELECT relname, pg_total_relation_size(oid) FROM pg_class WHERE relkind = 'r' ORDER BY 2 DESC LIMIT 3"
-        with contextlib.closing(FleetBook(server.url())) as book, book.engine.connect() as connection:
+        with contextlib.closing(FleetDatabase(server.url())) as fleet_db, fleet_db.engine.connect() as connection:
             sizes = {"all": connection.exec_driver_sql("SELECT pg_database_size('postgres')").scalar_one()}
             sizes |= {str(name): size for name, size in connection.exec_driver_sql(query)}
     return {name: round(size / 2**20, 1) for name, size in sizes.items()}

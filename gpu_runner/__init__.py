@@ -1,0 +1,6 @@
+"""Rows through engines, the fleet's database, the planner, providers and a simulator. No Dagster.
+
+May import neither `resources` nor `batch_assets`. `rows` has the words that every floor shares.
+"""
+
+__all__ = ["answers", "boot_clock", "cost_meter", "errors", "reachability", "rows", "table_versions"]

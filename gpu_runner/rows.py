@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from gpu_runner.answer_parts import NO_PARTS, AnswerParts
+from gpu_runner.answers import NO_PARTS, AnswerParts
 
 Task = Literal["chat", "completion", "embedding"]
 Output = str | tuple[float, ...]
@@ -64,7 +64,7 @@ class Outcome:
     """What became of a row: a completion (`error` is None) or a dead letter (`output` is None).
 
     `tries` counts requests charged to the row. `usd` is None while no price is known. `parts`: what the answer holds
-    besides its output.
+    besides its output. `reused_from`: the dataset that was asked and paid for this answer; None: this one.
     """
 
     row_id: str
@@ -81,6 +81,7 @@ class Outcome:
     seconds: float
     usd: float | None = None
     parts: AnswerParts = NO_PARTS
+    reused_from: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -10,13 +10,16 @@ import logging
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from gpu_runner.fleet.capacity_plan import ToldAlert
 
 AlertKind = Literal["late", "infeasible", "budget", "no_capacity", "on_time"]
 
@@ -26,7 +29,7 @@ GRACE_SECONDS = 0.5  # for the thread that posts, beyond its time-out
 
 LOG = logging.getLogger(__name__)
 
-State = dict[str, dict[str, dict[str, Any]]]
+State = dict[str, tuple[ToldAlert, ...]]  # what was told, by dataset
 Problems = dict[int, str]
 
 
@@ -98,14 +101,14 @@ def due(state: State, alerts: Sequence[Alert], now: float) -> list[Alert]:
     bad = {alert.dataset for alert in alerts if alert.kind != "on_time"}
     found: list[Alert] = []
     for alert in alerts:
-        told = state.get(alert.dataset, {})
+        told = state.get(alert.dataset, ())
         if alert.kind == "on_time":
-            if alert.dataset not in bad and any(not one["over"] for one in told.values()):
+            if alert.dataset not in bad and any(not one.over for one in told):
                 found.append(alert)
             continue
-        before = told.get(alert.kind)
-        wait = 0.0 if before is None else CALM_SECONDS if before["over"] else AGAIN_SECONDS
-        if before is None or not 0 <= now - before["at"] < wait:
+        before = next((one for one in told if one.kind == alert.kind), None)
+        wait = 0.0 if before is None else CALM_SECONDS if before.over else AGAIN_SECONDS
+        if before is None or not 0 <= now - before.at < wait:
             found.append(alert)
     return found
 
@@ -115,26 +118,20 @@ def settle(state: State, alerts: Sequence[Alert], told: Sequence[Alert], now: fl
     said: dict[str, set[str]] = {}
     for alert in alerts:
         said.setdefault(alert.dataset, set()).add(alert.kind)
-    for dataset, kinds in said.items():
-        for kind, one in state.get(dataset, {}).items():
-            if kinds - {"on_time"} and kind not in kinds:
-                one["over"] = True  # another kind took its place
-    for alert in told:
-        of_dataset = state.setdefault(alert.dataset, {})
-        if alert.kind == "on_time":
-            for one in of_dataset.values():
-                one["over"] = True
-        else:
-            of_dataset[alert.kind] = {"at": now, "over": False}
-    for dataset in list(state):
-        kept = {kind: one for kind, one in state[dataset].items() if not one["over"] or now - one["at"] < CALM_SECONDS}
-        state[dataset] = kept
-        if not kept:
-            del state[dataset]
+    ended = {alert.dataset for alert in told if alert.kind == "on_time"}
+    new = {(alert.dataset, alert.kind): ToldAlert(alert.kind, now) for alert in told if alert.kind != "on_time"}
+    for dataset in {*state, *(dataset for dataset, _ in new)}:
+        kinds = said.get(dataset, set()) - {"on_time"}
+        before = [one for one in state.pop(dataset, ()) if (dataset, one.kind) not in new]
+        ends = {one.kind for one in before if dataset in ended or (kinds and one.kind not in kinds)}  # another's place
+        over = [replace(one, over=one.over or one.kind in ends) for one in before]
+        kept = [one for one in over if not one.over or now - one.at < CALM_SECONDS]
+        if found := (*kept, *(one for (of, _), one in new.items() if of == dataset)):
+            state[dataset] = found
 
 
 class Alerts:
-    """Posts alerts, each once. `state` is kept by the caller between looks, as JSON if it likes; it is changed here."""
+    """Posts alerts, each once. `state` is kept by the caller between looks; it is changed here."""
 
     def __init__(
         self,
@@ -146,8 +143,6 @@ class Alerts:
     ) -> None:
         self._config, self._clock, self._log = config, clock, log
         self.state = state
-        for dataset in [name for name, told in state.items() if not _is_state(told)]:
-            del state[dataset]
 
     def tell(self, alerts: Sequence[Alert]) -> list[Alert]:
         """Post what is due, and return what was delivered; the rest is tried again at the next look.
@@ -194,20 +189,18 @@ class Alerts:
         return dict(problems)
 
 
-def _is_state(told: object) -> bool:
-    """What `due` and `settle` can work with; anything else is forgotten."""
-    return isinstance(told, dict) and all(
-        kind in get_args(AlertKind)
-        and isinstance(one, dict)
-        and isinstance(one.get("at"), int | float)
-        and isinstance(one.get("over"), bool)
-        for kind, one in told.items()
-    )
-
-
 def _body(alert: Alert) -> bytes:
     said = {"text": alert.text, "kind": alert.kind, "dataset": alert.dataset, "figures": dict(alert.figures)}
     return orjson.dumps(said, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _proxy_for(address: str) -> str | None:
+    """The proxy that the environment names for this address. Not aiohttp's `trust_env`: that also sends a password of
+    ~/.netrc to the webhook's host.
+    """
+    parts = urlsplit(address)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return None if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]) else proxy
 
 
 async def _post_all(address: str, alerts: Sequence[Alert], seconds: float) -> list[str | None]:
@@ -215,15 +208,15 @@ async def _post_all(address: str, alerts: Sequence[Alert], seconds: float) -> li
     import aiohttp
 
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "batch-assets"}
-    limit = aiohttp.ClientTimeout(total=seconds)
+    limit, proxy = aiohttp.ClientTimeout(total=seconds), _proxy_for(address)
     # Of an answer only the status counts: its body is neither read nor unpacked.
     async with aiohttp.ClientSession(
-        timeout=limit, headers=headers, trust_env=True, auto_decompress=False, read_bufsize=1 << 14
+        timeout=limit, headers=headers, auto_decompress=False, read_bufsize=1 << 14
     ) as session:
 
         async def post(alert: Alert) -> str | None:
             try:
-                async with session.post(address, data=_body(alert), allow_redirects=False) as answer:
+                async with session.post(address, data=_body(alert), allow_redirects=False, proxy=proxy) as answer:
                     return None if 200 <= answer.status < 300 else f"HTTP {answer.status}"
             except TimeoutError:
                 return f"no answer within {seconds:g} s"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gpu_runner.addresses import engine_url
+from gpu_runner.errors import ExitStatus, UserFacingError
+from gpu_runner.http.addresses import engine_url
 
 FILE = "endpoints.json"
 MOST = 200
@@ -23,8 +24,10 @@ MOST_BYTES = 1 << 20
 MOST_KEYS = 10
 
 
-class EndpointsError(Exception):
+class EndpointsError(UserFacingError):
     """The list of allowed addresses cannot be used."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
 
 
 class _Key(BaseModel):

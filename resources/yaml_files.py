@@ -8,14 +8,20 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
+
+from gpu_runner.errors import UserFacingError
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 500_000
 MAX_DEPTH = 100
+SETTINGS_BYTES = 1 << 20
 _BASE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class YamlProblem(Exception):
@@ -76,6 +82,26 @@ def load_all(text: str) -> list[Any]:
         raise YamlProblem("YAML", str(said), *place) from None
     except RecursionError:
         raise YamlProblem(f"at most {MAX_DEPTH} levels", "more") from None
+
+
+def read_settings(path: Path, model: type[Settings], error: type[UserFacingError]) -> Settings:
+    """A file of settings, of at most SETTINGS_BYTES; without a file, or with an empty one, the model's defaults.
+
+    Raises `error` with the path, the first key that is wrong, and what was expected.
+    """
+    if not path.exists():
+        return model()
+    try:
+        found = load(read_text(path, SETTINGS_BYTES))
+        return model() if found is None else model.model_validate(found)
+    except YamlProblem as problem:
+        raise error(f"{path}: {problem}") from None
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise error(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror})") from None
 
 
 def compose(text: str) -> Any:

@@ -1,28 +1,131 @@
-"""Stores for tests (a folder, a bucket of moto's S3 server on loopback) and books of fleets (SQLite, Postgres)."""
+"""Stores for tests (a folder, a bucket of moto's S3 server on loopback) and databases of fleets (SQLite, Postgres)."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
 import logging
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from fleet_books import Clock, postgres_url, sqlite_url
-from pace import PATIENCE
+from alembic.config import Config
+from hypothesis import settings
+from support.fleet_databases import Clock, postgres_url, sqlite_url
+from support.prepared_databases import prepared_databases, unsynced_databases
+from support.quarantine import LISTED, entries, reason_of
+from support.timing import PATIENCE
 
-from gpu_runner.fleet import FleetBook
-from resources.objects import Objects, open_objects
+from gpu_runner.fleet.database import FleetDatabase
+from resources.store.objects import Objects, open_objects
+
+# Almost nothing of what is imported and collected is garbage: looking for it took a fifth of a collection's CPU.
+gc.disable()
+
+# Hypothesis would fail an example that takes 0.2 s of wall-clock time.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+MARKS = ("slow", "vllm")
+UMASK = os.umask(0o022)
+os.umask(UMASK)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules that are slow as a whole are not imported where no slow test runs: theirs are the dearest imports.
+
+    An expression with `or` ("slow or not slow") may choose them.
+    """
+    chosen = config.getoption("markexpr")
+    left_out = [] if " or " in chosen else [mark for mark in MARKS if f"not {mark}" in chosen]
+    if collection_path.suffix != ".py" or not left_out:
+        return None
+    whole = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
+    return True if whole and whole[1] in left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each test's time limit is `PATIENCE` times what its mark says, unless --timeout says one."""
+    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout."""
+    listed = entries(LISTED.read_text())
+    for item in items:
+        if reason := reason_of(item.nodeid, listed):
+            item.add_marker(pytest.mark.skip(reason=f"in quarantine: {reason}"))
     if config.getoption("timeout") is not None:
         return
     usual = float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(PATIENCE * (mark.args[0] if mark else usual)), append=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Our command line sets the umask of its process; a test that calls it in ours leaves it to none of the others."""
+    os.umask(UMASK)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Also in the process that only hands out tests, where nothing is collected."""
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: looking through it for garbage took a tenth of all CPU."""
+    gc.freeze()  # with 10 MB of garbage: to look for it takes longer than to keep it
+    gc.set_threshold(10_000, 10, 50)
+    atexit.register(gc.unfreeze)  # DuckDB complains at the end of a process of what was not collected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def databases_are_prepared() -> Iterator[None]:
+    """See `prepared_databases`."""
+    with prepared_databases():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dagsters_migrations_are_read_once() -> Iterator[None]:
+    """Each Dagster instance stamps four databases, and reads all of Dagster's migrations for each: 0.1 s of CPU."""
+    from alembic.script import ScriptDirectory
+
+    read: dict[str | None, ScriptDirectory] = {}
+    from_config = ScriptDirectory.from_config
+
+    def cached(config: Config) -> ScriptDirectory:
+        place = config.get_alembic_option("script_location")
+        if place not in read:
+            read[place] = from_config(config)
+        return read[place]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptDirectory, "from_config", cached)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_command_line_is_built_once() -> Iterator[None]:
+    """Typer makes all commands anew for each call of one: 15 ms of CPU. They keep nothing between calls."""
+    from typer import testing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """No test cuts the power, and on a busy disk thousands of `fsync` take minutes."""
+    with unsynced_databases(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +185,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Of an empty database for a fleet's book: on SQLite, then on Postgres."""
+    """Of an empty database for a fleet's database: on SQLite, then on Postgres."""
     sqlite = request.param == "sqlite"
     with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
         yield url
@@ -90,12 +193,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def clock() -> Clock:
-    """What the book takes for the database's clock."""
+    """What the fleet's database takes for the database's clock."""
     return Clock()
 
 
 @pytest.fixture
-def book(url: str, clock: Clock) -> Iterator[FleetBook]:
+def fleet_db(url: str, clock: Clock) -> Iterator[FleetDatabase]:
     """An empty book on each kind of database."""
-    with contextlib.closing(FleetBook(url, now=clock)) as book:
-        yield book
+    with contextlib.closing(FleetDatabase(url, now=clock)) as fleet_db:
+        yield fleet_db

@@ -7,11 +7,13 @@ price per hour / 3600 × real seconds × `clock`.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
-from gpu_runner.offers import Offer
+from gpu_runner.market.offers import Offer
+from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import Task
 
 MachineState = Literal["booting", "running", "ended"]
@@ -27,6 +29,28 @@ class NoCapacity(ProviderError):
 
 class ProviderUnclear(Exception):
     """No answer (time-out, lost reply): the call may or may not have taken effect."""
+
+
+class EndReason(enum.StrEnum):
+    """Why a machine ended, as far as providers tell it apart. The value is what people read, and what is stored."""
+
+    TERMINATED = "terminated"  # we asked for it
+    DELETED = "deleted by somebody else"
+    INTERRUPTED = "interrupted"  # a spot machine that was taken away, or a host that died
+    ORPHANED = "orphaned"  # it ended itself, because nobody looked after it
+    BOOT_FAILED = "boot failed"
+    EXITED = "its engine ended"
+    OUT_OF_MEMORY = "out of memory"
+    PREEMPTED = "preempted"  # for something of higher priority
+    EVICTED = "evicted by its node"
+    DRAINED = "drained"
+    TAINTED = "its node was tainted or lost"
+    NODE_LOST = "node lost"
+    NODE_SHUTDOWN = "node shut down"
+    NOT_ADMITTED = "refused by its node"
+    DEADLINE = "active deadline reached"
+    VANISHED = "vanished"  # it is not there any more, and nothing says why
+    UNKNOWN = "unknown reason"  # the provider gave one that we do not know; `Machine.detail` has its words
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +69,9 @@ class Machine:
 
     `running`: the engine was started and answered once; it may be dead since, as on any VM. `max_num_seqs`: slots of
     its engine where the provider knows them. `notice_seconds`: until it is taken away; None: no notice.
-    `ended_seconds`: since billing ended. `reason` of the end: terminated, interrupted, boot failed or orphaned.
+    `billed_seconds`: for how long it is, or was, billed; None: the provider does not say. `ended_seconds`: since
+    billing ended. `reason`: why it ended (None: it has not); `detail`: what else the provider says of that, or of its
+    notice, for people. `at_risk`: the provider recommends to leave it, as it may be taken away before others.
     """
 
     name: str
@@ -55,7 +81,14 @@ class Machine:
     max_num_seqs: int | None = None
     notice_seconds: float | None = None
     ended_seconds: float | None = None
-    reason: str = ""
+    reason: EndReason | None = None
+    detail: str = ""
+    at_risk: bool = False
+    billed_seconds: float | None = None
+
+    def describe_end(self) -> str:
+        """Why it ended, for people; "" while it has not."""
+        return ": ".join(part for part in (self.reason or "", self.detail) if part)
 
 
 class Provider(Protocol):
@@ -87,7 +120,8 @@ class Provider(Protocol):
         """Wait until the machine's engine answers /health.
 
         `pause(seconds)` is called in steps of at most half a second and may raise to give up. Raises
-        `gpu_runner.providers.local.EngineStartError` when the machine ends or the time is over.
+        `gpu_runner.providers.engine_process.EngineStartError` when the machine ends or the time is over, and NoCapacity
+        when what was accepted waits in vain for a place, as a pod does that no node takes.
         """
         ...
 
@@ -98,3 +132,44 @@ class Provider(Protocol):
     def terminate(self, name: str) -> None:
         """End the machine and its bill. Also for names that were never seen, and again. Raises as create."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """A way from this process to a machine's engine: its base URL and the bearer token it asks for.
+
+    `close` ends what was opened for it (a tunnel); it may be called more than once, and from any thread.
+    `reachability`: whether the way stands, so that a tunnel that is opened again is not taken for a dead engine.
+    """
+
+    endpoint: str
+    api_key: str | None = field(default=None, repr=False)
+    close: Callable[[], None] = lambda: None
+    reachability: Callable[[], Reachability] = always_open
+
+
+@runtime_checkable
+class AccessProvider(Protocol):
+    """A provider whose engines are not reached by `Machine.endpoint` alone: by a tunnel, or with a key of their own."""
+
+    def access(self, name: str, endpoint: str) -> EngineAccess:
+        """Open a way to the engine of the machine `name`, whose `Machine.endpoint` was `endpoint`.
+
+        The address stays the same until `close`, also when a broken tunnel is opened again behind it; while it is
+        broken, requests fail to connect. Raises ProviderError, ProviderUnclear.
+        """
+        ...
+
+
+@runtime_checkable
+class DiagnosingProvider(Protocol):
+    """A provider that can be asked what has become of a machine whose engine does not answer any more."""
+
+    def diagnose(self, name: str) -> str:
+        """What is known of it now, as a sentence for people; "": nothing. A few seconds at most; raises nothing."""
+        ...
+
+
+def open_access(provider: Provider, name: str, endpoint: str) -> EngineAccess:
+    """The way to a machine's engine: the provider's own, or its address as it stands."""
+    return provider.access(name, endpoint) if isinstance(provider, AccessProvider) else EngineAccess(endpoint)

@@ -1,146 +1,185 @@
-"""Engines as processes of this machine: the simulator, `vllm serve`, or any OpenAI-compatible server."""
+"""The provider `local`: this computer's own GPUs, running `vllm serve` or whatever the command template says.
+
+    name: local
+    gpu: H100                       # spelled as in gpu_runner/market/gpus.py
+    gpus: 1                         # of one instance
+    gpu_memory_gib: 80
+    price_per_hour: 1.0             # what an hour of the instance costs you: power, space, depreciation
+    capacity: 1                     # instances at once; a slot is free when the engine's processes are gone
+    gpu_devices: ["0"]              # the GPUs that they divide, as CUDA_VISIBLE_DEVICES names them
+    boot_seconds: 120               # what ranking assumes; the real boot takes as long as it takes
+    command: [vllm, serve, "{model}", --host, 127.0.0.1, --port, "{port}"]
+    environment: {HF_HUB_OFFLINE: "1"}
+    orphan_seconds: 120
+
+The engine is the child of a detached host (`machine_host/daemon.py`), so it survives the run that ordered it and
+serves the next one. It sees our environment without the keys of the store and where our databases are.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import os
-import socket
-import subprocess
-import sys
+import re
+import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from gpu_runner.addresses import AddressRefused, connect, direct, engine_url, host_and_port
-from gpu_runner.answer_numbers import context_length
-from gpu_runner.bounded_read import PAGE_BYTES, check_values
-from gpu_runner.providers.guard import GRACE_SECONDS
-from gpu_runner.small_pages import read_page
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gpu_runner.market.offers import Offer
+from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError
+from gpu_runner.providers.machine_host.manager import Hosting, new_record
+from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
+
+VLLM_COMMAND = ("vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}")
+
+# vLLM closes idle connections after 5 s by default; a client that reuses one then meets a reset.
+_KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
 
 
-class EngineStartError(Exception):
-    """The engine did not become ready: says why, and where its log is."""
+class LocalProviderConfig(BaseModel):
+    """What stands in fleet.yaml. The default price is a guess: power and depreciation of one data-centre GPU."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    name: str = Field(
+        default="local",
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="the provider's name, one of its own for each",
+    )
+    gpu: str = Field(description="spelled as in `gpu_runner/market/gpus.py`")
+    gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
+    gpu_memory_gib: float = Field(gt=0, description="GiB per GPU")
+    price_per_hour: float = Field(default=1.0, gt=0, description="what an hour of one instance costs you")
+    capacity: int = Field(
+        default=1, ge=1, description="instances at once; each gets GPUs of its own in CUDA_VISIBLE_DEVICES"
+    )
+    gpu_devices: tuple[str, ...] = Field(
+        default=(),
+        description="the GPUs that instances divide, as CUDA_VISIBLE_DEVICES names them, `capacity` × `gpus` of them; "
+        "without it those of our own CUDA_VISIBLE_DEVICES, or from `0` on, and with a `capacity` of 1 nothing is set. "
+        "Nothing is set either where `environment` has a CUDA_VISIBLE_DEVICES: then all instances share its GPUs",
+    )
+    boot_seconds: float = Field(default=120.0, ge=0, description="what ranking assumes of a start")
+    command: tuple[str, ...] = Field(
+        default=VLLM_COMMAND, description="`{model}` and `{port}` are filled in; flags of vLLM are added at its end"
+    )
+    environment: dict[str, str] = Field(default={}, description="further environment variables of the engine")
+    orphan_seconds: float = Field(
+        default=120.0, gt=0, description="without a sign of life of the fleet for so long, instances end themselves"
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _has_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if not any("{port}" in word for word in command):
+            raise ValueError("command: expected {port} in it, and {model} where it takes one")
+        return command
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> LocalProviderConfig:
+        wanted, devices = self.capacity * self.gpus, self.gpu_devices
+        if devices and (len(devices) != wanted or len(set(devices)) != wanted):
+            raise ValueError(f"gpu_devices: expected {wanted} different devices, capacity × gpus")
+        if not all(_DEVICE.fullmatch(device) for device in devices):
+            raise ValueError("gpu_devices: expected numbers or UUIDs of GPUs")
+        if devices and _DEVICES in self.environment:
+            raise ValueError(f"gpu_devices: expected it, or {_DEVICES} in environment, not both")
+        return self
+
+    def gpu_sets(self, ours: str | None) -> tuple[str, ...]:
+        """What each instance gets as CUDA_VISIBLE_DEVICES; none: nothing is set. `ours`: this process's own value.
+
+        Raises ValueError when ours names too few GPUs.
+        """
+        if _DEVICES in self.environment or (self.capacity == 1 and not self.gpu_devices):
+            return ()
+        wanted = self.capacity * self.gpus
+        inherited = tuple(filter(None, map(str.strip, (ours or "").split(","))))
+        if not self.gpu_devices and inherited and len(inherited) < wanted:
+            raise ValueError(f"expected {wanted} GPUs, capacity × gpus, found {_DEVICES}={ours!r:.80}")
+        devices = self.gpu_devices or inherited or tuple(map(str, range(wanted)))
+        return tuple(",".join(devices[at : at + self.gpus]) for at in range(0, wanted, self.gpus))
 
 
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class LocalProvider:
+    """See `gpu_runner.providers.base.Provider`. `<home>/cloud.db` holds its machines for every process."""
 
+    clock = 1.0
 
-def _harmless(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an engine may see of our environment: not the keys of the store, nor where our databases are."""
-    ours = ("AWS_", "DAGSTER_", "BATCH_ASSETS_")
-    return {name: value for name, value in environment.items() if not name.startswith(ours)}
+    def __init__(self, home: Path, config: LocalProviderConfig) -> None:
+        self.name = config.name
+        self.config = config
+        self._register = MachineRegistry(Path(home).resolve())
+        self._hosting = Hosting(self._register, config.name)
 
-
-def answers(endpoint: str) -> bool:
-    """Whether the engine's /health answers 200."""
-    try:
-        with direct.open(f"{endpoint}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
-def served_length(endpoint: str) -> int | None:
-    """Most tokens of a row as the engine's /v1/models says (vLLM's max_model_len); None when it does not."""
-    try:
-        with direct.open(f"{endpoint}/v1/models", timeout=2) as answer:
-            page = read_page(answer, PAGE_BYTES, 2)
-        check_values(page, PAGE_BYTES)
-        return context_length(json.loads(page)["data"][0].get("max_model_len"))
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def wait_reachable(endpoint: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait until something accepts connections at the address.
-
-    Raises EngineStartError when the time is over, and AddressRefused for an address that is no engine's.
-    """
-    try:
-        address = host_and_port(engine_url(endpoint))
-    except ValueError as error:
-        raise EngineStartError(str(error)) from None
-    deadline = time.monotonic() + seconds
-    while True:
+    def offers(self) -> list[Offer]:
+        """The one offer, with the slots that are free now."""
+        offer = self._offer()
         try:
-            connect(*address, 5).close()
-            return
-        except AddressRefused:
-            raise
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise EngineStartError(
-                    f"nobody answers at {address[0]}:{address[1]} for {seconds:.0f} s ({type(error).__name__}); "
-                    "expected an OpenAI-compatible server there"
-                ) from None
-        pause(0.5)
+            self._register.close_dead()
+            taken = self._hosting.occupied(self._register.connection(), offer)
+        except sqlite3.OperationalError as error:
+            raise ProviderError(f"{self._register.path}: {error}") from error
+        return [self._offer(max(0, self.config.capacity - taken))]
 
+    def _offer(self, capacity: int | None = None) -> Offer:
+        config = self.config
+        return Offer(
+            provider=config.name,
+            region="",
+            instance_type=f"{config.gpus}x{config.gpu}",
+            gpu=config.gpu,
+            gpus=config.gpus,
+            gpu_memory_gib=config.gpu_memory_gib,
+            spot=False,
+            price_per_hour=config.price_per_hour,
+            boot_seconds=config.boot_seconds,
+            reliability=1.0,
+            observed_at=time.time(),
+            source="fleet.yaml",
+            capacity=capacity,
+        )
 
-class EngineProcess:
-    """One engine as a child process group under the guard: it ends when this object is closed, or when we die.
+    def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
+        """Start an engine. `max_num_seqs` and further arguments of the order are added to the command."""
+        own = self._offer()
+        if (offer.instance_type, offer.price_per_hour) != (own.instance_type, own.price_per_hour):
+            raise ProviderError(f"{offer.name}: there is no such offer at {offer.price_per_hour:.4g} $/h")
+        slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
+        plan = HostPlan(
+            command=(*self.config.command, *slots, *order.arguments),
+            model=order.model,
+            orphan_seconds=self.config.orphan_seconds,
+        )
+        record = new_record(own, name, plan, provider=self.name, clock=self.clock, max_num_seqs=order.max_num_seqs)
 
-    `command` may contain `{port}` and `{model}`. The engine's output goes to `log`, never to ours.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        model: str,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        port: int | None = None,
-    ) -> None:
-        self.port = port or free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        words = [word.replace("{port}", str(self.port)).replace("{model}", model) for word in command]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gpu_runner.providers.guard", "--", *words],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**_harmless(os.environ), **(environment or {})},
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the guard."""
-        return self._process.pid
-
-    def alive(self) -> bool:
-        """False once the engine's process has ended."""
-        return self._process.poll() is None
-
-    def wait_ready(self, seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
-        """Wait until /health answers 200. Raises EngineStartError when the process ends or the time is over."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not self.alive():
-                raise EngineStartError(
-                    f"the engine ended with status {self._process.returncode} before it was ready; its log: {self.log}"
-                )
-            if answers(self.endpoint):
-                return
-            pause(0.05)
-        raise EngineStartError(f"the engine was not ready after {seconds:.0f} s; its log: {self.log}")
-
-    def close(self) -> None:
-        """End the engine and everything it started."""
-        if self._process.stdin:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
         try:
-            self._process.wait(timeout=GRACE_SECONDS + 2)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait(timeout=GRACE_SECONDS + 2)
+            gpu_sets = self.config.gpu_sets(os.environ.get(_DEVICES))
+        except ValueError as error:
+            raise ProviderError(f"{self.name}: {error}") from None
+
+        def admit(connection: sqlite3.Connection, record: MachineRecord) -> MachineRecord:
+            taken = self._hosting.taken_gpus(connection) if gpu_sets else frozenset()
+            free = [one for one in gpu_sets if one not in taken]
+            if self._hosting.occupied(connection, own) >= self.config.capacity or (gpu_sets and not free):
+                raise NoCapacity(f"{own.name}: all {self.config.capacity} are taken")
+            return replace(record, plan=replace(plan, gpus=free[0]).dump()) if free else record
+
+        return self._hosting.rent(record, admit, {**_KEEP_ALIVE, **self.config.environment})
+
+    def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:
+        """Wait for the engine."""
+        return self._hosting.wait_ready(name, seconds, pause)
+
+    def list(self, tag: str) -> list[Machine]:
+        """Machines by tag."""
+        return self._hosting.machines(tag)
+
+    def terminate(self, name: str) -> None:
+        """End the machine of this name, if there is one."""
+        self._hosting.end(name)

@@ -14,3 +14,5 @@ a stream carries one choice; log probabilities, tools, echo, best_of, /tokenize,
 
 It says everywhere that it is a simulation: the version, the owner of its model, `simulated` in /v1/models.
 """
+
+__all__ = []

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gpu_runner.simulator.engine import Engine
 from gpu_runner.simulator.faults import FaultPlan
-from gpu_runner.simulator.replies import Voice
+from gpu_runner.simulator.replies import ResponseGenerator
 from gpu_runner.simulator.request_log import RequestLog
 from gpu_runner.simulator.scheduler import StepModel
 from gpu_runner.simulator.server import MAX_BODY, SimulatorServer
@@ -36,6 +36,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--port", type=int, default=0, help="0: any free port")
     add("--max-num-seqs", type=int, default=model.max_num_seqs, help="slots")
     add("--max-num-batched-tokens", type=int, default=model.max_batched_tokens, help="tokens of one step")
+    add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs", help="as vLLM's option of this name")
     add("--max-model-len", type=int, default=4096, help="context in tokens")
     add("--kv-tokens", type=int, default=model.kv_tokens, help="KV cache in tokens")
     add("--weights-ms", type=float, default=model.weights_seconds * 1e3, help="reading all weights once")
@@ -72,8 +73,9 @@ def build(args: argparse.Namespace) -> SimulatorServer:
         token_seconds=args.token_us / 1e6,
         context_seconds=args.context_ns / 1e9,
         overhead_seconds=args.overhead_ms / 1e3,
+        by_priority=args.scheduling_policy == "priority",
     )
-    voice = Voice(args.model, args.max_model_len, args.output_tokens, args.seed, args.embedding_dim)
+    voice = ResponseGenerator(args.model, args.max_model_len, args.output_tokens, args.seed, args.embedding_dim)
     rules = args.faults if args.faults.lstrip().startswith("[") else Path(args.faults).read_text()
     plan = FaultPlan(orjson.loads(rules), args.seed)
     api_key = os.environ[args.api_key_env] if args.api_key_env else None

@@ -54,11 +54,11 @@ class Engine:
         self._inside: dict[Sequence, asyncio.Future[None]] = {}
         self._watchers: list[asyncio.Future[None]] = []
 
-    def submit(self, prompt_tokens: int, output_tokens: int) -> Sequence:
+    def submit(self, prompt_tokens: int, output_tokens: int, priority: int = 0) -> Sequence:
         """Queue one sequence; `wait` for it or `abort` it afterwards. Raises EngineDead."""
         if self.dead:
             raise EngineDead
-        sequence = self.scheduler.submit(prompt_tokens, output_tokens, self.clock.now())
+        sequence = self.scheduler.submit(prompt_tokens, output_tokens, self.clock.now(), priority)
         loop = asyncio.get_running_loop()
         self._inside[sequence] = loop.create_future()
         if self.clock.rate and (self._timer is None or self._timer.when() > loop.time() + SHORTEST_SLEEP):

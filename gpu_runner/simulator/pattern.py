@@ -2,7 +2,8 @@
 
 Understands literals, `.`, escapes (\\d \\w \\s and their capitals, \\t \\n \\r), classes with ranges and negation,
 groups, alternation, `? * + {m} {m,} {m,n}` and the anchors at both ends. Look-around, back-references and
-flags raise ValueError, which becomes the 400 of an engine that cannot compile a grammar.
+flags raise ValueError, which becomes the 400 of an engine that cannot compile a grammar. So does a pattern that asks
+for more than `_MOST` characters, counting empty ones and all of a class, or for more than `_DEEPEST` groups in groups.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ _CLASSES = {"d": string.digits, "w": string.ascii_letters + string.digits + "_",
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r"}
 # An open end (`*`, `+`, `{2,}`) adds at most this many repeats.
 _MORE = 6
+_MOST = 100_000
+_DEEPEST = 50
 
 
 def matching(pattern: str, rng: Random) -> str:
@@ -29,6 +32,7 @@ class _Reader:
         self.pattern = pattern
         self.rng = rng
         self.at = 0
+        self._left, self._depth = _MOST, 0
 
     def read_all(self) -> str:
         text = self._alternatives()
@@ -38,6 +42,13 @@ class _Reader:
 
     def _unsupported(self) -> ValueError:
         return ValueError(f"pattern {self.pattern!r}: not understood at position {self.at}")
+
+    def _spend(self, characters: int) -> None:
+        """Counts what the pattern asks for. Raises ValueError when it is too much."""
+        self._left -= characters
+        if self._left < 0:
+            found = f"{self.pattern[:80]!r} with more"
+            raise ValueError(f"pattern: expected one for at most {_MOST:,} characters in all its parts, found {found}")
 
     def _peek(self) -> str:
         return self.pattern[self.at] if self.at < len(self.pattern) else ""
@@ -78,6 +89,7 @@ class _Reader:
         return "".join(pieces)
 
     def _atom(self) -> str:
+        self._spend(1)
         char = self._take()
         if char in "^$":
             return ""
@@ -98,9 +110,13 @@ class _Reader:
             if not self.pattern.startswith("?:", self.at):
                 raise self._unsupported()
             self.at += 2
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise ValueError(f"pattern: expected at most {_DEEPEST} groups in groups, found more")
         text = self._alternatives()
         if self._take() != ")":
             raise self._unsupported()
+        self._depth -= 1
         return text
 
     def _escape(self) -> str:
@@ -124,7 +140,10 @@ class _Reader:
             members = self._escape() if char == "\\" else char
             if len(members) == 1 and self._peek() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("]", ""):
                 self.at += 1
-                members = "".join(map(chr, range(ord(members), ord(self._take()) + 1)))
+                first, last = ord(members), ord(self._take())
+                self._spend(max(0, last - first))
+                members = "".join(map(chr, range(first, last + 1)))
+            self._spend(1)
             chars += members
         self.at += 1
         if negated:
@@ -144,9 +163,14 @@ class _Reader:
             bounds = self.pattern[self.at : end].split(",")
             if end < 0 or not bounds[0].isdigit() or not all(b.isdigit() or not b for b in bounds[1:]):
                 raise self._unsupported()
-            low = int(bounds[0])
-            high = low if len(bounds) == 1 else int(bounds[1]) if bounds[1] else low + _MORE
+            low = _count(bounds[0])
+            high = low if len(bounds) == 1 else _count(bounds[1]) if bounds[1] else low + _MORE
             self.at = end + 1
         if self._peek() == "?":  # lazy: the same strings
             self.at += 1
         return low, high
+
+
+def _count(digits: str) -> int:
+    """A number of repeats; one that is too long to be a number here is as good as too many."""
+    return int(digits) if len(digits) <= 9 else 10**9

@@ -32,7 +32,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class ResponseGenerator:
     """Who answers: everything outside the request that its text depends on."""
 
     model: str
@@ -42,17 +42,17 @@ class Voice:
     dimensions: int
 
 
-def answers(voice: Voice, request: Request) -> list[Answer]:
+def answers(voice: ResponseGenerator, request: Request) -> list[Answer]:
     """The texts of a request: `n` for each prompt. Raises ApiError when its grammar cannot be met."""
     return [_answer(voice, request, prompt, index) for prompt in request.prompts for index in range(request.n)]
 
 
-def _key(voice: Voice, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
+def _key(voice: ResponseGenerator, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
     model = voice.model if not voice.seed else f"{voice.model}#{voice.seed}"
     return text.request_key(model, prompt.digest if not index else f"{prompt.digest}/{index}", seed)
 
 
-def _answer(voice: Voice, request: Request, prompt: Prompt, index: int) -> Answer:
+def _answer(voice: ResponseGenerator, request: Request, prompt: Prompt, index: int) -> Answer:
     key = _key(voice, prompt, request.seed, index)
     room = voice.max_model_len - prompt.tokens
     limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -69,7 +69,7 @@ def _answer(voice: Voice, request: Request, prompt: Prompt, index: int) -> Answe
     return _spoken(request, key, limit, voice)
 
 
-def _spoken(request: Request, key: bytes, limit: int, voice: Voice) -> Answer:
+def _spoken(request: Request, key: bytes, limit: int, voice: ResponseGenerator) -> Answer:
     """Words, as many as come naturally or fit."""
     natural = max(text.natural_length(key, voice.lengths), request.min_tokens + 1)
     if request.ignore_eos or natural > limit:
@@ -115,7 +115,7 @@ def without_schema(answer: Answer, key_text: str) -> Answer:
     return Answer(prose, answer.finish_reason, answer.tokens)
 
 
-def vectors(voice: Voice, request: Request) -> list[list[float]]:
+def vectors(voice: ResponseGenerator, request: Request) -> list[list[float]]:
     """One unit vector per input. Raises ApiError when other dimensions are asked for."""
     if request.dimensions not in (None, voice.dimensions):
         message = (

@@ -59,6 +59,7 @@ class Request:
     base64: bool
     dimensions: int | None
     asked: Asked = NOTHING
+    priority: int = 0
 
     @property
     def digest(self) -> str:
@@ -123,6 +124,7 @@ def _checked(endpoint: Endpoint, fields: dict[str, Any], prompts: tuple[Prompt, 
         base64=fields.get("encoding_format") == "base64",
         dimensions=_integer(fields, "dimensions", None, low=1),
         asked=_asked(endpoint, fields),
+        priority=_integer(fields, "priority", 0) or 0,
     )
 
 
@@ -174,6 +176,8 @@ def _text_prompts(fields: dict[str, Any], name: str) -> tuple[Prompt, ...]:
     given = fields.get(name)
     if given is None and name == "input":
         raise _invalid("missing", "body.input", "Field required")
+    if given == [] and name == "input":
+        raise ApiError(400, "You must pass at least one prompt")
     if given is None or (given in ("", []) and name == "prompt"):
         message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
         raise ApiError(400, message, param="prompt")

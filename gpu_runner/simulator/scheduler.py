@@ -4,9 +4,11 @@ What vLLM's V1 scheduler does, at the precision that throughput needs:
 
 - One step computes one token for every decoding sequence and spends what is left of the token budget on
   prefill, in chunks. The first output token comes out of the step that ends the prefill.
-- Waiting sequences are admitted first come, first served, while a slot is free and their tokens fit the KV cache.
-- When the next step would overflow the KV cache, the sequence admitted last is preempted: it loses its KV,
-  goes to the head of the queue and recomputes prompt and output so far.
+- Waiting sequences are admitted first come, first served, while a slot is free and their tokens fit the KV cache. With
+  priority scheduling the lowest number comes first, and among equals the one that arrived first.
+- When the next step would overflow the KV cache, the sequence admitted last (with priority scheduling: the one with the
+  highest number that arrived last) is preempted: it loses its KV, goes back to the head of its queue and recomputes
+  prompt and output so far. A slot is never taken from a running sequence for the sake of a waiting one.
 
 Not modelled: prefix caching, block granularity, the quadratic part of prefill attention, several GPUs.
 
@@ -36,6 +38,7 @@ class StepModel:
     - overhead_seconds: scheduling, sampling and detokenizing on the CPU; our estimate.
     - kv_tokens: 141 GB * 0.9 less weights and 4 GB of activations, at 131 kB each, rounded down.
     - max_num_seqs, max_batched_tokens: vLLM's defaults for smaller GPUs and for the server.
+    - by_priority: vLLM's `--scheduling-policy priority`; without it the priority of a sequence says nothing.
     """
 
     max_num_seqs: int = 256
@@ -45,6 +48,7 @@ class StepModel:
     token_seconds: float = 32e-6
     context_seconds: float = 27e-9
     overhead_seconds: float = 0.5e-3
+    by_priority: bool = False
 
     def compute_seconds(self, tokens: int) -> float:
         """Seconds of one step of `tokens` tokens, without the reading of KV."""
@@ -67,16 +71,18 @@ class Sequence:
         "output_tokens",
         "preemptions",
         "prefill_left",
+        "priority",
         "prompt_tokens",
         "start_epoch",
         "state",
         "waiter",
     )
 
-    def __init__(self, prompt_tokens: int, output_tokens: int, arrived_at: float) -> None:
+    def __init__(self, prompt_tokens: int, output_tokens: int, arrived_at: float, priority: int = 0) -> None:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.arrived_at = arrived_at
+        self.priority = priority
         self.admitted_at = -1.0
         self.first_token_at = -1.0
         self.finished_at = -1.0
@@ -102,7 +108,7 @@ class Scheduler:
         self.generated_tokens = 0
         self.preemptions = 0
         self.steps = 0
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: dict[int, deque[Sequence]] = {}  # by priority; in the order in which they are admitted
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
         self._finish_heap: list[tuple[int, int, Sequence]] = []
@@ -120,12 +126,12 @@ class Scheduler:
         """True while anything runs or waits."""
         return bool(self._decoding or self._prefilling or self.waiting_count)
 
-    def submit(self, prompt_tokens: int, output_tokens: int, at: float) -> Sequence:
+    def submit(self, prompt_tokens: int, output_tokens: int, at: float, priority: int = 0) -> Sequence:
         """Queue a sequence that arrives at simulated time `at`; raises ValueError when it can never fit."""
         if prompt_tokens + output_tokens > self.model.kv_tokens:
             raise ValueError(f"{prompt_tokens} + {output_tokens} tokens do not fit {self.model.kv_tokens} of KV cache")
-        sequence = Sequence(prompt_tokens, output_tokens, at)
-        self._waiting.append(sequence)
+        sequence = Sequence(prompt_tokens, output_tokens, at, priority if self.model.by_priority else 0)
+        self._waiting.setdefault(sequence.priority, deque()).append(sequence)
         self.waiting_count += 1
         return sequence
 
@@ -177,9 +183,19 @@ class Scheduler:
         return None if head is None else max(self.clock, head.arrived_at)
 
     def _head(self) -> Sequence | None:
-        while self._waiting and self._waiting[0].state != WAITING:
-            self._waiting.popleft()
-        return self._waiting[0] if self._waiting else None
+        """Whoever is admitted next: of those that have arrived by now the first in order, else the next to arrive."""
+        heads = []
+        for priority in sorted(self._waiting):
+            queue = self._waiting[priority]
+            while queue and queue[0].state != WAITING:
+                queue.popleft()
+            if not queue:
+                del self._waiting[priority]
+            elif queue[0].arrived_at <= self.clock:
+                return queue[0]
+            else:
+                heads.append(queue[0])
+        return min(heads, key=lambda head: head.arrived_at) if heads else None
 
     def _head_fits(self) -> bool:
         """True when the head of the queue has arrived and can be admitted now."""
@@ -190,20 +206,31 @@ class Scheduler:
         needed = head.prompt_tokens + head.base + min(1, head.output_tokens)
         return self.kv_used + self.running_count + needed <= self.model.kv_tokens
 
+    def _pop_head(self) -> Sequence:
+        head = self._head()
+        assert head is not None
+        return self._waiting[head.priority].popleft()
+
     def _make_room(self) -> bool:
         """Preempt the sequences admitted last until one more token of each running one fits."""
         preempted = False
         while self.running_count > 1 and self.kv_used + self.running_count > self.model.kv_tokens:
-            victim = next(reversed(self._prefilling or self._decoding))
+            victim = self._victim()
             victim.base = self.generated(victim)
             self._release(victim)
             victim.state = WAITING
             victim.preemptions += 1
             self.preemptions += 1
             self.waiting_count += 1
-            self._waiting.appendleft(victim)
+            self._waiting.setdefault(victim.priority, deque()).appendleft(victim)
             preempted = True
         return preempted
+
+    def _victim(self) -> Sequence:
+        """Who loses its place when the KV cache is full."""
+        if not self.model.by_priority:
+            return next(reversed(self._prefilling or self._decoding))
+        return max((*self._prefilling, *self._decoding), key=lambda running: (running.priority, running.arrived_at))
 
     def _release(self, sequence: Sequence) -> None:
         """Take a running sequence out of its slot; `base` must be up to date."""
@@ -220,7 +247,7 @@ class Scheduler:
         for sequence in self._prefilling:
             budget = self._give_chunk(sequence, budget)
         while admit and budget > 0 and self._head_fits():
-            sequence = self._waiting.popleft()
+            sequence = self._pop_head()
             self.waiting_count -= 1
             if sequence.admitted_at < 0:
                 sequence.admitted_at = self.clock

@@ -11,7 +11,7 @@ import struct
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -21,7 +21,7 @@ from aiohttp import web
 from gpu_runner.simulator import metrics, replies
 from gpu_runner.simulator.engine import Engine, EngineDead
 from gpu_runner.simulator.faults import Fault, FaultPlan
-from gpu_runner.simulator.replies import Voice
+from gpu_runner.simulator.replies import ResponseGenerator
 from gpu_runner.simulator.request_log import FLUSH_SECONDS, RequestLog
 from gpu_runner.simulator.requests import ApiError, Endpoint, Request, parse, too_long
 from gpu_runner.simulator.scheduler import Sequence
@@ -61,7 +61,9 @@ class Job:
 class SimulatorServer:
     """Answers HTTP requests with the help of an Engine."""
 
-    def __init__(self, voice: Voice, engine: Engine, plan: FaultPlan, log: RequestLog, api_key: str | None) -> None:
+    def __init__(
+        self, voice: ResponseGenerator, engine: Engine, plan: FaultPlan, log: RequestLog, api_key: str | None
+    ) -> None:
         self.voice = voice
         self.engine = engine
         self.plan = plan
@@ -123,6 +125,7 @@ class SimulatorServer:
         except ApiError as error:
             self._finish(self._receive(error.prompt, 0), error.prompt, "refused")
             raise
+        request = replace(request, priority=_priority(http, request.priority))
         digest = request.digest
         number = self._receive(digest, request.prompt_tokens)
         name = f"{NAMES[endpoint]}-{http.headers.get('X-Request-Id') or uuid.uuid4().hex[:16]}"
@@ -155,7 +158,7 @@ class SimulatorServer:
         request = job.request
         if request.endpoint == "embedding":
             found = replies.vectors(self.voice, request)
-            await self._run([(prompt.tokens, 0) for prompt in request.prompts])
+            await self._run([(prompt.tokens, 0) for prompt in request.prompts], request.priority)
             body = replies.embedding_body(request, found, self.voice.model, job.name, job.created)
             return await self._answer(job, body), "embedding", 0
         texts = replies.answers(self.voice, request)
@@ -167,17 +170,17 @@ class SimulatorServer:
             response, whole = await self._stream(job, texts[0])
             return response, outcome if whole else "error", tokens
         sizes = [prompt.tokens for prompt in request.prompts for _ in range(request.n)]
-        await self._run([(size, answer.tokens) for size, answer in zip(sizes, texts, strict=True)])
+        await self._run([(size, answer.tokens) for size, answer in zip(sizes, texts, strict=True)], request.priority)
         finished = job.fault_kind != "broken_finish"
         body = replies.completion_body(request, texts, self.voice.model, job.name, job.created, finished=finished)
         return await self._answer(job, body), outcome, tokens
 
-    async def _run(self, sizes: list[tuple[int, int]]) -> None:
+    async def _run(self, sizes: list[tuple[int, int]], priority: int) -> None:
         """Put sequences through the engine together; all leave it when this ends, however it ends."""
         sequences: list[Sequence] = []
         try:
             for prompt_tokens, output_tokens in sizes:
-                sequences.append(self.engine.submit(prompt_tokens, output_tokens))
+                sequences.append(self.engine.submit(prompt_tokens, output_tokens, priority))
             for sequence in sequences:
                 await self.engine.wait(sequence)
         finally:
@@ -197,7 +200,7 @@ class SimulatorServer:
     async def _stream(self, job: Job, answer: replies.Answer) -> tuple[web.StreamResponse, bool]:
         """Stream an answer; also says whether it got to its end."""
         chunks = replies.Chunks(job.request, answer, self.voice.model, job.name, job.created)
-        sequence = self.engine.submit(job.request.prompts[0].tokens, answer.tokens)
+        sequence = self.engine.submit(job.request.prompts[0].tokens, answer.tokens, job.request.priority)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         try:
             await response.prepare(job.http)
@@ -338,6 +341,14 @@ class SimulatorServer:
         scheduler = self.engine.scheduler
         more = {"faults": dict(self.plan.applied), "preemptions": scheduler.preemptions, "steps": scheduler.steps}
         return _json({**self.log.summary(), **more, "simulated_seconds": self.engine.clock.now()})
+
+
+def _priority(http: web.BaseRequest, of_body: int) -> int:
+    """The header counts more than the body, as in vLLM; one that is no number says nothing."""
+    try:
+        return int(http.headers.get("X-Vllm-Priority", of_body))
+    except ValueError:
+        return of_body
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

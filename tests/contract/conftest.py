@@ -1,180 +1,25 @@
-"""The engines under contract: the simulator always, real vLLM under the marker `vllm`."""
+"""The engines of the contract: each test is run against every kind of engine that is there."""
 
-from __future__ import annotations
+from support.contract_engines import (
+    any_embedder,
+    any_engine,
+    embedder,
+    embedders,
+    engine,
+    gguf_files,
+    mortal_engine,
+    served,
+    vllm_files,
+)
 
-import json
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from email.message import Message
-from functools import cached_property
-from pathlib import Path
-from typing import Any
-
-import psutil
-import pytest
-from simulated_engine import simulated_engine
-from vllm_server import make_models, vllm_server
-
-API_KEY = "contract-key"
-CONTEXT = 1024
-EMBEDDING_CONTEXT = 512
-DIMENSIONS = 64
-SLOTS = "64"
-# Shorter than vLLM's default of 5 s, so that the tests of it are not slow.
-IDLE_SECONDS = 1
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An HTTP answer with its body read."""
-
-    status: int
-    headers: Message
-    body: bytes
-
-    @cached_property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def events(self) -> list[str]:
-        """Payloads of a stream of server-sent events."""
-        return [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
-
-
-@dataclass(frozen=True)
-class Served:
-    """One server and the model it serves; every call uses a connection of its own."""
-
-    kind: str
-    url: str
-    model: str
-    pid: int
-    api_key: str | None = None
-
-    def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """GET, or POST when there is a body (bytes go as they are); no status is an error."""
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json"}
-        if self.api_key:
-            sent["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, data, {**sent, **(headers or {})})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return Answer(answer.status, answer.headers, answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return Answer(error.code, error.headers, error.read())
-
-    def chat(self, content: str = "Hello there", **fields: Any) -> Answer:
-        """A chat completion; greedy unless the fields say otherwise."""
-        messages = [{"role": "user", "content": content}]
-        return self.call(
-            "/v1/chat/completions", {"model": self.model, "messages": messages, "temperature": 0, **fields}
-        )
-
-    def complete(self, prompt: Any = "Hello there", **fields: Any) -> Answer:
-        """A text completion; greedy unless the fields say otherwise."""
-        return self.call("/v1/completions", {"model": self.model, "prompt": prompt, "temperature": 0, **fields})
-
-    def embed(self, text: Any = "Hello there", **fields: Any) -> Answer:
-        """An embedding."""
-        return self.call("/v1/embeddings", {"model": self.model, "input": text, **fields})
-
-    def metrics(self) -> dict[str, float]:
-        """Series of /metrics as they are named there, with their labels."""
-        rows = self.call("/metrics").body.decode().splitlines()
-        return {name: float(value) for name, value in (r.rsplit(" ", 1) for r in rows if r and not r.startswith("#"))}
-
-    def total(self, metric: str) -> float:
-        """A vLLM metric, summed over its labels."""
-        return sum(value for name, value in self.metrics().items() if name.split("{")[0] == f"vllm:{metric}")
-
-    def processes(self) -> list[psutil.Process]:
-        """The processes of the server."""
-        parent = psutil.Process(self.pid)
-        return [parent, *parent.children(recursive=True)]
-
-
-@dataclass(frozen=True)
-class VllmFiles:
-    """Where vLLM and its models are."""
-
-    python: str
-    models: Path
-
-
-@pytest.fixture(scope="session")
-def vllm_files(tmp_path_factory: pytest.TempPathFactory) -> VllmFiles:
-    """The tiny models, written by the Python that VLLM_PYTHON names."""
-    python = os.environ.get("VLLM_PYTHON")
-    assert python, "expected VLLM_PYTHON to name the Python of an environment with vLLM: see .ci/install-vllm-cpu"
-    folder = tmp_path_factory.mktemp("models")
-    make_models(python, folder)
-    return VllmFiles(python, folder)
-
-
-@contextmanager
-def chat_engine(kind: str, request: pytest.FixtureRequest, api_key: str | None) -> Iterator[Served]:
-    """A chat model of either engine."""
-    variables = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_SECONDS)}
-    with ExitStack() as stack:
-        if kind == "simulator":
-            flags = ["--max-model-len", str(CONTEXT), "--max-num-seqs", SLOTS, "--speed", "5"]
-            flags += ["--keep-alive-timeout", str(IDLE_SECONDS)]
-            if api_key:
-                stack.enter_context(_environment("CONTRACT_API_KEY", api_key))
-                flags += ["--api-key-env", "CONTRACT_API_KEY"]
-            engine = stack.enter_context(simulated_engine(*flags))
-            yield Served(kind, engine.url, "tiny", engine.process.pid, api_key)
-        else:
-            files = request.getfixturevalue("vllm_files")
-            if api_key:
-                variables["VLLM_API_KEY"] = api_key
-            flags = ["--max-model-len", str(CONTEXT), "--max-num-seqs", SLOTS]
-            # A random model would fill JSON with white space until it is cut off.
-            flags += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-            server = stack.enter_context(vllm_server(files.python, files.models / "llama", "tiny", *flags, **variables))
-            yield Served(kind, server.url, "tiny", server.process.pid, api_key)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name, value)
-        yield
-
-
-ENGINES = ["simulator", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])]
-
-
-@pytest.fixture(scope="session", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A chat model behind an API key."""
-    with chat_engine(request.param, request, API_KEY) as served:
-        yield served
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def mortal_engine(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A chat model that its tests may stop and kill."""
-    with chat_engine(request.param, request, None) as served:
-        yield served
-
-
-@pytest.fixture(scope="session", params=ENGINES)
-def embedder(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """An embedding model."""
-    if request.param == "simulator":
-        flags = ["--max-model-len", str(EMBEDDING_CONTEXT), "--embedding-dim", str(DIMENSIONS), "--speed", "5"]
-        with simulated_engine(*flags, model="tiny-bert") as engine:
-            yield Served("simulator", engine.url, "tiny-bert", engine.process.pid)
-        return
-    files = request.getfixturevalue("vllm_files")
-    context = ["--max-model-len", str(EMBEDDING_CONTEXT)]
-    with vllm_server(files.python, files.models / "bert", "tiny-bert", *context) as server:
-        yield Served("vllm", server.url, "tiny-bert", server.process.pid)
+__all__ = [
+    "any_embedder",
+    "any_engine",
+    "embedder",
+    "embedders",
+    "engine",
+    "gguf_files",
+    "mortal_engine",
+    "served",
+    "vllm_files",
+]

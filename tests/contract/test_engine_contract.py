@@ -1,6 +1,6 @@
-"""What we rely on in an engine, asked of the simulator and of real vLLM by the same tests.
+"""What we rely on in an engine, asked of the simulator, llama.cpp and real vLLM by the same tests.
 
-pytest tests/contract                                   the simulator
+pytest tests/contract                                   the simulator and llama.cpp
 VLLM_PYTHON=… pytest tests/contract -m vllm             real vLLM
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from conftest import API_KEY, CONTEXT, DIMENSIONS, EMBEDDING_CONTEXT, IDLE_SECONDS, Answer, Served
+from support.contract_engines import API_KEY, CONTEXT, DIMENSIONS, EMBEDDING_CONTEXT, IDLE_SECONDS, Answer, Served
 
 # Who it is
 
@@ -101,14 +101,14 @@ def test_n_choices_of_one_prompt(engine: Served) -> None:
     assert body["usage"]["completion_tokens"] == 24
 
 
-def test_a_content_of_text_parts_is_taken(engine: Served) -> None:
+def test_a_content_of_text_parts_is_taken(any_engine: Served) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-    assert engine.call("/v1/chat/completions", {"messages": messages, "max_tokens": 2}).status == 200
+    assert any_engine.call("/v1/chat/completions", {"messages": messages, "max_tokens": 2}).status == 200
 
 
-def test_the_model_may_be_left_out(engine: Served) -> None:
-    body = engine.call("/v1/completions", {"prompt": "x", "max_tokens": 2}).json
-    assert body["model"] == engine.model
+def test_the_model_may_be_left_out(any_engine: Served) -> None:
+    body = any_engine.call("/v1/completions", {"prompt": "x", "max_tokens": 2}).json
+    assert body["model"] == any_engine.model
 
 
 # Where an answer ends
@@ -122,10 +122,10 @@ def test_the_end_token_counts_when_an_answer_stops_by_itself(engine: Served) -> 
     assert 2 <= body["usage"]["completion_tokens"] <= 4
 
 
-def test_max_tokens_ends_an_answer_with_length(engine: Served) -> None:
+def test_max_tokens_ends_an_answer_with_length(any_engine: Served) -> None:
     for limit in (1, 7, 33):
         for name in ("max_tokens", "max_completion_tokens"):
-            body = engine.chat(ignore_eos=True, **{name: limit}).json
+            body = any_engine.chat(ignore_eos=True, **{name: limit}).json
             assert (body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == ("length", limit)
 
 
@@ -139,21 +139,21 @@ def test_a_text_completion_without_max_tokens_has_sixteen(engine: Served) -> Non
     assert engine.complete(ignore_eos=True).json["usage"]["completion_tokens"] == 16
 
 
-def test_a_chat_without_max_tokens_may_fill_the_context(engine: Served) -> None:
-    body = engine.chat(ignore_eos=True).json
+def test_a_chat_without_max_tokens_may_fill_the_context(any_engine: Served) -> None:
+    body = any_engine.chat(ignore_eos=True).json
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["total_tokens"] == CONTEXT
 
 
-def test_max_tokens_beyond_what_the_context_leaves_are_cut_in_silence(engine: Served) -> None:
-    body = engine.complete([9] * (CONTEXT - 4), max_tokens=CONTEXT, ignore_eos=True).json
+def test_max_tokens_beyond_what_the_context_leaves_are_cut_in_silence(any_engine: Served) -> None:
+    body = any_engine.complete([9] * (CONTEXT - 4), max_tokens=CONTEXT, ignore_eos=True).json
     assert (body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == ("length", 4)
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(engine: Served) -> None:
+def test_the_same_seed_gives_the_same_text_and_another_another(any_engine: Served) -> None:
     def text(seed: int) -> str:
         fields = {"max_tokens": 30, "ignore_eos": True, "temperature": 1}
-        content: str = engine.chat(seed=seed, **fields).json["choices"][0]["message"]["content"]
+        content: str = any_engine.chat(seed=seed, **fields).json["choices"][0]["message"]["content"]
         return content
 
     assert text(1) == text(1) != text(2)
@@ -331,10 +331,10 @@ def test_unknown_paths_and_methods_are_told_apart(engine: Served) -> None:
     assert (answer.status, answer.json) == (405, {"detail": "Method Not Allowed"})
 
 
-def test_unknown_fields_and_priority_are_taken_in_silence(engine: Served) -> None:
-    plain = engine.chat(max_tokens=10, ignore_eos=True).json["choices"]
+def test_unknown_fields_and_priority_are_taken_in_silence(any_engine: Served) -> None:
+    plain = any_engine.chat(max_tokens=10, ignore_eos=True).json["choices"]
     fields = {"frobnicate": 1, "guided_json": SCHEMA, "priority": 5}
-    assert engine.chat(max_tokens=10, ignore_eos=True, **fields).json["choices"] == plain
+    assert any_engine.chat(max_tokens=10, ignore_eos=True, **fields).json["choices"] == plain
 
 
 # Access
@@ -352,13 +352,13 @@ def test_the_api_key_guards_v1(engine: Served, given: str | None) -> None:
         assert stranger.call(path, None, headers).status == 200
 
 
-def test_an_idle_connection_is_closed_after_the_keep_alive_time(engine: Served) -> None:
-    address = urllib.parse.urlsplit(engine.url)
+def test_an_idle_connection_is_closed_after_the_keep_alive_time(any_engine: Served) -> None:
+    address = urllib.parse.urlsplit(any_engine.url)
     assert address.hostname and address.port
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.settimeout(IDLE_SECONDS + 10)
         for _ in range(2):  # it is kept while it is in use
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: any_engine\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             answered = time.monotonic()
             time.sleep(IDLE_SECONDS / 2)
@@ -366,21 +366,22 @@ def test_an_idle_connection_is_closed_after_the_keep_alive_time(engine: Served) 
         assert 0.9 * IDLE_SECONDS < time.monotonic() - answered < IDLE_SECONDS + 5
 
 
-def test_a_client_that_hangs_up_frees_its_slots(engine: Served) -> None:
-    address = urllib.parse.urlsplit(engine.url)
+def test_a_client_that_hangs_up_frees_its_slots(any_engine: Served) -> None:
+    address = urllib.parse.urlsplit(any_engine.url)
     assert address.hostname and address.port
-    before = engine.total("generation_tokens_total")
+    before = any_engine.load().progress
     body = json.dumps({"prompt": [9] * 5, "max_tokens": CONTEXT - 10, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nAuthorization: Bearer {API_KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: any_engine\r\nAuthorization: Bearer {API_KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connections = [socket.create_connection((address.hostname, address.port)) for _ in range(40)]
+    count = 24 if any_engine.kind == "llama_cpp" else 40  # more than it has slots, or fewer
+    connections = [socket.create_connection((address.hostname, address.port)) for _ in range(count)]
     for connection in connections:
         connection.sendall(head.encode() + body)
-    wait_until(lambda: engine.total("num_requests_running") > 0)
+    wait_until(lambda: any_engine.load().running > 0)
     for connection in connections:
         connection.close()
-    wait_until(lambda: engine.total("num_requests_running") + engine.total("num_requests_waiting") == 0)
-    assert engine.total("generation_tokens_total") - before < 40 * (CONTEXT - 10)
+    wait_until(lambda: any_engine.load().running + any_engine.load().waiting == 0)
+    assert any_engine.load().progress - before < count * (CONTEXT - 10)
 
 
 def wait_until(condition: Any, seconds: float = 30) -> None:
@@ -463,15 +464,33 @@ def test_an_embedding_answer_has_unit_vectors_in_the_order_of_the_inputs(embedde
     check_usage(body["usage"])
 
 
-def test_an_embedding_comes_as_base64_of_float32_when_asked_for(embedder: Served) -> None:
-    plain = embedder.embed("one apple").json["data"][0]["embedding"]
-    packed = embedder.embed("one apple", encoding_format="base64").json["data"][0]["embedding"]
+def test_an_embedding_comes_as_base64_of_float32_when_asked_for(any_embedder: Served) -> None:
+    plain = any_embedder.embed("one apple").json["data"][0]["embedding"]
+    packed = any_embedder.embed("one apple", encoding_format="base64").json["data"][0]["embedding"]
     assert list(struct.unpack(f"<{DIMENSIONS}f", base64.b64decode(packed))) == pytest.approx(plain, abs=0.02)
 
 
-def test_an_embedding_of_token_ids_and_of_nothing_works(embedder: Served) -> None:
-    assert embedder.embed([5, 6, 7]).json["usage"]["prompt_tokens"] == 3
-    assert len(embedder.embed("").json["data"][0]["embedding"]) == DIMENSIONS
+def test_an_embedding_of_token_ids_and_of_nothing_works(any_embedder: Served) -> None:
+    assert any_embedder.embed([5, 6, 7]).json["usage"]["prompt_tokens"] == 3
+    assert len(any_embedder.embed("").json["data"][0]["embedding"]) == DIMENSIONS
+
+
+def test_a_list_of_inputs_counts_as_its_inputs_one_by_one(embedder: Served) -> None:
+    texts = ["one apple", "", "two apples and a pear"]
+    alone = [embedder.embed(text).json for text in texts]
+    together = embedder.embed(texts).json
+    assert together["usage"]["prompt_tokens"] == sum(body["usage"]["prompt_tokens"] for body in alone)
+    for item, body in zip(together["data"], alone, strict=True):
+        assert math.dist(item["embedding"], body["data"][0]["embedding"]) < 0.05
+    assert [item["index"] for item in embedder.embed(["x"] * 65).json["data"]] == list(range(65))
+
+
+def test_one_input_that_is_too_long_refuses_the_whole_list(embedder: Served) -> None:
+    words = f"This model's maximum context length is {EMBEDDING_CONTEXT} tokens."
+    answer = embedder.embed(["one apple", "one " * 2 * EMBEDDING_CONTEXT, "two apples"])
+    check_error(answer, 400, "BadRequestError", "input_tokens", words)
+    check_error(embedder.embed([]), 400, "BadRequestError", None, "You must pass at least one prompt")
+    assert embedder.embed(["one apple", None]).status == 400
 
 
 def test_embeddings_refuse_what_they_cannot_do(embedder: Served) -> None:

@@ -10,11 +10,12 @@ import signal
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import psutil
 import pytest
-from conftest import CONTEXT, Answer, Served
+from support.contract_engines import CONTEXT, Answer, Served
 
 
 def faults(engine: Served, *rules: dict[str, object]) -> None:
@@ -48,6 +49,24 @@ def long_requests(
     return threads
 
 
+def await_connections(engine: Served, count: int) -> None:
+    """Wait until the server has accepted this many connections, and a moment more, for what was sent on them."""
+    port = urllib.parse.urlsplit(engine.url).port
+    deadline = time.monotonic() + 30
+    while True:
+        accepted = [
+            connection
+            for process in engine.processes()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+        ]
+        if len(accepted) >= count:
+            break
+        assert time.monotonic() < deadline, f"{len(accepted)} of {count} connections"
+        time.sleep(0.05)
+    time.sleep(0.5)
+
+
 def test_a_hang_looks_healthy_and_shows_in_a_counter_that_stands_still(mortal_engine: Served) -> None:
     engine = mortal_engine
     answers: list[Answer] = []
@@ -75,12 +94,19 @@ def test_a_dead_engine_process_fails_its_requests_and_then_the_server_exits(mort
     engine = mortal_engine
     plain: list[Answer] = []
     streams: list[Answer] = []
-    # All at once: a quick engine would have done the first before the second are there.
-    threads = long_requests(engine, 30, plain, wait=False) + long_requests(engine, 30, streams, stream=True)
     server = engine.processes()
+    # The engine stands still until all are there: a quick one would have done the first before the last are sent.
+    if engine.kind == "simulator":
+        faults(engine, {"kind": "stall"})
+    else:
+        send(engine, "VLLM::EngineCore", signal.SIGSTOP)
+    threads = long_requests(engine, 30, plain, wait=False) + long_requests(engine, 30, streams, wait=False, stream=True)
+    await_connections(engine, len(threads))
     if engine.kind == "simulator":
         faults(engine, {"kind": "engine_dead", "exit_after": 1})
     else:
+        send(engine, "VLLM::EngineCore", signal.SIGCONT)
+        time.sleep(0.2)  # some have their first tokens; none its thousandth
         send(engine, "VLLM::EngineCore", signal.SIGKILL)
     for thread in threads:
         thread.join(30)

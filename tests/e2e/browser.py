@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from pace import PATIENCE
+from support.timing import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -40,6 +40,10 @@ class Browser:
         """Open a page of the UI and wait until it has loaded what it shows."""
         self.page.goto(f"{self.url}{path}", wait_until="networkidle")
         self.page.wait_for_timeout(500)
+
+    def theme(self, name: str) -> None:
+        """Light or Dark, from the next page that is opened: what the UI's settings keep (`DAGSTER_THEME_KEY`)."""
+        self.page.add_init_script(f"localStorage.setItem('dagster-theme', JSON.stringify('{name}'))")
 
     def open_asset(self, name: str, view: str = "overview", **query: str) -> None:
         """Open one view of one asset of the dataset."""

@@ -17,12 +17,12 @@ from typing import Any
 import dagster as dg
 import psutil
 import yaml
-from pace import PATIENCE
+from support.timing import PATIENCE
 
 from e2e.harness import eventually
-from gpu_runner.fleet import FleetBook
-from resources.objects import open_objects
-from resources.store import DatasetStore
+from gpu_runner.fleet.database import FleetDatabase
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
 
 NAME = "rhymes"
 ROWS, BATCHES = 1000, 20
@@ -120,7 +120,7 @@ class Site:
         output, errors = (self.folder / f"{name}-{len(self.commands)}.txt" for name in ("output", "errors"))
         with output.open("wb") as out, errors.open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "batch_assets.cli", *words],
+                [sys.executable, "-m", "batch_assets.cli.main", *words],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, **self.environment, **environment},
@@ -155,8 +155,11 @@ class Site:
 
     def leases(self) -> list[tuple[str, int, bool]]:
         """Every lease of every run: instance, epoch, whether it was given back."""
-        with self.instance() as instance, contextlib.closing(FleetBook(f"sqlite:///{self.home}/fleet.db")) as book:
-            return [lease for run in instance.get_runs() for lease in book.history(run.run_id)]
+        with (
+            self.instance() as instance,
+            contextlib.closing(FleetDatabase(f"sqlite:///{self.home}/fleet.db")) as fleet_db,
+        ):
+            return [lease for run in instance.get_runs() for lease in fleet_db.history(run.run_id)]
 
 
 @contextlib.contextmanager

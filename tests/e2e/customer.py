@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from batch_assets.backfills import UNFINISHED
+from batch_assets.catalog.backfills import UNFINISHED
 from e2e.harness import Platform
 
 STUCK_SECONDS = 30.0

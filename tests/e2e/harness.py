@@ -18,14 +18,16 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from pace import PATIENCE
+from support.timing import PATIENCE
 
-from batch_assets import ledger, web_token
-from batch_assets.stack import Stack, prepare_home
-from gpu_runner.fleet import FleetBook
-from gpu_runner.providers.local import free_port
-from resources.objects import open_objects
-from resources.store import DatasetStore
+from batch_assets.catalog import ledger
+from batch_assets.local_dagster.home import prepare_home
+from batch_assets.local_dagster.stack import Stack
+from batch_assets.webserver import token as web_token
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.providers.engine_process import free_port
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -220,12 +222,12 @@ class Platform:
 
     def worker(self, run_id: str) -> int | None:
         """Process id of the run's worker, as its heartbeat row says."""
-        with contextlib.closing(self.book()) as book:
-            return next((beat.pid for beat in book.runs() if beat.run_id == run_id), None)
+        with contextlib.closing(self.fleet_db()) as fleet_db:
+            return next((beat.pid for beat in fleet_db.runs() if beat.run_id == run_id), None)
 
-    def book(self) -> FleetBook:
+    def fleet_db(self) -> FleetDatabase:
         """The fleet's tables."""
-        return FleetBook(f"sqlite:///{self.home}/fleet.db")
+        return FleetDatabase(f"sqlite:///{self.home}/fleet.db")
 
     def published_rows(self) -> list[dict[str, Any]]:
         """Every line of the published table."""

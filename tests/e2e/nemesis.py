@@ -12,21 +12,22 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
-from machines import part
+from support.machines import part
 
 from e2e.customer import Customer
 from e2e.harness import Platform
 from e2e.recovery import Recovery
 from e2e.witness import ObjectWatch
-from gpu_runner.fleet import Lease, RunBeat
-from gpu_runner.providers.register import MachineRecord, MachineRegister
+from gpu_runner.fleet.database import Lease, RunBeat
+from gpu_runner.providers.machine_host.registry import MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.cloud import Call, SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule
-from resources.fleet import GpuFleet
+from resources.fleet.resource import GpuFleet
 
 TTL = 10.0
 
@@ -56,32 +57,34 @@ LIES = {
 CALLS = ("offers", "create", "list", "terminate")
 
 
-def plan(faults: int, rng: random.Random) -> list[str]:
+def plan(faults: int, rng: random.Random, kinds: Mapping[str, int] = KINDS) -> list[str]:
     """Kinds in the order in which they come: each at least once, else by their shares."""
-    whole = sum(KINDS.values())
-    found = [kind for kind, share in KINDS.items() for _ in range(max(1, share * faults // whole))]
-    found += rng.choices(list(KINDS), list(KINDS.values()), k=max(0, faults - len(found)))
+    whole = sum(kinds.values())
+    found = [kind for kind, share in kinds.items() for _ in range(max(1, share * faults // whole))]
+    found += rng.choices(list(kinds), list(kinds.values()), k=max(0, faults - len(found)))
     rng.shuffle(found)
     return found
 
 
-def sweep_for_ever(database: str, home: str, config_path: str) -> None:
+def sweep_for_ever(database: str, home: str, config_path: str, environment: dict[str, str]) -> None:
     """A reaper as a process of its own that does nothing but sweep, to be killed in the middle of it."""
+    os.environ.update(environment)
     fleet = GpuFleet(database=database, home=home, config_path=config_path)
-    with fleet.open_book() as book:
+    with fleet.open_database() as fleet_db:
         while True:
-            fleet.sweep(book)
+            fleet.sweep(fleet_db)
 
 
 @dataclass(eq=False)
 class Fault:
-    """One that was committed. `took`: seconds until `recovered` first said yes."""
+    """One that was committed. `took`: seconds until `recovered` first said yes. `instances`: whose rows it hit."""
 
     kind: str
     target: str
     at: float
     recovered: Callable[[], bool]
     took: float | None = None
+    instances: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -105,14 +108,15 @@ class Nemesis:
     faults: list[Fault] = field(default_factory=list)
     tried: int = 0
     accepted: list[str] = field(default_factory=list)
+    kinds: Mapping[str, int] = field(default_factory=lambda: KINDS)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.objects = ObjectWatch(self.site.home.parent / "store" / self.site.name / "batches")
-        self.register = MachineRegister(self.site.home)
+        self.register = MachineRegistry(self.site.home)
         self.recovery = Recovery(self.site.store, self.cloud, self.objects, self.register)
-        self.book = self.site.book()
-        self._plan = plan(self.wanted, self.rng)
+        self.fleet_db = self.site.fleet_db()
+        self._plan = plan(self.wanted, self.rng, self.kinds)
         self._began = time.time()
         self._stopped: list[Stopped] = []
         self._heard: set[Call] = set()
@@ -160,7 +164,7 @@ class Nemesis:
         for stopped in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stopped.beat.pid, signal.SIGCONT)
-        self.book.close()
+        self.fleet_db.close()
 
     def look(self, *, grow: bool = True) -> None:
         """What there is to do between two faults."""
@@ -184,7 +188,7 @@ class Nemesis:
     def table(self) -> str:
         """Fault kind, count, slowest recovery."""
         lines = [f"{'fault':<24}{'count':>6}{'median s':>10}{'slowest s':>11}"]
-        for kind in KINDS:
+        for kind in self.kinds:
             took = sorted(fault.took or 0.0 for fault in self.faults if fault.kind == kind)
             if took:
                 lines.append(f"{kind:<24}{len(took):>6}{took[len(took) // 2]:>10.1f}{took[-1]:>11.1f}")
@@ -207,25 +211,30 @@ class Nemesis:
             rule = LIES.get(kind) or FaultRule(kind="error", calls=(self.rng.choice(CALLS),), times=1)
             self.cloud.inject(rule)
             return
-        hit: dict[str, Callable[[], Fault | None]] = {
-            "run worker killed": self._kill_worker,
-            "run worker stopped": self._stop_worker,
-            "daemon killed": lambda: self._kill_child(kind, "daemon"),
-            "code server killed": lambda: self._kill_child(kind, "code-server"),
-            "engine killed": lambda: self._kill_part(kind, "gpu_runner.simulator"),
-            "host killed": lambda: self._kill_part(kind, "gpu_runner.providers.host"),
-            "reaper killed": self._kill_reaper,
-            "spot lost": lambda: self._interrupt(kind, None),
-            "spot lost with notice": lambda: self._interrupt(kind, self.rng.uniform(4, 12)),
-        }
-        if (fault := hit[kind]()) is not None:
+        if (fault := self.hits()[kind]()) is not None:
             self.faults.append(fault)
         else:
             self._plan.insert(0, kind)  # there was nothing to hit: later again
 
+    def hits(self) -> dict[str, Callable[[], Fault | None]]:
+        """What commits a fault of each kind now; None where there was nothing to hit."""
+        return {
+            "run worker killed": self._kill_worker,
+            "run worker stopped": self._stop_worker,
+            "daemon killed": lambda: self._kill_child("daemon killed", "daemon"),
+            "code server killed": lambda: self._kill_child("code server killed", "code-server"),
+            "engine killed": lambda: self._kill_part("engine killed", "gpu_runner.simulator"),
+            "host killed": lambda: self._kill_part("host killed", "gpu_runner.providers.machine_host.daemon"),
+            "reaper killed": self._kill_reaper,
+            "spot lost": lambda: self._interrupt("spot lost", None),
+            "spot lost with notice": lambda: self._interrupt("spot lost with notice", self.rng.uniform(4, 12)),
+        }
+
     def _workers(self) -> list[RunBeat]:
         stopped = {one.beat.run_id for one in self._stopped}
-        beats = [beat for beat in self.book.runs() if beat.first_key and beat.age < TTL and beat.run_id not in stopped]
+        beats = [
+            beat for beat in self.fleet_db.runs() if beat.first_key and beat.age < TTL and beat.run_id not in stopped
+        ]
         return sorted((beat for beat in beats if psutil.pid_exists(beat.pid)), key=lambda beat: beat.first_key)
 
     def _worker(self) -> RunBeat | None:
@@ -236,12 +245,17 @@ class Nemesis:
     def _kill_worker(self) -> Fault | None:
         if (beat := self._worker()) is None:
             return None
+        held = self._held_by([beat])
         os.kill(beat.pid, signal.SIGKILL)
-        return Fault("run worker killed", beat.run_id[:8], time.time(), self.recovery.continued([beat], by_others=True))
+        continued = self.recovery.continued([beat], by_others=True)
+        return Fault("run worker killed", beat.run_id[:8], time.time(), continued, instances=held)
 
     def _stop_worker(self) -> Fault | None:
-        if (beat := self._worker()) is None:
+        """One with a lease, so that there is something to try in its name once it has lapsed."""
+        leased = [beat for beat in self._workers() if beat.state == "leased"]
+        if not leased:
             return None
+        beat = self.rng.choice(leased)
         os.kill(beat.pid, signal.SIGSTOP)
         now = time.time()
         self._stopped.append(Stopped(beat, now + self.rng.uniform(TTL + 3, 3 * TTL)))
@@ -251,13 +265,13 @@ class Nemesis:
         """Its leases have lapsed. What it may still try in their name must be refused, and is tried here too."""
         for lease in self._leases(stopped.beat.run_id):
             tries = {
-                "renew": self.book.renew(lease, TTL),
-                "drain": self.book.drain(lease),
-                "created": self.book.created(lease, "i-zombie"),
-                "ready": self.book.ready(lease, "http://127.0.0.1:1", 1),
-                "refused": self.book.refused(lease, "zombie"),
-                "release": self.book.release(lease),
-                "give up": self.book.give_up(lease, "zombie"),
+                "renew": self.fleet_db.renew(lease, TTL),
+                "drain": self.fleet_db.drain(lease),
+                "created": self.fleet_db.created(lease, "i-zombie"),
+                "ready": self.fleet_db.ready(lease, "http://127.0.0.1:1", 1),
+                "refused": self.fleet_db.refused(lease, "zombie"),
+                "release": self.fleet_db.release(lease),
+                "give up": self.fleet_db.give_up(lease, "zombie"),
             }
             self.tried += len(tries)
             self.accepted += [f"{lease}: {name}" for name, accepted in tries.items() if accepted]
@@ -266,54 +280,72 @@ class Nemesis:
             os.kill(stopped.beat.pid, signal.SIGCONT)
 
     def _leases(self, run_id: str) -> list[Lease]:
-        return [Lease(name, epoch, run_id, self.site.name) for name, epoch, _ in self.book.history(run_id)]
+        return [Lease(name, epoch, run_id, self.site.name) for name, epoch, _ in self.fleet_db.history(run_id)]
 
     def _kill_child(self, kind: str, name: str) -> Fault | None:
         """The process itself, not its guard: the stack starts it again."""
         with contextlib.suppress(psutil.NoSuchProcess):
             guard = psutil.Process(self.site.stack.pids()[name])
             found = guard.children(recursive=True)
-            child = next((one for one in found if "gpu_runner.providers.guard" not in one.cmdline()), None)
+            child = next((one for one in found if "gpu_runner.providers.process_guard" not in one.cmdline()), None)
             if child is not None:
                 beats = self._workers() if name == "code-server" else []
+                held = self._held_by(beats)
                 child.kill()
                 now, continued = time.time(), self.recovery.continued(beats, by_others=True)
-                return Fault(kind, str(child.pid), now, lambda: self.recovery.swept(now + 1) and continued())
+                swept = partial(self.recovery.swept, now + 1)
+                return Fault(kind, str(child.pid), now, lambda: swept() and continued(), instances=held)
         return None
 
     def _kill_part(self, kind: str, module: str) -> Fault | None:
-        if (record := self._machine()) is None:
-            return None
+        record = self._machine()
+        return None if record is None else self._kill_record(kind, record, module)
+
+    def _kill_record(
+        self, kind: str, record: MachineRecord, module: str = "gpu_runner.providers.machine_host.daemon"
+    ) -> Fault | None:
         beats = self._users(record)
         try:
             part(record.id, module).kill()
         except (ValueError, psutil.Error):
             return None  # it has ended just now
-        return Fault(kind, record.name, time.time(), self.recovery.over(record, beats))
+        over = self.recovery.over(record, beats)
+        return Fault(kind, record.name, time.time(), over, instances=frozenset([record.name]))
 
     def _interrupt(self, kind: str, notice_seconds: float | None) -> Fault | None:
-        record = self._machine()
+        record = self._machine(spot=True)
         if record is None or not self.cloud.interrupt(record.provider, record.name, notice_seconds=notice_seconds):
             return None
-        return Fault(kind, record.name, time.time(), self.recovery.over(record, self._users(record)))
+        over = self.recovery.over(record, self._users(record))
+        return Fault(kind, record.name, time.time(), over, instances=frozenset([record.name]))
 
-    def _machine(self) -> MachineRecord | None:
-        """A machine whose engine answers; rather one that is leased."""
-        running = [one for one in self.register.machines() if one.ended_at is None and one.ready_at is not None]
+    def _held_by(self, beats: Iterable[RunBeat]) -> frozenset[str]:
+        """Instances that these runs hold or drain."""
+        runs = {beat.run_id for beat in beats}
+        return frozenset(
+            one.name
+            for one in self.fleet_db.fleet()
+            if any(lease.run_id in runs for lease in (*([one.lease] if one.lease else []), *one.draining))
+        )
+
+    def _machine(self, *, spot: bool = False) -> MachineRecord | None:
+        """A machine whose engine answers; rather one that is leased. `spot`: of a cloud that can take it away."""
+        machines = [one for one in self.register.machines() if not spot or one.provider in self.cloud.providers]
+        running = [one for one in machines if one.ended_at is None and one.ready_at is not None]
         running = [one for one in running if one.take_at is None]
-        leased = {one.name for one in self.book.fleet() if one.leased}
+        leased = {one.name for one in self.fleet_db.fleet() if one.leased}
         wanted = [one for one in running if one.name in leased] or running
         return self.rng.choice(sorted(wanted, key=lambda one: one.name)) if wanted else None
 
     def _users(self, record: MachineRecord) -> list[RunBeat]:
-        instance = self.book.instance(record.name)
+        instance = self.fleet_db.instance(record.name)
         held = [] if instance is None else [*([instance.lease] if instance.lease else []), *instance.draining]
         runs = {lease.run_id for lease in held}
-        return [beat for beat in self.book.runs() if beat.run_id in runs]
+        return [beat for beat in self.fleet_db.runs() if beat.run_id in runs]
 
     def _kill_reaper(self) -> Fault:
         home = self.site.home
-        words = (f"sqlite:///{home}/fleet.db", str(home), str(home / "fleet.yaml"))
+        words = (f"sqlite:///{home}/fleet.db", str(home), str(home / "fleet.yaml"), dict(os.environ))
         reaper = self._processes.Process(target=sweep_for_ever, args=words, daemon=True)
         began = time.time()
         reaper.start()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from e2e.witness import ObjectWatch
-from gpu_runner.fleet import RunBeat
-from gpu_runner.providers.register import MachineRecord, MachineRegister
+from gpu_runner.fleet.database import RunBeat
+from gpu_runner.providers.machine_host.registry import MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.cloud import Call, SimulatedCloud
-from resources.store import DatasetStore
+from resources.store.dataset_store import DatasetStore
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Recovery:
     store: DatasetStore
     cloud: SimulatedCloud
     objects: ObjectWatch
-    register: MachineRegister
+    register: MachineRegistry
     sweeps: list[tuple[float, float]] = field(default_factory=list)
 
     def continued(self, beats: Iterable[RunBeat], *, by_others: bool = False) -> Callable[[], bool]:

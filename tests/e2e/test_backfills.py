@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
-from pace import SOAK
+from support.timing import SOAK
 
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
@@ -45,10 +45,10 @@ def cancel_once(site: Platform) -> float:
     assert site.finish(run_id, 30) == dg.DagsterRunStatus.CANCELED
     seconds = time.monotonic() - started
     eventually(lambda: not any(alive(process) for process in family), 10, "the end of the worker's processes")
-    with contextlib.closing(site.book()) as book:
-        assert book.history(run_id) and all(released for _, _, released in book.history(run_id))
-        assert len(book.history(run_id)) == 1
-        assert run_id not in [beat.run_id for beat in book.runs()]
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        assert fleet_db.history(run_id) and all(released for _, _, released in fleet_db.history(run_id))
+        assert len(fleet_db.history(run_id)) == 1
+        assert run_id not in [beat.run_id for beat in fleet_db.runs()]
     return seconds
 
 
@@ -62,7 +62,7 @@ def alive(process: psutil.Process) -> bool:
 def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
         taken = []
-        for _ in range(20 if SOAK else 5):
+        for _ in range(20 if SOAK else 3):
             site.launch_job("gsm8k_refresh")
             taken.append(cancel_once(site))
             eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")

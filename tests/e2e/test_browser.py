@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from batch_assets.ledger import rows_key
+from batch_assets.catalog.ledger import rows_key
 from e2e.browser import Browser, browser, needs_chromium
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import published
@@ -173,8 +173,8 @@ def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
         ui.terminate_run(running[0].run_id)
         assert site.finish(running[0].run_id, 60) == dg.DagsterRunStatus.CANCELED
         ui.shot("canceled-run")
-        with contextlib.closing(site.book()) as book:
-            assert all(released for _, _, released in book.history(running[0].run_id))
+        with contextlib.closing(site.fleet_db()) as fleet_db:
+            assert all(released for _, _, released in fleet_db.history(running[0].run_id))
         kept = materialized(site)
         eventually(lambda: ui.partition_counts().get("Materialized") == len(kept), 30, "what was kept on the page")
 

@@ -13,13 +13,13 @@ import dagster as dg
 import psutil
 import pytest
 
-from batch_assets import web_token
-from batch_assets.launcher import REQUEST_TAG
-from batch_assets.ledger import rows_key
+from batch_assets.catalog.ledger import rows_key
+from batch_assets.tags import REQUEST_TAG
+from batch_assets.webserver import token as web_token
 from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Command, Site
 from e2e.command_line import site as new_site
 from e2e.harness import Simulator, eventually
-from gpu_runner.providers.local import free_port
+from gpu_runner.providers.engine_process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,7 +28,7 @@ KEYS = ["dataset", "rows", "ok", "dead", "batches", "batches_done", "prompt_toke
 
 def dagster(command: Command) -> list[psutil.Process]:
     """Processes of the Dagster that the command has started."""
-    return [*command.find("dagster"), *command.find("batch_assets.webserver")]
+    return [*command.find("dagster"), *command.find("batch_assets.webserver.server")]
 
 
 @pytest.fixture
@@ -64,6 +64,24 @@ def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damage
     assert [(line["kind"], line["batch"]) for line in json.loads(output)["differences"]] == [
         ("corrupt_object", "00003")
     ]
+
+
+def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_verify_does(site: Site):
+    assert site.ask("run", NAME)[0] == 0
+    damaged = sorted((site.folder / "store" / NAME / "batches").glob("*/*.parquet"))[3]
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 3] ^= 1
+    damaged.write_bytes(data)
+    status, output = site.ask("run", NAME, "--no-verify", "--json")
+    assert (status, json.loads(output)["verified"]) == (0, False)
+    assert site.ask("verify", NAME)[0] == 1
+    command = site.start("run", NAME, "--json")
+    status, output = command.end()
+    assert status == 0, command.said()
+    assert "00003: corrupt object" in command.said()
+    found = json.loads(output)
+    assert (found["verified"], found["rows_generated"] > 0) == (True, True)
+    assert site.ask("verify", NAME)[0] == 0
 
 
 def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: Site):
@@ -211,9 +229,10 @@ def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
 
 
 def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: Site):
-    site.engine(speed=0.3)
+    site.engine(speed=0.05)
     command = site.start("run", NAME)
     site.working(command)
+    eventually(lambda: "Dagster's UI" in command.said(), 90, "the UI")
     url = next(line.split(": ")[1] for line in command.said().splitlines() if line.startswith("Dagster's UI"))
     with site.instance() as instance:
         (run,) = [run for run in instance.get_runs() if REQUEST_TAG in run.tags]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from batch_assets import ledger
+from batch_assets.catalog import ledger
 from e2e.harness import Platform, eventually, platform
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
@@ -54,14 +54,14 @@ def provider(name: str, price: float, capacity: int, *, spot: bool = False) -> d
     return {"name": name, "boot_seconds": 20.0, "offers": [offer]}
 
 
-def fleet(price: float = 0.6) -> dict[str, Any]:
+def fleet(price: float = 0.6, idle_minutes: float = 1) -> dict[str, Any]:
     """Spot for two, and two providers on demand; every engine writes a log of its own."""
     words = ["--output-tokens", "fixed:256", "--request-log", "{home}/requests-{name}.jsonl"]
     providers = [
         provider("sim-spot", price / 2, 2, spot=True), provider("sim-a", price, 2), provider("sim-b", 1.5 * price, 6)
     ]  # fmt: skip
     simulated = {"clock": CLOCK, "arguments": words, "providers": providers}
-    return {"simulated": simulated, "idle_minutes": 1, "move_seconds": 5, "max_instances": 8}
+    return {"simulated": simulated, "idle_minutes": idle_minutes, "move_seconds": 5, "max_instances": 8}
 
 
 def cloud(site: Platform) -> SimulatedCloud:
@@ -86,9 +86,9 @@ def capacity_of(site: Platform) -> list[dict[str, Any]]:
 
 
 def done_rows(site: Platform) -> int:
-    with contextlib.closing(site.book()) as book:
-        target = book.target(site.name)
-    return 0 if target is None else target.plan.get("rows_total", 0) - target.plan.get("rows_left", ROWS)
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        target = fleet_db.target(site.name)
+    return 0 if target is None or target.plan is None else target.plan.rows_total - target.plan.rows_left
 
 
 def on_time(site: Platform) -> str:
@@ -99,8 +99,8 @@ def on_time(site: Platform) -> str:
 
 
 def leases(site: Platform) -> list[str]:
-    with contextlib.closing(site.book()) as book:
-        return [one.name for one in book.fleet() if one.state == "ready" and one.lease is not None]
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        return [one.name for one in fleet_db.fleet() if one.state == "ready" and one.lease is not None]
 
 
 def kill(pid: int, *, tree: bool) -> None:
@@ -121,8 +121,8 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
         killed_at = time.time()
         eventually(lambda: capacity_of(site), 60, "a decision in the catalog")
         spot = [name for name in leases(site) if name]
-        with contextlib.closing(site.book()) as book:
-            providers = {one.name: one.provider for one in book.fleet()}
+        with contextlib.closing(site.fleet_db()) as fleet_db:
+            providers = {one.name: one.provider for one in fleet_db.fleet()}
         lost = next((name for name in spot if providers[name] == "sim-spot"), spot[0])
         assert cloud(site).interrupt(providers[lost], lost)
         (site.home / "fleet.yaml").write_text(yaml.safe_dump(fleet(price=1.2)))  # prices double
@@ -147,9 +147,10 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
         assert max(one["instances"] for one in told) >= 2
         assert all(one["reason"] for one in told)
         eventually(lambda: on_time(site) == "SUCCEEDED", 60, "the check on_time")
-        with contextlib.closing(site.book()) as book:
-            assert book.target("rhymes").instances == 1
-            eventually(lambda: not book.fleet(), 150, "no instance is left", every=1.0)
+        (site.home / "fleet.yaml").write_text(yaml.safe_dump(fleet(price=1.2, idle_minutes=0.1)))
+        with contextlib.closing(site.fleet_db()) as fleet_db:
+            assert fleet_db.target("rhymes").instances == 1
+            eventually(lambda: not fleet_db.fleet(), 150, "no instance is left", every=1.0)
 
 
 def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_it_is_raised(
@@ -174,7 +175,7 @@ def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_
 
         from typer.testing import CliRunner
 
-        from batch_assets.cli import app
+        from batch_assets.cli.main import app
 
         said = CliRunner().invoke(app, ["adjust", "rhymes", "--budget-usd", "5"])
         assert said.exit_code == 0, said.output
@@ -190,9 +191,9 @@ def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_
 
 
 def paused(site: Platform) -> str:
-    with contextlib.closing(site.book()) as book:
-        target = book.target(site.name)
-    return "" if target is None else target.pause
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        target = fleet_db.target(site.name)
+    return "" if target is None or target.pause is None else target.pause.describe()
 
 
 def standing(site: Platform) -> list[str]:

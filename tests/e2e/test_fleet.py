@@ -16,16 +16,16 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from machines import processes
-from pace import PATIENCE
+from support.machines import processes
+from support.timing import PATIENCE
 
-from batch_assets import ledger
+from batch_assets.catalog import ledger
 from e2e.harness import Platform, eventually, platform
-from gpu_runner.accounts import InstanceCost
-from gpu_runner.fleet_reports import Instance
+from gpu_runner.fleet.accounting.bill_split import InstanceCost
+from gpu_runner.fleet.reporting.reports import Instance
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
-from resources.store import DatasetStore
+from resources.store.dataset_store import DatasetStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -74,14 +74,14 @@ def cloud(site: Platform) -> SimulatedCloud:
 
 def instances(site: Platform) -> list[Instance]:
     """Every instance there ever was, oldest first."""
-    with contextlib.closing(site.book()) as book:
-        return book.fleet(ended=True)
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        return fleet_db.fleet(ended=True)
 
 
 def costs(site: Platform) -> dict[str, InstanceCost]:
-    """What the book says that each instance cost."""
-    with contextlib.closing(site.book()) as book:
-        return {cost.name: cost for cost in book.costs()}
+    """What the fleet's database says that each instance cost."""
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        return {cost.name: cost for cost in fleet_db.costs()}
 
 
 def engine_log(site: Platform, name: str) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ def in_the_middle(site: Platform, share: float = 0.25, seconds: float = 120) -> 
     """Wait until a run of the dataset has answered this share of the rows; returns the run's id."""
 
     def far_enough() -> str | None:
-        with contextlib.closing(site.book()) as book:
-            beats = [beat for beat in book.runs() if beat.dataset == site.name]
+        with contextlib.closing(site.fleet_db()) as fleet_db:
+            beats = [beat for beat in fleet_db.runs() if beat.dataset == site.name]
         return next((beat.run_id for beat in beats if beat.rows_done > share * rows_of(site)), None)
 
     run_id: str = eventually(far_enough, seconds, f"{share:.0%} of the rows")
@@ -120,8 +120,8 @@ def in_the_middle(site: Platform, share: float = 0.25, seconds: float = 120) -> 
 
 def notes(site: Platform) -> str:
     """What the living runs of the dataset say that they are doing."""
-    with contextlib.closing(site.book()) as book:
-        return "; ".join(beat.note for beat in book.runs() if beat.dataset == site.name)
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        return "; ".join(beat.note for beat in fleet_db.runs() if beat.dataset == site.name)
 
 
 def whole_table(site: Platform, seconds: float = 240) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def settled(site: Platform, name: str, seconds: float = 60) -> Instance:
 
 
 def compare_bills(site: Platform, tolerance: float = 0.01) -> float:
-    """The cloud's own bill against the book, for each instance and in all; returns the largest relative difference.
+    """The cloud's own bill against the fleet's database, for each instance and in all: the largest relative difference.
 
     Instances that still run are compared at two slightly different moments, which is part of the tolerance.
     """
@@ -186,7 +186,7 @@ def observed(site: Platform) -> dict[str, list[dict[str, Any]]]:
 def command(*words: str) -> tuple[int, str, str]:
     """`batch-assets` with these words: status, output, errors."""
     done = subprocess.run(
-        [sys.executable, "-m", "batch_assets.cli", *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "batch_assets.cli.main", *words], capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -281,20 +281,7 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
         assert (boot.name, other_boot.name) == (shared.name, other.name)
         compare_bills(first)
 
-        status, output, _ = command("fleet", "--json")
-        assert status == 0
-        shown = json.loads(output)
-        assert shown.keys() == {"instances", "costs", "total", "clocks"}
-        assert [one["name"] for one in shown["instances"]] == [shared.name, other.name]
-        assert shown["instances"][0].keys() == INSTANCE_KEYS
-        assert shown["instances"][0]["state"] == "ready" and shown["instances"][0]["idle_seconds"] > 0
-        (line,) = shown["costs"]
-        assert line.keys() == COST_KEYS
-        assert (line["provider"], line["gpu"], line["instances"], line["rows"]) == ("sim-a", "1x L40S", 2, 4 * ROWS)
-        assert shown["total"]["usd"] == pytest.approx(
-            sum(shown["total"][f"{part}_usd"] for part in ("useful", "booting", "idle", "wasted"))
-        )
-
+        the_command_shows(shared, other)
         machines = [one.machine_id for one in (shared, other)]
         assert all(processes(machine) for machine in machines if machine)
         status, output, errors = command("fleet", "down")
@@ -304,6 +291,23 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
         assert all(bill.ended_at is not None for bill in cloud(first).meter().bills())
         eventually(lambda: not any(processes(machine) for machine in machines if machine), 15, "the ends of all hosts")
         compare_bills(first)
+
+
+def the_command_shows(shared: Instance, other: Instance) -> None:
+    """`batch-assets fleet --json` after three tables of two models."""
+    status, output, _ = command("fleet", "--json")
+    assert status == 0
+    shown = json.loads(output)
+    assert shown.keys() == {"instances", "costs", "total", "clocks"}
+    assert [one["name"] for one in shown["instances"]] == [shared.name, other.name]
+    assert shown["instances"][0].keys() == INSTANCE_KEYS
+    assert shown["instances"][0]["state"] == "ready" and shown["instances"][0]["idle_seconds"] > 0
+    (line,) = shown["costs"]
+    assert line.keys() == COST_KEYS
+    assert (line["provider"], line["gpu"], line["instances"], line["rows"]) == ("sim-a", "1x L40S", 2, 4 * ROWS)
+    assert shown["total"]["usd"] == pytest.approx(
+        sum(shown["total"][f"{part}_usd"] for part in ("useful", "booting", "idle", "wasted"))
+    )
 
 
 INSTANCE_KEYS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
-from pace import PATIENCE
+from support.timing import PATIENCE, SOAK
 
 from e2e.harness import Platform, eventually, platform, shared_data
 
@@ -37,8 +37,8 @@ def gsm8k(rows: int | None = None) -> dict[str, object]:
 
 def leased_run(site: Platform) -> tuple[str, int] | None:
     """(run id, worker pid) of the run that holds the engine and has answers."""
-    with contextlib.closing(site.book()) as book:
-        beats = [beat for beat in book.runs() if beat.state == "leased" and beat.rows_done and beat.age < 5]
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        beats = [beat for beat in fleet_db.runs() if beat.state == "leased" and beat.rows_done and beat.age < 5]
     return (beats[-1].run_id, beats[-1].pid) if beats else None
 
 
@@ -68,12 +68,12 @@ def starts(site: Platform, run_id: str) -> int:
     return sum("Started process" in (entry.message or "") for entry in site.instance.all_logs(run_id))
 
 
-def test_five_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(7)
+def test_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, kills = random.Random(7), 5 if SOAK else 3
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
         site.launch_job("gsm8k_refresh")
         killed: list[str] = []
-        while len(killed) < 5:
+        while len(killed) < kills:
             run_id, pid = eventually(lambda: leased_run(site), 60, "a run that holds the engine")
             if run_id in killed:
                 time.sleep(0.2)
@@ -88,9 +88,9 @@ def test_five_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkey
         rate = 7473 / (max(times) - min(times))
         again = sum(answered(site).values()) - 7473
         asked_again = sum(site.simulator.received().values()) - 7473
-        print(f"\n5 kills: answered twice {again}, asked twice {asked_again}, {rate:.0f} rows/s")
-        assert again <= 5 * (WINDOW + 2 * JOURNAL_SECONDS * rate)
-        assert asked_again <= 5 * (WINDOW + 2 * JOURNAL_SECONDS * rate)
+        print(f"\n{kills} kills: answered twice {again}, asked twice {asked_again}, {rate:.0f} rows/s")
+        assert again <= kills * (WINDOW + 2 * JOURNAL_SECONDS * rate)
+        assert asked_again <= kills * (WINDOW + 2 * JOURNAL_SECONDS * rate)
         assert not list(site.store.objects.list("gsm8k/journal/"))
 
 
@@ -101,7 +101,7 @@ def test_a_killed_engine_charges_no_try(tmp_path: Path, monkeypatch: pytest.Monk
             before = sum(answered(site).values())
             eventually(lambda: sum(answered(site).values()) > before + 1000, 60, "a thousand more answers")  # noqa: B023 - called before `before` changes
             site.simulator.kill()
-            time.sleep(1)
+            time.sleep(4)  # no engine starts quicker: the run has time to see that nobody answers
             site.simulator.start()
         published(site, 180)
         assert {line["tries"] for line in check_table(site, 7473)} == {1}

@@ -1,24 +1,21 @@
-"""Random faults on a whole platform: every row once, nothing overwritten, no write of a zombie, the books are right."""
+"""Random faults on a whole platform: every row once, nothing overwritten, no write of a zombie, a true bill."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pace import SOAK
+from support.timing import SOAK
 
-from e2e import nemesis
 from e2e.customer import Customer
-from e2e.harness import Platform, platform
+from e2e.harness import Platform, eventually, platform
 from e2e.nemesis import TTL, Nemesis
 from e2e.witness import (
-    ObjectWatch,
     check_rows,
     compare_bills,
     ended_under_lease,
@@ -27,10 +24,11 @@ from e2e.witness import (
     overdue,
     watch_fence,
 )
-from gpu_runner.fleet import FleetBook
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.meter import CloudMeter
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400 if SOAK else 600)]
 
 # The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
 SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
@@ -92,11 +90,9 @@ def published(site: Platform, rows: int) -> bool:
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400 if SOAK else 600)
 def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"\nnemesis: BATCH_ASSETS_NEMESIS_SEED={SEED}, {FAULTS} faults", flush=True)
-    monkeypatch.setattr("batch_assets.stack.RESTARTS", 1000)
+    monkeypatch.setattr("batch_assets.local_dagster.stack.RESTARTS", 1000)
     monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
     source = tmp_path / "source.jsonl"
     source.touch()
@@ -134,7 +130,8 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
     assert fence_broken(home / "fleet.db") == []
     assert demon.tried > 0 and demon.accepted == []
 
-    assert left_running(home) == []
+    # The stack has waited until they were done. A process is still there for a moment after its last act.
+    eventually(lambda: not left_running(home), 5, "no process of a machine is left")
     bills = CloudMeter(home).bills()
     assert ended_under_lease(home, bills) == []
     late = overdue(home, bills, IDLE_SECONDS)
@@ -144,55 +141,3 @@ def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatc
     billed, booked, machines = compare_bills(home)
     print(f"{machines} machines: billed {billed:.5f} $, booked {booked:.5f} $, {abs(booked - billed) / billed:.3%} off")
     assert booked == pytest.approx(billed, rel=0.01)
-
-
-def test_a_plan_has_every_kind_and_follows_its_seed() -> None:
-    for faults in (25, 300):
-        found = nemesis.plan(faults, random.Random(1))
-        assert len(found) == faults
-        assert set(found) == set(nemesis.KINDS)
-        assert found == nemesis.plan(faults, random.Random(1)) != nemesis.plan(faults, random.Random(2))
-
-
-def test_the_witness_sees_what_the_fence_should_have_refused(tmp_path: Path) -> None:
-    database = tmp_path / "fleet.db"
-    watch_fence(database)
-    with contextlib.closing(FleetBook(f"sqlite:///{database}")) as book:
-        lease = book.try_lease("one", "run", "set", 10)
-        assert lease is not None
-        assert book.renew(lease, 10) and book.drain(lease) and book.release(lease)
-        assert book.try_lease("one", "other", "set", 10) is not None
-    assert fence_broken(database) == []
-    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        connection.execute("UPDATE leases SET rows = 1 WHERE epoch = 1")
-        connection.execute("UPDATE leases SET renewed_at = expires_at + 1 WHERE epoch = 2")
-        line = "'one', 3, 'third', 'set', acquired_at, expires_at FROM leases WHERE epoch = 2"
-        connection.execute(
-            f"INSERT INTO leases (instance, epoch, run_id, dataset, acquired_at, expires_at) SELECT {line}"
-        )
-    assert fence_broken(database) == [
-        "one epoch 1: written to after its end",
-        "one epoch 2: renewed after it had lapsed",
-        "one epoch 3: leased while another lease was live",
-    ]
-
-
-def test_the_witness_sees_an_object_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    monkeypatch.setattr("e2e.witness.BatchFooter.model_validate_json", lambda data: type("Footer", (), {"run_id": "r"}))
-    (tmp_path / "00000").mkdir()
-    file = tmp_path / "00000" / "a-g0.parquet"
-    pq.write_table(pa.table({"row_id": ["r"]}).replace_schema_metadata({b"batch_assets": b"{}"}), file)
-    watch = ObjectWatch(tmp_path)
-    watch.look(whole=True)
-    assert watch.wrong == [] and watch.written("00000", "00000", 0) and not watch.written("00001", "00002", 0)
-    data, found = file.read_bytes(), file.stat()
-    file.write_bytes(data.replace(b"PAR1", b"PAR2"))
-    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
-    watch.look(whole=True)
-    assert watch.wrong == ["00000/a-g0.parquet holds other bytes"]
-    file.unlink()
-    watch.look()
-    assert watch.wrong[1:] == ["00000/a-g0.parquet is gone"]

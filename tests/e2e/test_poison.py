@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pace import SOAK
+from support.timing import SOAK
 
 from e2e.harness import platform, shared_data
 from e2e.test_losses import published
@@ -65,7 +65,7 @@ def spec(source: Path, schema: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, poison = poisoned_source(tmp_path, 2500, list(KINDS))
+    source, poison = poisoned_source(tmp_path, rows := 2500 if SOAK else 1000, list(KINDS))
     faults = [{"kind": kind, "match": {"contains": f"<<{kind}>>"}} for kind in KINDS]
     arguments = ["--speed", "10", "--faults", json.dumps(faults)]
     with platform(tmp_path, monkeypatch, spec(source, SCHEMA), simulator=arguments) as site:
@@ -75,9 +75,9 @@ def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, m
         published(site, 400)
         table = {line["row_id"]: line for line in site.published_rows()}
         asked = sum(site.simulator.received().values())
-    assert len(table) == 2500
+    assert len(table) == rows
     dead = {row: line["error"] for row, line in table.items() if line["error"] is not None}
-    print(f"\n{len(poison)} poisoned of 2500; dead letters by code {Counter(dead.values())}; {asked} requests")
+    print(f"\n{len(poison)} poisoned of {rows}; dead letters by code {Counter(dead.values())}; {asked} requests")
     assert set(dead) == set(poison)
     assert {row: KINDS[kind] for row, kind in poison.items()} == dead
     good = [line for row, line in table.items() if row not in poison]
@@ -85,7 +85,7 @@ def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, m
 
 
 def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, poison = poisoned_source(tmp_path, rows := 1000 if SOAK else 300, ["crash"])
+    source, poison = poisoned_source(tmp_path, rows := 1000 if SOAK else 200, ["crash"])
     log = tmp_path / "engines.jsonl"
     engine = {
         "name": "embedded",
@@ -103,9 +103,9 @@ def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, m
         published(site, 800)
         table = {line["row_id"]: line for line in site.published_rows()}
         with_leases = [run.run_id for run in site.rows_runs()]
-        book = site.book()
-        crashes = sum(len(book.history(run_id)) for run_id in with_leases) - len(with_leases)
-        book.close()
+        fleet_db = site.fleet_db()
+        crashes = sum(len(fleet_db.history(run_id)) for run_id in with_leases) - len(with_leases)
+        fleet_db.close()
     dead = {row: line["error"] for row, line in table.items() if line["error"] is not None}
     print(f"\n{len(poison)} rows of {rows} kill engines: {crashes} engines died", file=sys.stderr)
     assert set(dead) == set(poison)

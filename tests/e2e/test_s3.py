@@ -18,8 +18,8 @@ import pytest
 
 from e2e.harness import eventually, platform
 from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
-from gpu_runner.providers.local import free_port
-from resources.objects import open_objects, self_test
+from gpu_runner.providers.engine_process import free_port
+from resources.store.objects import open_objects, self_test
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,20 +11,29 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pace import PATIENCE
+from support.timing import PATIENCE
 
-from batch_assets.stack import LOGS
+from batch_assets.local_dagster import first_server
+from batch_assets.local_dagster.home import LOGS
+from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
 from e2e.command_line import NAME, ROWS, SPEC, Command, site
 from e2e.harness import eventually
-from gpu_runner.providers.local import free_port
+from gpu_runner.providers.engine_process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+FORKED = (first_server.NAME, TEMPLATE, WORKER)  # from the code server, with its command line
 
 
 def code_servers(command: Command) -> list[psutil.Process]:
     """The living code servers, each the leader of a process group below its guard."""
-    found = command.find("batch_assets.code_server", "start")
-    return [process for process in found if "gpu_runner.providers.guard" not in process.cmdline()]
+    found = command.find("batch_assets.local_dagster.code_server", "start")
+    servers = []
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "gpu_runner.providers.process_guard" not in process.cmdline() and process.name() not in FORKED:
+                servers.append(process)
+    return servers
 
 
 def test_a_killed_code_server_is_started_again_and_its_runs_go_on(tmp_path: Path):

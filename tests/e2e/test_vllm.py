@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.vllm_server import make_models
 
 from e2e.harness import eventually, platform, shared_data
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
-from vllm_server import make_models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -83,8 +80,8 @@ def test_gsm8k_test_split_through_a_ui_backfill(
         backfill = site.launch_backfill()
 
         def halfway() -> bool:
-            with contextlib.closing(site.book()) as book:
-                return any(beat.rows_done > 400 for beat in book.runs())
+            with contextlib.closing(site.fleet_db()) as fleet_db:
+                return any(beat.rows_done > 400 for beat in fleet_db.runs())
 
         eventually(halfway, 400, "four hundred rows")
         for server in processes_of("VLLM::EngineCore") or processes_of("vllm.entrypoints.openai.api_server"):
@@ -95,8 +92,8 @@ def test_gsm8k_test_split_through_a_ui_backfill(
         assert state["status"] == "COMPLETED_SUCCESS"
         eventually(lambda: site.store.current_published(), 60, "the published table")
         table = site.published_rows()
-        with contextlib.closing(site.book()) as book:
-            costs = book.costs()
+        with contextlib.closing(site.fleet_db()) as fleet_db:
+            costs = fleet_db.costs()
     eventually(lambda: not processes_of(str(llama)) + processes_of("VLLM::"), 15, "the end of every vLLM process")
     print(f"\n1,319 rows on vLLM on CPU with one engine killed: {seconds:.0f} s, two engine starts included")
     assert len(table) == len({line["row_id"] for line in table}) == 1319

@@ -15,11 +15,11 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from batch_assets.stack import ensure_storage, prepare_home
+from batch_assets.local_dagster.home import ensure_storage, prepare_home
 from e2e.browser import ARGUMENTS, CHROMIUM, needs_chromium
 from e2e.harness import eventually
-from gpu_runner.addresses import direct
-from gpu_runner.providers.local import free_port
+from gpu_runner.http.addresses import direct
+from gpu_runner.providers.engine_process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
 
@@ -100,7 +100,7 @@ def webserver(home: Path) -> Iterator[str]:
     """Our webserver alone, without code location and daemon; its address."""
     (home / "workspace.yaml").write_text("load_from: []\n")
     port = free_port()
-    command = [sys.executable, "-m", "batch_assets.webserver", "--port", str(port)]
+    command = [sys.executable, "-m", "batch_assets.webserver.server", "--port", str(port)]
     log = (home / "webserver.log").open("wb")
     environment = {**os.environ, "DAGSTER_HOME": str(home), "DAGSTER_DISABLE_TELEMETRY": "1"}
     with (

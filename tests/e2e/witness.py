@@ -19,11 +19,11 @@ import orjson
 import psutil
 import pyarrow.parquet as pq
 
-from gpu_runner.fleet import FleetBook
-from gpu_runner.providers.register import MARK, MachineRegister
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry
 from gpu_runner.providers.simulated.meter import Bill, CloudMeter
 from gpu_runner.simulator.text import prompt_digest, request_key, words
-from resources.store import BatchFooter, DatasetStore
+from resources.store.dataset_store import BatchFooter, DatasetStore
 
 ANSWERED = ("stop", "length")
 
@@ -32,7 +32,7 @@ ANSWERED = ("stop", "length")
 
 
 @dataclass(frozen=True)
-class Sight:
+class DatasetObservation:
     """A batch object as it was first seen."""
 
     inode: int
@@ -52,7 +52,7 @@ class ObjectWatch:
     """Remembers every batch object since it was first seen, and notices when one changes or goes."""
 
     folder: Path
-    seen: dict[str, Sight] = field(default_factory=dict)
+    seen: dict[str, DatasetObservation] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     def look(self, *, whole: bool = False) -> None:
@@ -78,10 +78,12 @@ class ObjectWatch:
         )
 
 
-def _sight(file: Path) -> Sight:
+def _sight(file: Path) -> DatasetObservation:
     found, data = file.stat(), file.read_bytes()
     footer = BatchFooter.model_validate_json(pq.read_metadata(file).metadata[b"batch_assets"])
-    return Sight(found.st_ino, found.st_mtime_ns, found.st_size, hashlib.sha256(data).hexdigest(), footer.run_id)
+    return DatasetObservation(
+        found.st_ino, found.st_mtime_ns, found.st_size, hashlib.sha256(data).hexdigest(), footer.run_id
+    )
 
 
 # leases
@@ -131,7 +133,7 @@ _RULES = {
 
 def watch_fence(database: Path) -> None:
     """Have the database itself write down every accepted change that the fence should have refused."""
-    with contextlib.closing(FleetBook(f"sqlite:///{database}")), sqlite3.connect(database) as connection:
+    with contextlib.closing(FleetDatabase(f"sqlite:///{database}")), sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE witness (at REAL, what TEXT, instance TEXT, epoch INTEGER)")
         for number, (event, wrong, condition) in enumerate(
             (event, wrong, condition) for event, rules in _RULES.items() for wrong, condition in rules.items()
@@ -194,8 +196,8 @@ def ended_under_lease(home: Path, bills: list[Bill], tolerance: float = 0.5) -> 
 def compare_bills(home: Path) -> tuple[float, float, int]:
     """US dollars that the cloud bills, those of our books, and the number of machines."""
     bills = {bill.name: bill.usd for bill in CloudMeter(home).bills()}
-    with contextlib.closing(FleetBook(f"sqlite:///{home}/fleet.db")) as book:
-        booked = {cost.name: cost.usd.total for cost in book.costs()}
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        booked = {cost.name: cost.usd.total for cost in fleet_db.costs()}
     assert bills.keys() <= booked.keys(), "a machine that our books do not know"
     for name in sorted(booked, key=lambda name: -abs(booked[name] - bills.get(name, 0.0)))[:3]:
         print(f"  {name}: billed {bills.get(name, 0.0):.5f} $, booked {booked[name]:.5f} $")
@@ -204,7 +206,7 @@ def compare_bills(home: Path) -> tuple[float, float, int]:
 
 def left_running(home: Path) -> list[str]:
     """Processes of any machine that this home ever had."""
-    ids = {record.id for record in MachineRegister(home).machines()}
+    ids = {record.id for record in MachineRegistry(home).machines()}
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

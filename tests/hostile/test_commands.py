@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from batch_assets.cli import app
+from batch_assets.cli.main import app
 
 COMMANDS = [
     ["run", "haiku", "--endpoint", "http://127.0.0.1:abc"],
@@ -120,7 +120,7 @@ def test_a_file_that_may_not_grow_is_a_line(home: Path) -> None:
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
-        "from batch_assets.cli import main; sys.argv = ['batch-assets', 'run', 'haiku']; main()"
+        "from batch_assets.cli.main import main; sys.argv = ['batch-assets', 'run', 'haiku']; main()"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr

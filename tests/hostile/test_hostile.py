@@ -1,4 +1,4 @@
-"""Every hostile input ends in one clear error, or is accepted safely: soon, and without much memory."""
+"""Every hostile input ends in one clear error, or is accepted safely, and without much memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from pace import PATIENCE
 
 from hostile.judge import CASES
 
 MEGABYTES = 700
-SECONDS = 20.0  # of CPU; on a quiet machine none takes more than one or two
+HANGS = 240.0  # seconds for all of them: they take five, and one that goes on for ever is to be named
 
-SECONDS_OF_ALL = 110 * PATIENCE
-
-Verdict = tuple[str, str, float]
+Verdict = tuple[str, str]
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +25,24 @@ def verdicts() -> dict[int, Verdict]:
     while len(found) < len(CASES):
         command = [sys.executable, "-m", "hostile.judge", str(len(found)), str(MEGABYTES)]
         tests = str(Path(__file__).parent.parent)
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS_OF_ALL, env={**os.environ, "PYTHONPATH": tests}
-        )
+        environment = {**os.environ, "PYTHONPATH": tests}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as judge:
+            try:
+                printed, errors = judge.communicate(timeout=HANGS)
+            except subprocess.TimeoutExpired:
+                judge.kill()
+                printed, errors = judge.communicate()
+                errors += f"\nit was killed after {HANGS:.0f} s"
         before = len(found)
-        for line in ended.stdout.splitlines():
-            number, said, words, seconds = json.loads(line)
-            found[number] = (said, words, seconds)
+        for line in printed.splitlines():
+            number, said, words = json.loads(line)
+            found[number] = (said, words)
         if len(found) < len(CASES):
-            last = (ended.stderr.strip().splitlines() or [""])[-1]
-            found[len(found)] = ("crashed", f"status {ended.returncode} {last}", 0.0)
-            assert before > 0 or found[0][0] != "crashed", ended.stderr
+            last = (errors.strip().splitlines() or [""])[-1]
+            found[len(found)] = ("crashed", f"status {judge.returncode} {last}")
+            assert before > 0 or found[0][0] != "crashed", errors
     return found
 
 
@@ -47,8 +51,7 @@ def verdicts() -> dict[int, Verdict]:
 def test_a_hostile_input_ends_in_one_clear_error_or_is_accepted_safely(
     number: int, verdicts: dict[int, Verdict]
 ) -> None:
-    case, (said, words, seconds) = CASES[number], verdicts[number]
+    case, (said, words) = CASES[number], verdicts[number]
     assert said == ("accepted" if case.words is None else "error"), words
     assert case.words is None or case.words in words, words
     assert "Traceback" not in words and " at 0x" not in words and "<built-in" not in words
-    assert seconds < SECONDS

@@ -11,3 +11,5 @@
 
 It says everywhere that it is a simulation: names of providers begin with `sim-` by default, engines say `simulated`.
 """
+
+__all__ = ["cloud", "config", "default"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_runner.providers.register import MachineRegister
+from gpu_runner.providers.machine_host.registry import MachineRegistry
 from gpu_runner.providers.simulated.config import FaultRule, OfferChange, SimulatedCloudConfig
 from gpu_runner.providers.simulated.faults import inject
 from gpu_runner.providers.simulated.market import Prices
@@ -34,7 +34,7 @@ class SimulatedCloud:
     def __init__(self, home: Path, config: SimulatedCloudConfig, prices: Mapping[str, Prices] | None = None) -> None:
         self.home = Path(home).resolve()
         self.config = config
-        self._register = MachineRegister(self.home)
+        self._register = MachineRegistry(self.home)
         with self._register.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO settings VALUES ('started_at', ?)", (self._register.now(),))
             (started,) = connection.execute("SELECT value FROM settings WHERE key = 'started_at'").fetchone()

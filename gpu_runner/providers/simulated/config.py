@@ -36,8 +36,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpu_runner.gpus import find_sheet, spell_gpu
-from gpu_runner.speed import ModelFacts
+from gpu_runner.market.gpus import find_sheet, spell_gpu
+from gpu_runner.market.speed import ModelFacts
 
 ApiCall = Literal["offers", "create", "list", "terminate"]
 FaultKind = Literal[
@@ -105,7 +105,7 @@ class SimulatedOffer(_Strict):
     """An instance type. `gpu_memory_gib`: from the datasheet where the name leaves no choice."""
 
     instance_type: str = Field(min_length=1, max_length=100, description="its name; once per provider")
-    gpu: str = Field(description="a GPU that `gpu_runner/gpus.py` has a datasheet of")
+    gpu: str = Field(description="a GPU that `gpu_runner/market/gpus.py` has a datasheet of")
     gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
     gpu_memory_gib: float = Field(default=0.0, ge=0, description="GiB per GPU; 0: from the datasheet")
     spot: bool = Field(default=False, description="whether it can be taken away")
@@ -123,7 +123,7 @@ class SimulatedOffer(_Strict):
         sheet = find_sheet(name, memory if isinstance(memory, int | float) else None)
         if sheet is None:
             raise ValueError(
-                f"gpu: expected a GPU with a datasheet in gpu_runner/gpus.py, with gpu_memory_gib where it has "
+                f"gpu: expected a GPU with a datasheet in gpu_runner/market/gpus.py, with gpu_memory_gib where it has "
                 f"several sizes, found {given['gpu']!r} with {memory or 'no'} GiB"
             )
         return {**given, "gpu": name, "gpu_memory_gib": memory or sheet.memory}
@@ -146,7 +146,7 @@ class Interruption(_Strict):
     notice_seconds: float | None = Field(default=None, ge=0, description="real; default: the provider's")
 
 
-class Played(_Strict):
+class ReplayConfig(_Strict):
     """Whose prices a provider plays, from the fleet's price sources."""
 
     provider: str = Field(min_length=1, description="name in the price sources, e.g. lambdalabs")
@@ -163,11 +163,14 @@ class SimulatedProviderConfig(_Strict):
     boot_seconds: float = Field(default=180.0, ge=0, description="simulated, from the order to the first answer")
     reliability: float = Field(default=0.99, ge=0, le=1, description="as stated in its offers, for `min_reliability`")
     offers: tuple[SimulatedOffer, ...] = Field(default=(), description="what it rents out")
-    plays: Played | None = Field(default=None, description="further offers: those of a provider in `prices`")
+    plays: ReplayConfig | None = Field(default=None, description="further offers: those of a provider in `prices`")
     changes: tuple[OfferChange, ...] = Field(default=(), description="later prices and capacities")
     list_lag_seconds: float = Field(default=0.0, ge=0, description="real; how late its list shows starts and ends")
     interruptions_per_hour: float = Field(
         default=0.0, ge=0, description="how often a spot instance is taken away, per simulated hour"
+    )
+    taken_after_seconds: float | None = Field(
+        default=None, ge=0, description="every spot instance is taken away so long after its boot, simulated"
     )
     notice_seconds: float | None = Field(default=None, ge=0, description="real; notice before that, none without it")
     interruptions: tuple[Interruption, ...] = Field(default=(), description="instances taken away at set moments")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 
-from gpu_runner.gpus import find_sheet
-from gpu_runner.offers import Offer
+from gpu_runner.market.gpus import find_sheet
+from gpu_runner.market.offers import Offer
+from gpu_runner.market.speed import GIB, Assumptions, ModelFacts, default_slots
 from gpu_runner.providers.base import EngineOrder, ProviderError
-from gpu_runner.speed import GIB, Assumptions, ModelFacts, default_slots
 
 ASSUMED = Assumptions()
 
@@ -32,8 +32,8 @@ def engine_command(
     """Command line with `{model}` and `{port}` open.
 
     One engine over the largest split s the instance allows, worth s × 0.9^log2(s) single GPUs. Seconds of a step, as
-    in `gpu_runner.speed.estimate_speed`: weights = bytes / (0.8 bandwidth), a token = 2 active / (0.5 FLOP/s), a token
-    of context = KV bytes / (0.8 bandwidth). KV cache: what 0.9 of the memory less 2 GiB per GPU leaves beside the
+    in `gpu_runner.market.speed.estimate_speed`: weights = bytes / (0.8 bandwidth), a token = 2 active / (0.5 FLOP/s), a
+    token of context = KV bytes / (0.8 bandwidth). KV cache: what 0.9 of the memory less 2 GiB per GPU leaves beside the
     weights; the context is no longer than that. A model that does not fit gets an engine that ends at its start, as
     vLLM does.
     """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from gpu_runner.offers import Offer
+from gpu_runner.market.offers import Offer
 from gpu_runner.providers.simulated.config import OfferChange, SimulatedProviderConfig
 
 Prices = Callable[[float], list[Offer]]
@@ -57,11 +57,14 @@ def taken_at(
 ) -> tuple[float, float | None] | None:
     """When a machine ordered now is taken away, in simulated seconds from now, with its notice; None: never.
 
-    Spot machines at a constant rate: exponential, from one number in [0, 1). Scheduled interruptions: the next one.
+    Spot machines at a constant rate: exponential, from one number in [0, 1), and so long after their boot.
+    Scheduled interruptions: the next one.
     """
     found: list[tuple[float, float | None]] = []
     if offer.spot and config.interruptions_per_hour > 0:
         found.append((-math.log(1 - chance) / config.interruptions_per_hour * 3600, config.notice_seconds))
+    if offer.spot and config.taken_after_seconds is not None:
+        found.append((offer.boot_seconds + config.taken_after_seconds, config.notice_seconds))
     for one in config.interruptions:
         if one.at > elapsed and (offer.spot if one.offer is None else one.offer == offer.instance_type):
             notice = config.notice_seconds if one.notice_seconds is None else one.notice_seconds

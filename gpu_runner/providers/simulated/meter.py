@@ -1,11 +1,12 @@
-"""The cloud's own bill, from the register of machines alone. It knows nothing of the fleet's books."""
+"""The cloud's own bill, from the register of machines alone. It knows nothing of the fleet's database."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_runner.providers.register import MachineRecord, MachineRegister
+from gpu_runner.providers.base import EndReason
+from gpu_runner.providers.machine_host.registry import MachineRecord, MachineRegistry
 
 HOUR = 3600.0
 
@@ -24,7 +25,7 @@ class Bill:
     clock: float
     created_at: float
     ended_at: float | None
-    reason: str
+    reason: EndReason | None
     seconds: float
     usd: float
 
@@ -33,7 +34,7 @@ class CloudMeter:
     """Reads bills. A machine is billed from its accepted create until its end, at the price it was ordered at."""
 
     def __init__(self, home: Path) -> None:
-        self._register = MachineRegister(home)
+        self._register = MachineRegistry(home)
 
     def bills(self, provider: str | None = None, tag: str = "") -> list[Bill]:
         """One bill per machine, oldest first; running ones up to now."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gpu_runner.offers import Offer
+from gpu_runner.market.offers import Offer
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
-from gpu_runner.providers.hosting import Hosting, new_record
-from gpu_runner.providers.register import HostPlan, MachineRecord, MachineRegister
+from gpu_runner.providers.machine_host.manager import Hosting, new_record
+from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.config import FaultRule, OfferChange, SimulatedCloudConfig, SimulatedProviderConfig
 from gpu_runner.providers.simulated.engines import engine_command, slots
 from gpu_runner.providers.simulated.faults import FaultPicker, count, share
@@ -26,7 +26,7 @@ class SimulatedProvider:
 
     def __init__(
         self,
-        register: MachineRegister,
+        register: MachineRegistry,
         started_at: float,
         cloud: SimulatedCloudConfig,
         config: SimulatedProviderConfig,

@@ -1,0 +1,9 @@
+"""What tenants used, what they are charged for it, and what the engines cost in the same time.
+
+`prices` is the price list, `ledger` keeps who used how many tokens of which model and class on which day.
+`interactive_usage` writes what an answer used into a `journal`, which brings it there behind the requests,
+`batch_usage` brings that of batches. `spending` keeps the budget of a batch. `routes` shows tenants their own usage,
+`margin` sets it beside the bills of the fleet.
+"""
+
+__all__ = ["batch_usage", "interactive_usage", "journal", "ledger", "margin", "prices", "routes", "spending", "usage"]

@@ -1,0 +1,7 @@
+"""How many engines a model's open batches may have: their windows and budgets on the way to the planner.
+
+`windows` makes one question of many windows, `line_lengths` says how long lines are, `backlog` puts both together from
+the records, `capacity` asks the planner and commands the fleet, as the capacity sensor does for datasets.
+"""
+
+__all__ = ["capacity"]

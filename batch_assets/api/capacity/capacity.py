@@ -1,0 +1,297 @@
+"""How many engines the front door may have of each model: what the capacity sensor does for datasets, for batches.
+
+The path is the same: work, windows, budgets and offers go to the planner, its command into the fleet's database under
+`api/MODEL`, and leases obey that. Nothing of it is remembered here: another replica, or the next process, goes on from
+the database. The replica that holds a model's oldest open batch decides for it; when two take themselves for that one
+for a moment, each writes what is right by what it sees.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import dagster as dg
+
+from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.margin import FLEET_PREFIX, fleet_name
+from batch_assets.api.billing.spending import BUDGET, SpendingRecords
+from batch_assets.api.capacity.backlog import Backlog, backlogs, with_work
+from batch_assets.api.capacity.fleet_changes import at_least, end_model
+from batch_assets.api.capacity.line_lengths import LineLengths
+from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
+from batch_assets.api.execution.catalog import KEY
+from batch_assets.api.records.batches import BatchRecord
+from batch_assets.planning.decision import Decision, capacity_plan, observation
+from batch_assets.planning.planner_input import FleetView, Markets, PlannerInput, build_input
+from batch_assets.planning.standing_engines import with_standing_engines
+from batch_assets.spec.hardware import HardwareSpec
+from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.planner.controller import Command, ControllerState, decide
+from gpu_runner.planner.types import ControlTiming, Plan, Target
+from gpu_runner.rows import Task
+from resources.fleet.resource import FleetConfigError, GpuFleet
+from resources.pricing.price_files import PricingError
+from resources.store.objects import Objects
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 30.0  # without open batches, until a model's instances beyond its reserve end
+PILOTS = 3  # as of a dataset that does not say
+ROWS_OF_ENGINE = 32  # an engine for fewer lines has too little to do at once: a feed gives any line to any engine
+
+Engines = Mapping[tuple[str, Task], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeed:
+    """What is planned: a model, under its name in the fleet."""
+
+    name: str
+    model: str
+    task: Task
+    hardware: HardwareSpec = field(default_factory=HardwareSpec)
+
+
+class ModelCapacity:
+    """Called often, by one thread; decides for a model every `seconds`, and at once for one that had no batches.
+
+    `reserve`: the least number of engines by model. `clock`: Unix seconds; `steady`: seconds that never jump.
+    `decided` hears of every new decision.
+    """
+
+    def __init__(
+        self,
+        fleet: GpuFleet,
+        objects: Objects,
+        ledger: UsageLedger,
+        spending: SpendingRecords,
+        reserve: Mapping[str, int],
+        seconds: float,
+        *,
+        decided: Callable[[dg.AssetObservation], None],
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet, self._spending = fleet, spending
+        self._reserve = {fleet_name(model): number for model, number in reserve.items()}
+        self._seconds, self._timing = seconds, ControlTiming.of_sensor(seconds)
+        self._decided, self._clock, self._steady = decided, clock, steady
+        self._lengths, self._markets = LineLengths(objects, ledger), Markets()
+        self._decided_at: dict[str, float] = {}
+        self._failed: set[str] = set()  # of which nothing could be planned: tried again in their turn
+        self._idle_since: dict[str, float] = {}
+        self._announced: dict[str, str] = {}
+        self._nothing_open = False  # at the last look, neither here nor in the fleet's database
+
+    def look(self, open_batches: Sequence[BatchRecord], mine: Collection[str]) -> Engines:
+        """How many engines each feed of a worker may have that holds the batches `mine`. Blocks: the fleet's database,
+        offers. Raises what they raise. Feeds that are not named need no more than their reserve.
+        """
+        budgeted = [one.id for one in open_batches if BUDGET in one.metadata_values()]
+        spent, now = self._spending.read(budgeted), self._clock()
+        records = with_work(open_batches, spent, now)
+        if not records and self._nothing_open:
+            return {}
+        found = backlogs(records, self._lengths.of(records), spent, now)
+        with self._fleet.open_database() as fleet_db:
+            targets = {one.dataset: one for one in fleet_db.targets() if one.dataset.startswith(FLEET_PREFIX)}
+            under_way = {name: one for name, one in targets.items() if one.request}
+            named = {fleet_name(one.model): one for one in found}
+            self._end_idle(fleet_db, [one for name, one in under_way.items() if name not in named])
+            due = [one for one in found if one.first in mine and self._is_due(fleet_name(one.model), under_way)]
+            if due:
+                self._decide_all(fleet_db, due, targets)
+                targets |= {one.dataset: one for one in fleet_db.targets()}
+            self._nothing_open = not found and not under_way
+        return {
+            (backlog.model, task): number
+            for name, backlog in named.items()
+            for task, number in backlog.shares(mine, self._instances(name, targets)).items()
+        }
+
+    def _instances(self, name: str, targets: Mapping[str, DatasetTarget]) -> int:
+        target = targets.get(name)
+        planned = target.instances if target is not None and target.request else 1
+        return max(planned, self._reserve.get(name, 1), 1)
+
+    def _is_due(self, name: str, under_way: Collection[str]) -> bool:
+        if name not in under_way and name not in self._failed:
+            return True
+        return self._steady() - self._decided_at.get(name, float("-inf")) >= self._seconds
+
+    def _end_idle(self, fleet_db: FleetDatabase, over: Sequence[DatasetTarget]) -> None:
+        now = self._steady()
+        self._idle_since = {one.dataset: self._idle_since.get(one.dataset, now) for one in over}
+        for target in over:
+            if now - self._idle_since[target.dataset] >= IDLE_SECONDS:
+                end_model(fleet_db, target, self._reserve.get(target.dataset, 0))
+                self._announced.pop(target.dataset, None)
+
+    def _decide_all(
+        self, fleet_db: FleetDatabase, due: Sequence[Backlog], targets: Mapping[str, DatasetTarget]
+    ) -> None:
+        """The model with the earliest window first; those after it have what is left. One that cannot be planned keeps
+        what it has."""
+        try:
+            around = FleetView.look(self._fleet, fleet_db, self._markets)
+        except (FleetConfigError, PricingError) as error:
+            log.warning("nothing is planned for batches until this is mended: %s", error)
+            for backlog in due:
+                self._note_failed(fleet_name(backlog.model))
+            return
+        taken: Counter[str] = Counter()
+        left = max(0, around.config.max_instances - len(around.instances))
+        for backlog in due:
+            name = fleet_name(backlog.model)
+            self._decided_at[name] = self._steady()
+            try:
+                decision = self._decide(fleet_db, around, backlog, targets.get(name), taken, left)
+            except FleetDatabaseError:
+                raise
+            except Exception as error:  # of one model: the others are planned
+                log.error(
+                    "model %s: its engines are not planned: %s", backlog.model, type(error).__name__, exc_info=error
+                )
+                self._note_failed(name)
+                continue
+            self._failed.discard(name)
+            if decision is None:
+                continue
+            new = Counter(dict(decision.command.offers))
+            new.subtract(one.option.name for one in decision.held)
+            taken.update({offer: count for offer, count in new.items() if count > 0})
+            left = max(0, left - max(0, decision.command.instances - len(decision.held)))
+            self._tell(decision, backlog.model)
+
+    def _note_failed(self, name: str) -> None:
+        self._failed.add(name)
+        self._decided_at[name] = self._steady()
+
+    def _decide(
+        self,
+        fleet_db: FleetDatabase,
+        around: FleetView,
+        backlog: Backlog,
+        before: DatasetTarget | None,
+        taken: Counter[str],
+        room: int,
+    ) -> Decision | None:
+        """Ask the planner about the binding window; write its command. None: no window can be kept any more."""
+        need = ModelNeed(fleet_name(backlog.model), backlog.model, backlog.task)
+        work, total = backlog.workload, backlog.workload.all_rows
+        units = _units(work.rows)
+        asked = build_input(
+            around, need, work, Target(), batches=units, spread=backlog.spread, rows_total=total, taken=taken
+        )
+        boots = [one.boot_seconds for one in asked.options if one.capacity != 0 and one.tokens_per_second > 0]
+        demand = binding_demand(demands_of(backlog.windows), asked.held, min(boots, default=0.0))
+        if demand is None:
+            return None
+        request = before.request if before is not None and before.request else f"batches since {backlog.first}"
+        deadline_at = fleet_db.now() + demand.seconds
+        target = fleet_db.begin_request(need.name, request, deadline_at=deadline_at, objective="cheapest")
+        asked = _bound(asked, demand, backlog.budget_usd, len(around.of(need.name)) + room)
+        memory = target.memory
+        command, state, plan = self._ask(fleet_db, around, need, asked, memory.controller, room)
+        least = max(1, self._reserve.get(need.name, 0), len(set(backlog.tasks.values())))
+        command = at_least(command, [one.instance for one in asked.held], least)
+        decision = Decision(
+            dataset=need.name,
+            work=work,
+            target=target,
+            command=command,
+            plan=plan,
+            held=asked.held,
+            idle=(),
+            wanted=asked.target,
+            spend=fleet_db.spend(need.name),
+            now=fleet_db.now(),
+            rows_total=total,
+            clocks=around.clocks,
+            memory=replace(memory, controller=state),
+        )
+        _write(fleet_db, decision)
+        return decision
+
+    def _ask(
+        self,
+        fleet_db: FleetDatabase,
+        around: FleetView,
+        need: ModelNeed,
+        asked: PlannerInput,
+        memory: ControllerState,
+        room: int,
+    ) -> tuple[Command, ControllerState, Plan]:
+        command, state, plan = decide(
+            asked.work,
+            asked.options,
+            asked.held,
+            asked.target,
+            memory,
+            measured=asked.measured,
+            pilots=PILOTS,
+            detail=False,  # the curve is most of the time, and this process answers requests too
+            timing=self._timing,
+            room=room,
+        )
+        command = with_standing_engines(
+            fleet_db,
+            around.config,
+            command,
+            asked.target,
+            dataset=need.name,
+            model=need.model,
+            endpoint=None,
+            units=asked.work.units,
+            rents=bool(asked.options or asked.held),
+        )
+        return command, state, plan
+
+    def _tell(self, decision: Decision, model: str) -> None:
+        """Into the catalog, once for each new command."""
+        if self._announced.get(decision.dataset) == decision.signature:
+            return
+        self._announced[decision.dataset] = decision.signature
+        said = observation(decision, KEY)
+        log.info("model %s: %s", model, decision.reason)
+        metadata = {**said.metadata, "model": dg.MetadataValue.text(model)}
+        self._decided(dg.AssetObservation(KEY, description=f"{model}: {decision.reason}", metadata=metadata))
+
+
+def _units(rows: int) -> int:
+    return -(-rows // ROWS_OF_ENGINE)
+
+
+def _bound(asked: PlannerInput, demand: Demand, budget_usd: float | None, most: int) -> PlannerInput:
+    """The question about one demand. Where no new instance would answer before its end, none is asked for."""
+    most = max(1, most if demand.helped else min(most, len(asked.held)))
+    work = replace(asked.work, tokens=demand.tokens, units=_units(demand.rows))
+    return replace(asked, work=work, target=Target(demand.seconds, budget_usd, most))
+
+
+def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
+    """The command, and what ends by it.
+
+    An instance that is given up works on where its successor has room beside it. Else it ends at once, and a feed takes
+    the successor in its place: leases of the front door do not move from one instance to another.
+    """
+    command, target = decision.command, decision.target
+    if not fleet_db.command(
+        target.dataset,
+        target.request,
+        command.instances,
+        command.offers,
+        command.pause,
+        decision.memory,
+        capacity_plan(decision),
+    ):
+        log.info("model %s: another replica has begun another request", target.dataset)
+        return
+    for one in command.assignments:
+        if not one.beside:
+            fleet_db.retire(one.instance, command.reason)

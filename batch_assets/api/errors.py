@@ -1,0 +1,153 @@
+"""Errors as OpenAI documents them: `{"error": {message, type, param, code}}`, for every answer that is no success.
+
+Shapes and words follow what the stock clients read (openai-python 3.54, `_exceptions.py`: type, param, code).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from batch_assets.api.records.database import is_records_trouble
+
+log = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MESSAGE_LENGTH = 500
+RETRY_AFTER_SECONDS = 5  # while the records are away
+REASON = "error_code"  # in the state of a request's ASGI scope
+
+
+class ApiError(Exception):
+    """A request that is refused. `param` is the field that it is about, `code` a stable word of the documentation."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.kind = kind or error_type(status)
+        self.headers = dict(headers or {})
+
+
+def error_type(status: int) -> str:
+    """The `type` that goes with an HTTP status."""
+    return "server_error" if status >= 500 else _TYPES.get(status, INVALID_REQUEST)
+
+
+def not_found(kind: str, name: str, param: str = "id") -> ApiError:
+    """No such object, or one of another tenant: both look the same."""
+    return ApiError(404, f"No such {kind}: {name[:80]}", param=param)
+
+
+def envelope(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ErrorResponse(JSONResponse):
+    """An error as an answer. It leaves its code in the request's state, for metrics."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(envelope(error.message, error.kind, error.param, error.code), error.status, error.headers)
+        self._reason = error.code or error.kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        scope.setdefault("state", {})[REASON] = self._reason
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as an answer."""
+    return ErrorResponse(error)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error that leaves the application has the documented shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(SQLAlchemyError, _on_records_error)
+    app.add_exception_handler(Exception, _on_defect)
+
+
+async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    if error.status_code == 404:
+        refused = ApiError(404, f"Invalid URL ({method} {path})", code="unknown_url")
+    elif error.status_code == 405:
+        hint = "(HINT: Perhaps you meant to use a different HTTP method?)"
+        refused = ApiError(405, f"Not allowed to {method} on {path} {hint}", code="method_not_supported")
+        refused.headers = dict(error.headers or {})
+    else:
+        refused = ApiError(error.status_code, str(error.detail)[:MESSAGE_LENGTH])
+    return error_response(refused)
+
+
+async def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param, code = described(error.errors())
+    return error_response(ApiError(400, message, param=param, code=code))
+
+
+def described(problems: Sequence[Any]) -> tuple[str, str | None, str | None]:
+    """(message, param, code) for what pydantic found wrong; the first problem, without the value that was sent."""
+    first = problems[0]
+    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path", "header")]
+    param = ".".join(place)[:100] or None
+    if first.get("type") in ("json_invalid", "model_attributes_type", "dict_type") and not place[:1]:
+        return "We could not parse the JSON body of your request.", None, None
+    if first.get("type") == "json_invalid":
+        return "We could not parse the JSON body of your request.", None, None
+    if first.get("type") == "missing":
+        if param is None:
+            return "Missing body of the request.", None, "missing_required_parameter"
+        return f"Missing required parameter: '{param}'.", param, "missing_required_parameter"
+    if first.get("type") == "extra_forbidden":
+        return f"Unknown parameter: '{param}'.", param, "unknown_parameter"
+    return f"Invalid value for '{param}': {first.get('msg', 'invalid')}."[:MESSAGE_LENGTH], param, "invalid_value"
+
+
+async def _on_records_error(request: Request, error: Exception) -> JSONResponse:
+    """Of every route: the records are away. Whether a change was made may be unknown; it may be asked for again."""
+    if not is_records_trouble(error):
+        return await _on_defect(request, error)
+    log.warning("%s %s: records: %s", request.method, request.url.path[:200], type(error).__name__)
+    return error_response(records_away())
+
+
+def records_away() -> ApiError:
+    """The database cannot be asked now."""
+    said = "The service's records cannot be reached now. Please try again."
+    return ApiError(503, said, code="records_unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+async def _on_defect(request: Request, error: Exception) -> JSONResponse:
+    """What went wrong inside stays inside: the log has it, by the request's path."""
+    log.error("%s %s: %s", request.method, request.url.path[:200], type(error).__name__)
+    message = "The server had an error while processing your request. Sorry about that!"
+    return error_response(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))

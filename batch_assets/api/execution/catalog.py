@@ -1,0 +1,171 @@
+"""Tells Dagster's catalog of every batch object: a materialization of `api/batches`, without a run.
+
+The partition is the batch's id and the number of its 250 rows. Reports are made in a thread of their own, behind the
+work: a catalog that is away or slow delays no row. What a killed process did not report is found in the store later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import dagster as dg
+
+from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
+from batch_assets.api.records.batches import BatchRecord, BatchRecords
+from resources.store.dataset_store import BatchFooter
+from resources.store.objects import CorruptObject, Objects
+
+log = logging.getLogger(__name__)
+
+KEY = dg.AssetKey(["api", "batches"])
+PARTITIONS = "api_batches"
+TOGETHER = 200
+MOST_WAITING = 10_000
+RETRY_SECONDS = 5.0
+LOOK_SECONDS = 30.0
+
+api_batches = dg.AssetSpec(
+    KEY,
+    description="Batches of the Batch API, 250 lines to a partition. `batch-assets serve` makes them.",
+    partitions_def=dg.DynamicPartitionsDefinition(name=PARTITIONS),
+    group_name="api",
+    kinds={"parquet"},
+)
+
+
+def partition_of(batch_id: str, key: str) -> str:
+    """The partition key of 250 rows of a batch."""
+    return f"{batch_id}_{key}"
+
+
+def materialization(batch_id: str, footer: BatchFooter) -> dg.AssetMaterialization:
+    """The entry of a batch object, made from its footer alone: reporting it again gives the same entry."""
+    metadata: dict[str, dg.MetadataValue] = {
+        "dagster/partition_row_count": dg.MetadataValue.int(footer.rows),
+        "rows": dg.MetadataValue.int(footer.rows),
+        "ok": dg.MetadataValue.int(footer.ok),
+        "dead": dg.MetadataValue.int(footer.dead),
+        "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
+        "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
+        "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),
+        "model": dg.MetadataValue.text(footer.model),
+        "engine": dg.MetadataValue.text(footer.engine),
+        "batch": dg.MetadataValue.text(batch_id),
+    }
+    return dg.AssetMaterialization(KEY, partition=partition_of(batch_id, footer.key), metadata=metadata)
+
+
+class CatalogReports:
+    """`committed` and `decided` may be called from any thread; they never wait."""
+
+    def __init__(
+        self, home: Path, batches: BatchRecords, objects: Objects, open_instance: Callable[[Path], dg.DagsterInstance]
+    ) -> None:
+        self._home, self._batches, self._objects, self._open = home, batches, objects, open_instance
+        self._queue: queue.Queue[tuple[str, BatchFooter]] = queue.Queue(MOST_WAITING)
+        self._decisions: queue.Queue[dg.AssetObservation] = queue.Queue(MOST_WAITING)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="catalog-reports", daemon=True)
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._thread.start()
+
+    def close(self, seconds: float = 3.0) -> None:
+        """End; what is left is reported by the next process."""
+        self._closed.set()
+        self._thread.join(seconds)
+
+    def committed(self, batch_id: str, footer: BatchFooter) -> None:
+        """A batch object was written. With too many waiting, it is found in the store later."""
+        try:
+            self._queue.put_nowait((batch_id, footer))
+        except queue.Full:
+            log.warning("catalog: %d reports wait; batch %s is reported from the store", MOST_WAITING, batch_id)
+
+    def decided(self, said: dg.AssetObservation) -> None:
+        """Why a model has so many engines. What a killed process did not report is in the fleet's database."""
+        with contextlib.suppress(queue.Full):
+            self._decisions.put_nowait(said)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                with self._open(self._home) as instance:
+                    self._report_until_closed(instance)
+            except Exception as error:
+                log.warning("catalog: %s", type(error).__name__)
+                self._closed.wait(RETRY_SECONDS)
+
+    def _report_until_closed(self, instance: dg.DagsterInstance) -> None:
+        since_look = LOOK_SECONDS
+        while not self._closed.is_set():
+            self._report_decisions(instance)
+            found = self._taken()
+            if found:
+                report(instance, found)
+            elif since_look >= LOOK_SECONDS:
+                since_look = 0.0
+                self._report_missing(instance)
+            else:
+                self._closed.wait(0.5)
+                since_look += 0.5
+
+    def _report_decisions(self, instance: dg.DagsterInstance) -> None:
+        with contextlib.suppress(queue.Empty):
+            while not self._closed.is_set():
+                instance.report_runless_asset_event(self._decisions.get_nowait())
+
+    def _taken(self) -> list[tuple[str, BatchFooter]]:
+        found: list[tuple[str, BatchFooter]] = []
+        while len(found) < TOGETHER:
+            try:
+                found.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return found
+
+    def _report_missing(self, instance: dg.DagsterInstance) -> None:
+        """Ended batches of which the catalog may miss some: compare, report, and note that all are there."""
+        while records := self._batches.unreported():
+            there = instance.get_materialized_partitions(KEY)  # of all batches that ever were
+            for record in records:
+                if self._closed.is_set():
+                    return
+                report(instance, missing(there, self._objects, record))
+                self._batches.set_reported(record.id)
+
+
+def missing(there: Collection[str], objects: Objects, record: BatchRecord) -> list[tuple[str, BatchFooter]]:
+    """What the store has of a batch and the catalog has not. `there`: partitions that the catalog has.
+
+    What is damaged cannot be reported, now or later.
+    """
+    store = batch_store(objects, record.id)
+    found: list[tuple[str, BatchFooter]] = []
+    try:
+        current = store.current_objects(store.entries(SNAPSHOT))
+    except CorruptObject:
+        log.warning("catalog: batch %s is not reported: the index of its lines is damaged", record.id)
+        return found
+    for key, batch in current.items():
+        if partition_of(record.id, key) not in there:
+            try:
+                found.append((record.id, store.footer(batch)))
+            except CorruptObject:
+                log.warning("catalog: batch %s: %s is not reported: it is damaged", record.id, batch.name)
+    return found
+
+
+def report(instance: dg.DagsterInstance, found: Sequence[tuple[str, BatchFooter]]) -> None:
+    """Add the partitions and their materializations."""
+    if not found:
+        return
+    instance.add_dynamic_partitions(PARTITIONS, [partition_of(batch_id, footer.key) for batch_id, footer in found])
+    for batch_id, footer in found:
+        instance.report_runless_asset_event(materialization(batch_id, footer))

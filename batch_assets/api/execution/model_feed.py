@@ -1,0 +1,277 @@
+"""One feed of rows per model: all batches of a model share its engines, and none costs a run.
+
+Batches wait in the order of `batch_queue`; the feed reads only as far ahead as its engine needs, so a batch with a
+short window overtakes the lines of others that are not sent yet. An engine that is lost, refuses everything or cannot
+be had is waited for: that is no failure of lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from batch_assets.api.batches.create import priority_of
+from batch_assets.api.execution.batch_queue import BatchQueue
+from batch_assets.api.execution.batch_run import HELD_BACK, BatchRun
+from batch_assets.api.execution.engine_slots import EngineSlot, EngineSlots
+from batch_assets.api.execution.engines import EngineAway, EngineSupply, NoFurtherEngine, ServingEngine
+from batch_assets.api.execution.local_journal import LocalJournal
+from batch_assets.api.execution.open_parts import OpenParts
+from batch_assets.api.execution.stops import StoppableEngine, Stops
+from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
+from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
+from gpu_runner.client.verbatim_client import VerbatimClient
+from gpu_runner.http.tls_files import TlsFilesError
+from gpu_runner.inference.feed import Feed, FeedPolicy
+from gpu_runner.rows import Generation, Origin, Outcome, Task
+from resources.store.dataset_store import BatchFooter
+from resources.store.health import is_store_trouble
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+AWAY_SECONDS = (0.2, 2.0)  # between two tries to get an engine, at first and at most
+FLUSH_SECONDS = 0.2
+ANSWER_BYTES = 64 << 20
+LOOK_SECONDS = 1.0
+IDLE_SECONDS = 30.0  # how long a leased engine waits for the next batch
+
+Committed = Callable[[BatchRun, BatchFooter], None]
+
+
+class ModelFeed:
+    """The batches of one model and endpoint. All but `queue` belongs to one event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        task: Task,
+        engines: EngineSupply,
+        committed: Committed,
+        local: LocalJournal,
+        spans: Spans = NO_SPANS,
+        most_engines: int = 1,
+    ) -> None:
+        self.model, self.task, self._spans = model, task, spans
+        self._slots = EngineSlots(most_engines)
+        self._kept_until = 0.0  # by the monotonic clock: engines stay so long without batches
+        self._local = local
+        self.stops = Stops()
+        self._engines, self._on_commit = engines, committed
+        self._queue = BatchQueue()
+        self._runs: dict[str, BatchRun] = {}
+        self._parts = OpenParts(self._queue, self._runs.get)
+        self._changed: dict[str, asyncio.Event] = {}
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="batches-store")
+        self._work = asyncio.Event()
+        self._stops: set[asyncio.Event] = set()  # of the sessions with engines that are under way
+        self._draining = False
+        self._feed = Feed(
+            self._parts, on_row=self._on_row, on_batch=self._on_batch, policy=FeedPolicy(), rng=random.Random()
+        )
+
+    def add(self, run: BatchRun) -> asyncio.Event:
+        """Take a batch on; returns an event that is set when all its rows are kept."""
+        done = self._changed[run.name] = asyncio.Event()
+        self._runs[run.name] = run
+        if run.done:
+            done.set()
+        else:
+            self._queue.add(run, priority_of(run.record.metadata_values()))
+            self._work.set()
+        return done
+
+    def end(self, run: BatchRun) -> None:
+        """A batch is over: its rows that were read already reach no engine, and what they would answer is not kept."""
+        open_still = self._parts.end(run)
+        if run.done or not open_still:
+            self.stops.forget(run.name)
+        else:
+            self.stops.stop(run.name)
+
+    def remove(self, run: BatchRun) -> None:
+        """A batch is over, and what it has kept is written, or another worker's to write."""
+        self.end(run)
+        self._runs.pop(run.name, None)
+        self._changed.pop(run.name, None)
+
+    def keep(self, until: float) -> None:
+        """Have engines until this time of the monotonic clock, whether there are batches or not."""
+        self._kept_until = max(self._kept_until, until)
+        self._work.set()
+
+    def want_engines(self, number: int) -> None:
+        """So many engines from now on. What is too many is answered, and given back."""
+        self._slots.want(number)
+
+    @property
+    def idle(self) -> bool:
+        """No batch has lines to send, nor lines under way, and nobody else wants its engines."""
+        return all(run.paused for run in self._runs.values()) and time.monotonic() >= self._kept_until
+
+    def drain(self) -> None:
+        """Send nothing more; `serve` returns when what is in flight is answered and kept."""
+        self._draining = True
+        for stop in self._stops:
+            stop.set()
+        self._work.set()
+
+    async def serve(self) -> None:
+        """Until drained or cancelled: an engine while there is work, the journal often."""
+        flushing = asyncio.create_task(self._flush_often())
+        try:
+            await self._slots.run(self._serve)
+        finally:
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
+            await self.flush()
+            self._local.close()
+            self._queue.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self, slot: EngineSlot) -> None:
+        wait = AWAY_SECONDS[0]
+        while True:
+            await self._work.wait()
+            if self._draining or not slot.needed:
+                return
+            began = time.monotonic()
+            try:
+                async with self._engines.engine(self.model, self.task) as engine:
+                    slot.serving = True
+                    await self._on_engine(engine, slot)
+            except NoFurtherEngine as error:
+                log.debug("model %s: %s", self.model, error)
+            except (EngineLost, EngineRefused, EngineAway, TlsFilesError) as error:
+                log.warning("model %s: %s: %s", self.model, type(error).__name__, error)
+            finally:
+                slot.serving = False
+            if self._draining or not slot.needed:
+                return
+            wait = AWAY_SECONDS[0] if time.monotonic() - began > AWAY_SECONDS[1] else min(2 * wait, AWAY_SECONDS[1])
+            await asyncio.sleep(wait)
+
+    def _call_span(self, name: str, endpoint: str) -> Span | None:
+        """The span of one request of the run of this name; None where nobody collects it."""
+        run = self._runs.get(name) if self._spans.active else None
+        if run is None or run.trace is None:
+            return None
+        said, attributes = engine_call(self.task, self.model, endpoint)
+        return self._spans.begin(said, SpanKind.CLIENT, run.trace, attributes)
+
+    async def _on_engine(self, engine: ServingEngine, slot: EngineSlot) -> None:
+        client = VerbatimClient(
+            engine.endpoint,
+            Generation(self.task, self.model),
+            api_key=engine.api_key,
+            time_outs=TimeOuts(request=engine.request_seconds),
+            answer_bytes=ANSWER_BYTES,
+            reachability=engine.reachability,
+            priority=BATCH_PRIORITY,
+            tls=engine.tls,
+        )
+        async with client:
+            info = await client.info()
+            version = info.version or "unknown"
+            origin = Origin(self.model, version, engine.provider, engine.instance_type, engine.spot, "api")
+            if self._draining:
+                return
+            stop = asyncio.Event()
+            self._stops.add(stop)
+            watching = asyncio.create_task(self._stop_in_time(engine, slot, stop))
+            try:
+                await self._feed.serve(
+                    StoppableEngine(client, self.stops, lambda name: self._call_span(name, engine.endpoint)),
+                    origin,
+                    engine.max_num_seqs,
+                    stop=stop,
+                    spending=engine.spending,
+                    share=engine.share,
+                )
+            finally:
+                watching.cancel()
+                self._stops.discard(stop)
+
+    async def _stop_in_time(self, engine: ServingEngine, slot: EngineSlot, stop: asyncio.Event) -> None:
+        """Ends the session when the engine takes no more rows, is one too many, or was leased and has had no work for a
+        while."""
+        idle_since: float | None = None
+        while not engine.ending.is_set() and not slot.leaves:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await engine.ending.wait()
+            now = time.monotonic()
+            idle_since = None if not self.idle else now if idle_since is None else idle_since
+            if engine.leased and idle_since is not None and now - idle_since >= IDLE_SECONDS:
+                self._work.clear()
+                break
+        stop.set()
+
+    def _on_row(self, key: str, outcome: Outcome) -> None:
+        name, _, part = key.partition("/")
+        if (run := self._runs.get(name)) is not None and not run.over:
+            run.note(part, outcome)
+            self._local.note(run.batch_id, part, outcome)
+
+    async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
+        name, _, part = key.partition("/")
+        if any(outcome.error == HELD_BACK for outcome in outcomes):
+            self._handed_on(key)
+            self._read_again(name, part)
+            return
+        await self._commit(name, part, outcomes)  # called again when it is cancelled
+        self._handed_on(key)
+
+    def _handed_on(self, key: str) -> None:
+        """After the last open part of a batch that is over, no row of it is left anywhere."""
+        name = key.partition("/")[0]
+        if not self._parts.handed_on(key) and ((run := self._runs.get(name)) is None or run.over):
+            self.stops.forget(name)
+
+    async def _commit(self, name: str, part: str, outcomes: list[Outcome]) -> None:
+        while (run := self._runs.get(name)) is not None and not run.over:
+            try:
+                footer = await asyncio.get_running_loop().run_in_executor(self._pool, run.commit, part, outcomes)
+            except Exception as error:
+                if not is_store_trouble(error):
+                    raise
+                log.warning("batch %s: rows not written: %s", run.batch_id, type(error).__name__)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._on_commit(run, footer)
+            if run.done and (done := self._changed.get(name)) is not None:
+                done.set()
+            return
+
+    def _read_again(self, name: str, part: str) -> None:
+        """A batch of 250 rows of which a budget has let some through: the rest is read when there is room."""
+        run = self._runs.get(name)
+        if run is not None and not run.over:
+            run.put_back(part)
+            self._queue.add(run, priority_of(run.record.metadata_values()))
+
+    async def _flush_often(self) -> None:
+        while True:
+            began = time.monotonic()
+            await self.flush()
+            await asyncio.sleep(max(FLUSH_SECONDS, time.monotonic() - began))
+
+    async def flush(self) -> None:
+        """Write what waits for the journal. A store that is away is tried again with the next call."""
+        loop = asyncio.get_running_loop()
+        self._local.turn()
+        all_written = True
+        for run in [run for run in self._runs.values() if run.unwritten]:
+            try:
+                await loop.run_in_executor(self._pool, run.flush)
+                await loop.run_in_executor(self._pool, run.drop_segments)
+            except Exception as error:  # RuntimeError: the pool is closed
+                all_written = False
+                log.warning("batch %s: journal not written: %s", run.batch_id, type(error).__name__)
+        if all_written:
+            self._local.drop_closed()

@@ -1,0 +1,186 @@
+"""`/v1/files`: upload, list, retrieve, content, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import StreamingResponse
+
+from batch_assets.api.callers import Caller, Scope, caller_with
+from batch_assets.api.errors import ApiError, not_found
+from batch_assets.api.files.contents import expiry, now, open_content, parts_of
+from batch_assets.api.files.upload import Upload, read_upload
+from batch_assets.api.records.files import (
+    LONGEST_LIFE,
+    SHORTEST_LIFE,
+    FileRecord,
+    FileRecords,
+    Order,
+    Purpose,
+    UnknownCursor,
+    new_file_id,
+)
+from batch_assets.api.settings import ApiSettings
+from resources.store.objects import Objects, temporary_folder
+
+log = logging.getLogger(__name__)
+
+MOST_LISTED = 10_000
+OTHER_PURPOSES = ("assistants", "assistants_output", "evals", "fine-tune", "fine-tune-results", "user_data", "vision")
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+Reader = Annotated[Caller, Depends(caller_with(Scope.FILES_READ))]
+Writer = Annotated[Caller, Depends(caller_with(Scope.FILES_WRITE))]
+
+
+def shown(file: FileRecord) -> dict[str, Any]:
+    """A file object as documented."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def records_of(request: Request) -> FileRecords:
+    """The service's records of files."""
+    found: FileRecords = request.app.state.files
+    return found
+
+
+@router.post("")
+async def upload_file(request: Request, caller: Writer) -> dict[str, Any]:
+    """Upload a file of JSON lines, as multipart/form-data with the fields `file` and `purpose`."""
+    settings: ApiSettings = request.app.state.settings
+    objects: Objects = request.app.state.objects
+    with temporary_folder() as folder:
+        target = Path(folder) / "upload"
+        content_type = request.headers.get("content-type", "")
+        upload = await read_upload(content_type, request.stream(), target, settings.limits.file_bytes)
+        file = _checked(upload, caller.tenant, settings.limits.batch_file_days)
+        await asyncio.to_thread(objects.upload, file.path, target)
+    await asyncio.to_thread(records_of(request).add, file)
+    return shown(file)
+
+
+def _checked(upload: Upload, tenant: str, days: float) -> FileRecord:
+    """The record of what was uploaded. Raises ApiError."""
+    if upload.filename is None:
+        raise ApiError(400, "Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise ApiError(
+            400, "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
+        )
+    if purpose != Purpose.BATCH:
+        said = f"Invalid value: '{purpose[:40]}'. Supported values are: 'batch'."
+        raise ApiError(400, said, param="purpose", code="invalid_value")
+    extension = Path(upload.filename).suffix.lower()
+    if extension not in ("", ".jsonl"):
+        said = f"Invalid file format for Batch API: expected .jsonl, found {extension[:20]}."
+        raise ApiError(400, said, param="file", code="invalid_file_format")
+    created = now()
+    expires = expiry(created, _life(upload.fields), days)
+    return FileRecord(new_file_id(), tenant, purpose, upload.filename, upload.bytes, created, expires)
+
+
+def _life(fields: dict[str, str]) -> int | None:
+    """Seconds that the file is to live, from `expires_after`. Raises ApiError."""
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise ApiError(
+            400, "Invalid value for 'expires_after.anchor': expected 'created_at'.", param="expires_after.anchor"
+        )
+    whole = seconds is not None and seconds.isascii() and seconds.isdecimal()
+    if seconds is None or not whole or not SHORTEST_LIFE <= int(seconds[:12]) <= LONGEST_LIFE:
+        raise ApiError(
+            400,
+            f"Invalid value for 'expires_after.seconds': expected {SHORTEST_LIFE} to {LONGEST_LIFE}.",
+            param="expires_after.seconds",
+        )
+    return int(seconds)
+
+
+@router.get("")
+async def list_files(
+    request: Request,
+    caller: Reader,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    """Files of the caller's tenant, newest first. `after` is the id of the last file of the page before."""
+    if purpose is not None and purpose not in (*Purpose, *OTHER_PURPOSES):
+        raise ApiError(400, f"Invalid value for 'purpose': '{purpose[:40]}'.", param="purpose", code="invalid_value")
+    given: Order = order
+    try:
+        page = await asyncio.to_thread(
+            lambda: records_of(request).page(
+                caller.tenant, time.time(), purpose=purpose, after=after, limit=limit, order=given
+            )
+        )
+    except UnknownCursor:
+        raise not_found("File object", after or "", "after") from None
+    return listed([shown(file) for file in page.files], has_more=page.has_more)
+
+
+def listed(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page of a list as documented."""
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
+
+
+async def found(request: Request, caller: Caller, file_id: str) -> FileRecord:
+    """A file of the caller's tenant. Raises ApiError 404."""
+    file = await asyncio.to_thread(records_of(request).get, caller.tenant, file_id, time.time())
+    if file is None:
+        raise not_found("File object", file_id)
+    return file
+
+
+@router.get("/{file_id}")
+async def retrieve_file(request: Request, caller: Reader, file_id: str) -> dict[str, Any]:
+    """What is known of a file."""
+    return shown(await found(request, caller, file_id))
+
+
+@router.get("/{file_id}/content", response_class=StreamingResponse)
+async def file_content(request: Request, caller: Reader, file_id: str) -> StreamingResponse:
+    """The content of a file."""
+    file = await found(request, caller, file_id)
+    try:
+        content = await open_content(request.app.state.objects, file)
+    except FileNotFoundError:
+        raise not_found("File object", file_id) from None
+    headers = {"Content-Length": str(file.bytes), "Content-Disposition": attachment(file.filename)}
+    return StreamingResponse(parts_of(content), media_type="application/octet-stream", headers=headers)
+
+
+def attachment(filename: str) -> str:
+    """A Content-Disposition that names the file (RFC 6266)."""
+    return f"attachment; filename*=UTF-8''{quote(filename, safe='')}"
+
+
+@router.delete("/{file_id}")
+async def delete_file(request: Request, caller: Writer, file_id: str) -> dict[str, Any]:
+    """Delete a file. A batch that was created with it goes on."""
+    file = await found(request, caller, file_id)
+    if not await asyncio.to_thread(records_of(request).delete, caller.tenant, file.id, time.time()):
+        raise not_found("File object", file_id)
+    return {"id": file.id, "object": "file", "deleted": True}

@@ -1,0 +1,211 @@
+"""The whole service: the application with its callers, limits, metrics, audit log and interactive routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import sqlalchemy as sa
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from batch_assets.api import health
+from batch_assets.api.access.audit import FILE as AUDIT_FILE
+from batch_assets.api.access.audit import AuditLog
+from batch_assets.api.access.authentication import JwtSettings, authenticator, jwt_settings
+from batch_assets.api.access.browser_guard import BrowserGuard
+from batch_assets.api.access.enforcement import LimitedAuthenticator
+from batch_assets.api.access.key_store import KeyStore
+from batch_assets.api.access.quotas import Quotas
+from batch_assets.api.access.rate_limiter import BucketTable, LocalLimiter, RateLimiter, SharedLimiter
+from batch_assets.api.access.rate_limits import FILE as LIMITS_FILE
+from batch_assets.api.access.rate_limits import read_limits
+from batch_assets.api.app import create_app
+from batch_assets.api.billing.interactive_usage import InteractiveUsage
+from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
+from batch_assets.api.billing.journal import UsageJournal
+from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.usage import Kind, Tokens
+from batch_assets.api.callers import embedded_caller
+from batch_assets.api.health import Readiness
+from batch_assets.api.interactive import routes
+from batch_assets.api.interactive.embedding_lists import embedding_lists
+from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
+from batch_assets.api.interactive.engine_directory import EngineDirectory
+from batch_assets.api.interactive.event_stream import Usage
+from batch_assets.api.interactive.first_tokens import FirstTokens
+from batch_assets.api.interactive.proxy import Proxy
+from batch_assets.api.interactive.routing_figures import RoutingFigures
+from batch_assets.api.interactive.shared_supply import SharedSupply, first_token_policy
+from batch_assets.api.models import known_models, served_models
+from batch_assets.api.online import routes as online_routes
+from batch_assets.api.online.dispatcher import ProxyDispatcher
+from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.list_dispatcher import ListDispatcher
+from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind
+from batch_assets.api.online.service import OnlineService
+from batch_assets.api.online.settings import online_settings
+from batch_assets.api.records.database import Records
+from batch_assets.api.settings import ApiSettings
+from batch_assets.api.telemetry.gauges import FleetSource, KeptSamples, record_gauges
+from batch_assets.api.telemetry.metrics import ServiceMetrics
+from batch_assets.api.telemetry.observation import Observation
+from batch_assets.api.telemetry.trace_export import spans_of_environment
+from batch_assets.api.telemetry.tracing import Spans
+from batch_assets.settings import FLEET_DB, fleet_database
+from gpu_runner.http.tls_files import ssl_of
+
+_LINES_LOST = ("batch_assets_audit_lines_lost", "Lines of the audit log that could not be written.")
+_ANSWERS_LOST = ("batch_assets_usage_answers_lost", "Answers whose usage could not be written down.")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """What a server runs. `inner`: the application itself, without what is around it."""
+
+    app: ASGIApp
+    inner: FastAPI
+    readiness: Readiness
+    metrics: ServiceMetrics
+
+
+def build_front_door(
+    settings: ApiSettings, *, inner: FastAPI | None = None, tokens: JwtSettings | None = None
+) -> FrontDoor:
+    """The service with these settings and the environment's. Raises AccessSettingsError, LimitsError, RecordsError.
+
+    Without keys and tokens it has one tenant, no limits, and lets no web page in.
+    """
+    keys = KeyStore(settings.database, time.time)
+    authenticate = authenticator(settings.host, keys, tokens or jwt_settings())
+    embedded = authenticate is embedded_caller
+    if not embedded:
+        limits = read_limits(settings.home / LIMITS_FILE)
+        authenticate = LimitedAuthenticator(authenticate, limits, _limiter(keys.records), Quotas(keys.records))
+    inner = inner or create_app(settings)
+    inner.state.authenticate = authenticate
+    figures = ServiceMetrics()
+    fleet = _observe(figures, settings, keys.records)
+    inner.state.on_commit = lambda footer: figures.committed(
+        footer.model, footer.ok, footer.dead, footer.prompt_tokens, footer.completion_tokens
+    )
+    spans = inner.state.spans = spans_of_environment()
+    readiness = Readiness(time.monotonic, {"database": lambda: _look(keys.records)})
+    inner.state.metrics, inner.state.readiness = figures, readiness
+    inner.include_router(health.router)
+    inner.include_router(routes.router)
+    proxy = _proxy(settings, figures, spans)
+    inner.state.proxy = proxy
+    lists = embedding_lists(proxy, figures)
+    inner.state.embedding_lists = lists
+    policy = first_token_policy()
+    inner.state.share_engines = lambda supply: SharedSupply(supply, proxy.directory, proxy.first_tokens, policy)
+    proxy.known = lambda: known_models(inner.state.models)
+    journal = UsageJournal(settings.home / USAGE_FOLDER, lambda: UsageLedger(Records(settings.database)))
+    usage = inner.state.interactive_usage = InteractiveUsage(journal, settings.prices, time.time)
+    if not settings.endpoints:
+        proxy.want = lambda model, path: _want(inner, model, path)
+    limits_of_callers = authenticate if isinstance(authenticate, LimitedAuthenticator) else None
+    inner.include_router(online_routes.router)
+    inner.state.online = online = OnlineService(
+        online_settings(),
+        settings.home,
+        ProxyDispatcher(proxy) if lists is None else ListDispatcher(ProxyDispatcher(proxy), lists, proxy.used),
+        proxy.directory,
+        OnlineFigures(figures.registry),
+        lambda: served_models(inner.state.models),
+        limits_of_callers,
+        charge=partial(_charge, usage),
+    )
+    audit = AuditLog(settings.home / AUDIT_FILE)
+    figures.add_gauges(lambda: [(*_LINES_LOST, {}, audit.lost), (*_ANSWERS_LOST, {}, usage.lost)])
+    _live_with(inner, [contextlib.closing(keys), contextlib.closing(fleet), audit, usage], [proxy, lists], [online])
+    guarded: ASGIApp = (
+        BrowserGuard(inner, settings.port, "http" if settings.tls is None else "https") if embedded else inner
+    )
+    app = Observation(guarded, figures, audit, wall=time.time, clock=time.monotonic, spans=spans)
+    return FrontDoor(app, inner, readiness, figures)
+
+
+def _limiter(records: Records) -> RateLimiter:
+    """Replicas share a Postgres, and so their buckets; a SQLite file belongs to one process."""
+    if records.engine.dialect.name == "sqlite":
+        return LocalLimiter(time.monotonic)
+    return SharedLimiter(BucketTable(records, time.time), time.monotonic)
+
+
+def _proxy(settings: ApiSettings, figures: ServiceMetrics, spans: Spans) -> Proxy:
+    """What sends interactive requests on: to engines that are announced, and to the configured endpoints."""
+    routing, measured = routing_policy(), RoutingFigures(figures)
+    if not settings.endpoints:
+        directory = EngineDirectory(time.monotonic)
+        choice = EngineChoice(directory, time.monotonic, routing, measured)
+        return Proxy(directory, figures, FirstTokens(time.monotonic), choice, spans=spans)
+    api_key, tls = os.environ.get("BATCH_ASSETS_API_KEY") or None, settings.engine_tls
+    ssl_of(tls)  # what cannot be used is said at the start
+
+    async def models(url: str) -> list[str]:
+        return await proxy.models_of(url, api_key, tls)
+
+    directory = EngineDirectory(time.monotonic, endpoints=settings.endpoints, api_key=api_key, tls=tls, models=models)
+    choice = EngineChoice(directory, time.monotonic, routing, measured)
+    proxy = Proxy(directory, figures, FirstTokens(time.monotonic), choice, spans=spans)
+    return proxy
+
+
+def _observe(figures: ServiceMetrics, settings: ApiSettings, records: Records) -> FleetSource:
+    """Figures of the records, and of the fleet where engines come from it."""
+    figures.add_gauges(KeptSamples("records", record_gauges(records, time.time), time.monotonic))
+    fleet = FleetSource(fleet_database() if os.environ.get(FLEET_DB) else f"sqlite:///{settings.home / 'fleet.db'}")
+    if not settings.endpoints:
+        figures.add_gauges(KeptSamples("fleet", fleet.read, time.monotonic))
+    return fleet
+
+
+def _want(app: FastAPI, model: str, path: str) -> None:
+    want: Callable[[str, str], None] | None = getattr(app.state, "want", None)
+    if want is not None:
+        want(model, path)
+
+
+def _charge(usage: InteractiveUsage, task: OnlineTask, used: Usage | None) -> None:
+    """An engine has answered an online request."""
+    kind = Kind.EMBEDDINGS if task.kind is TaskKind.EMBEDDING else Kind.COMPLETIONS
+    tokens = None if used is None else Tokens(used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+    usage.answered(task.tenant, task.model, kind, tokens, task.task_id)
+
+
+def _look(records: Records) -> None:
+    with records.reading() as connection:
+        connection.execute(sa.select(1))
+
+
+def _live_with(
+    app: FastAPI,
+    held: Sequence[AbstractContextManager[object]],
+    before: Sequence[AbstractAsyncContextManager[object] | None],
+    after: Sequence[AbstractAsyncContextManager[object]],
+) -> None:
+    """Open and close with the application what it holds, what it needs before it starts, and what needs it."""
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[object]:
+        async with contextlib.AsyncExitStack() as stack:
+            for one in held:
+                stack.enter_context(one)
+            stack.push_async_callback(asyncio.to_thread, app.state.spans.close)
+            for part in filter(None, before):
+                await stack.enter_async_context(part)
+            state = await stack.enter_async_context(inner(app))
+            for part in after:
+                await stack.enter_async_context(part)
+            yield state
+
+    app.router.lifespan_context = lifespan  # type: ignore[assignment]

@@ -1,0 +1,188 @@
+"""Which engines serve which model now: those that the service's own feeds hold, and configured endpoints.
+
+Whoever holds an engine announces it and withdraws it, in any thread; all else belongs to one event loop. A configured
+endpoint is asked for its models (`GET /v1/models`), at most every `fresh` seconds, beside requests for models that are
+known: one that does not answer holds up nobody who can be served by another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from gpu_runner.http.tls_files import TlsFiles
+
+log = logging.getLogger(__name__)
+
+LACKING_SECONDS = 60.0  # how long a route that an engine has not is not asked for: its address may be another's then
+MOST_LACKING = 1000
+REST_SECONDS = 2.0  # how long an engine that could not be reached is asked last
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """One engine. `url` without `/v1`. `api_key`: for this engine only.
+
+    `hardware`: what it runs on, and `places`: requests that it runs at once, where somebody knows it.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    hardware: str = field(default="", compare=False)
+    places: int | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class _Load:
+    in_flight: int = 0
+    unreachable_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Endpoint:
+    """A configured endpoint, and what it said last. `asked_at`: seconds of the directory's clock."""
+
+    url: str
+    engines: tuple[EngineTarget, ...] = ()
+    asked_at: float | None = None
+    answered: bool = False
+    asking: asyncio.Task[None] | None = None
+
+
+ListModels = Callable[[str], Awaitable[list[str]]]
+
+
+class EngineDirectory:
+    """`clock`: monotonic seconds. `endpoints` and `models`: configured addresses, and how one is asked for models."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        endpoints: Sequence[str] = (),
+        api_key: str | None = None,
+        tls: TlsFiles | None = None,
+        models: ListModels | None = None,
+        fresh: float = 30.0,
+        retry: float = 2.0,
+    ) -> None:
+        self._clock, self._fresh, self._retry = clock, fresh, retry
+        self._api_key, self._tls, self._models = api_key, tls, models
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in endpoints]
+        self._changing = threading.Lock()
+        self._announced: dict[EngineTarget, int] = {}  # replaced, never changed: other threads announce
+        self._load: dict[EngineTarget, _Load] = {}
+        self._lacking: OrderedDict[tuple[str, str], float] = OrderedDict()  # (address, path), since when
+
+    def lacks_route(self, engine: EngineTarget, path: str) -> None:
+        """The engine has answered that it does not know this path; that is believed for a while."""
+        self._lacking[engine.url, path] = self._clock()
+        self._lacking.move_to_end((engine.url, path))
+        if len(self._lacking) > MOST_LACKING:
+            self._lacking.popitem(last=False)
+
+    def has_route(self, engine: EngineTarget, path: str) -> bool:
+        """Whether the engine may know this path."""
+        since = self._lacking.get((engine.url, path))
+        return since is None or self._clock() - since >= LACKING_SECONDS
+
+    def announce(self, engine: EngineTarget) -> None:
+        """Somebody holds this engine; as often as it is announced it must be withdrawn."""
+        with self._changing:
+            self._announced = {**self._announced, engine: self._announced.get(engine, 0) + 1}
+
+    def withdraw(self, engine: EngineTarget) -> None:
+        """One that held it does so no more."""
+        with self._changing:
+            held = {**self._announced, engine: self._announced.get(engine, 0) - 1}
+            self._announced = {one: times for one, times in held.items() if times > 0}
+
+    async def engines(self, model: str) -> list[EngineTarget]:
+        """Engines of a model: reachable ones first, then those with the fewest requests. Empty: nobody serves it."""
+        asked = self._ask_due(bool(self._known(model)))
+        while asked and not self._known(model):
+            _, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        return sorted(self._known(model), key=self._rank)
+
+    def targets(self) -> list[EngineTarget]:
+        """All engines that are known now."""
+        return sorted({*self._announced, *self._configured}, key=lambda engine: (engine.url, engine.model))
+
+    def serves(self, url: str) -> bool:
+        """Whether an engine with this address is known now."""
+        return any(engine.url == url for engine in (*self._announced, *self._configured))
+
+    def resting(self, engine: EngineTarget) -> bool:
+        """Whether it could not be reached a moment ago."""
+        load = self._load.get(engine)
+        since = None if load is None else load.unreachable_at
+        return since is not None and self._clock() - since < REST_SECONDS
+
+    async def models(self) -> list[str]:
+        """All models that are served now."""
+        if asked := self._ask_due(True):
+            await asyncio.wait(asked)
+        return sorted({engine.model for engine in (*self._announced, *self._configured)})
+
+    def begin(self, engine: EngineTarget) -> None:
+        """A request goes to it."""
+        self._load.setdefault(engine, _Load()).in_flight += 1
+
+    def end(self, engine: EngineTarget, *, reached: bool) -> None:
+        """That request has ended."""
+        load = self._load.setdefault(engine, _Load())
+        load.in_flight -= 1
+        load.unreachable_at = None if reached else self._clock()
+        if not reached:  # seldom: also those that were unreachable once and have gone since are forgotten now
+            there = {*self._announced, *self._configured}
+            self._load = {one: load for one, load in self._load.items() if load.in_flight or one in there}
+        elif not load.in_flight:
+            del self._load[engine]
+
+    def _known(self, model: str) -> set[EngineTarget]:
+        return {engine for engine in (*self._announced, *self._configured) if engine.model == model}
+
+    def _rank(self, engine: EngineTarget) -> tuple[bool, int, str]:
+        load = self._load.get(engine) or _Load()
+        return self.resting(engine), load.in_flight, engine.url
+
+    @property
+    def _configured(self) -> list[EngineTarget]:
+        return [engine for endpoint in self._endpoints for engine in endpoint.engines]
+
+    def _ask_due(self, known: bool) -> set[asyncio.Task[None]]:
+        """Ask the endpoints whose time it is; returns who is being asked. `known`: what is wanted is there anyway."""
+        if self._models is None:
+            return set()
+        now = self._clock()
+        for endpoint in self._endpoints:
+            wait = self._fresh if known and endpoint.answered else self._retry
+            if endpoint.asking is None and (endpoint.asked_at is None or now - endpoint.asked_at >= wait):
+                endpoint.asked_at = now
+                endpoint.asking = asyncio.create_task(self._ask(endpoint, self._models))
+        return {endpoint.asking for endpoint in self._endpoints if endpoint.asking is not None}
+
+    async def _ask(self, endpoint: _Endpoint, models: ListModels) -> None:
+        try:
+            names = await models(endpoint.url)
+        except Exception as error:  # whatever it is: the list that is known stays
+            endpoint.answered = False
+            log.warning("models of a configured endpoint: %s", type(error).__name__)
+        else:
+            endpoint.answered = True
+            endpoint.engines = tuple(EngineTarget(endpoint.url, name, self._api_key, self._tls) for name in names)
+        finally:
+            endpoint.asking = None
+
+    async def close(self) -> None:
+        """Nobody is asked any more."""
+        asking = [endpoint.asking for endpoint in self._endpoints if endpoint.asking is not None]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)

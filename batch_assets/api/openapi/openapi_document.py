@@ -1,0 +1,159 @@
+"""The service's OpenAPI description: what FastAPI finds in the routes, and what it cannot know.
+
+Documented errors, the objects of answers, bodies that are read as they come (uploads, requests for engines), and how a
+caller shows who he is. `tests/batch_assets/api/test_openapi.py` holds the service to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from batch_assets.api.openapi.documented_objects import (
+    Answer,
+    Batch,
+    BatchList,
+    DeletedFile,
+    Error,
+    File,
+    FileList,
+    Model,
+    ModelList,
+    Response,
+    UsagePage,
+)
+from batch_assets.api.records.files import LONGEST_LIFE, SHORTEST_LIFE, Purpose
+
+REFERENCE = "#/components/schemas/{model}"
+Operation = tuple[str, str]  # method, path
+ANSWERS: Mapping[Operation, type[BaseModel]] = {
+    ("post", "/v1/files"): File,
+    ("get", "/v1/files"): FileList,
+    ("get", "/v1/files/{file_id}"): File,
+    ("delete", "/v1/files/{file_id}"): DeletedFile,
+    ("post", "/v1/batches"): Batch,
+    ("get", "/v1/batches"): BatchList,
+    ("get", "/v1/batches/{batch_id}"): Batch,
+    ("post", "/v1/batches/{batch_id}/cancel"): Batch,
+    ("get", "/v1/models"): ModelList,
+    ("get", "/v1/models/{model}"): Model,
+    ("get", "/v1/organization/usage/completions"): UsagePage,
+    ("get", "/v1/organization/usage/embeddings"): UsagePage,
+    ("get", "/v1/organization/costs"): UsagePage,
+}
+INTERACTIVE: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": Answer,
+    "/v1/completions": Answer,
+    "/v1/embeddings": Answer,
+    "/v1/responses": Response,
+}
+CONTENT = ("get", "/v1/files/{file_id}/content")
+_WORDS = {
+    400: "The request is not what it should be; `param` and `code` say where and why.",
+    401: "No key or token, or one that is not valid (any more).",
+    403: "The key lacks the scope; or the request comes from a web page.",
+    404: "There is no such object, or it is another tenant's.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    429: "Over a limit a minute (`rate_limit_exceeded`) or over a quota (`quota_exceeded`); see `Retry-After`.",
+    502: "The engine was lost, or its answer could not be read.",
+    503: "No engine or no database now, no engine within the latency target, or overloaded; see `Retry-After`.",
+    504: "The engine did not answer in time.",
+}
+_ALWAYS, _OF_ENGINES, _OF_BODIES = (400, 401, 403, 404, 429, 503), (502, 504), (408, 413)
+_TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": _TEXT}}  # of a stream
+UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, one request each."},
+        "purpose": {"type": "string", "enum": [Purpose.BATCH]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_LIFE, "maximum": LONGEST_LIFE},
+    },
+}
+_MESSAGES = {
+    "type": "array",
+    "items": {"type": "object", "required": ["role"], "properties": {"role": _TEXT, "content": {}}},
+}
+ASKED: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES},
+    "/v1/completions": {"prompt": {"anyOf": [_TEXT, {"type": "array"}]}},
+    "/v1/responses": {"input": {"anyOf": [_TEXT, {"type": "array"}]}},
+    "/v1/embeddings": {"input": {"anyOf": [_TEXT, {"type": "array"}]}},
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Have the application show this description at /openapi.json and /docs."""
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The description, made once."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        components = made.setdefault("components", {})
+        components.setdefault("schemas", {}).update(_schemas())
+        for name in ("HTTPValidationError", "ValidationError"):  # what is wrong is said in OpenAI's shape
+            components["schemas"].pop(name, None)
+        components["securitySchemes"] = {
+            "bearer": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "An API key or a JSON Web Token. On loopback without any key: not asked for.",
+            }
+        }
+        made["security"] = [{"bearer": []}, {}]
+        for path, operations in made["paths"].items():
+            for method, operation in operations.items():
+                _complete(method, path, operation)
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _schemas() -> dict[str, Any]:
+    models: list[type[BaseModel]] = [Error, *INTERACTIVE.values(), *ANSWERS.values()]
+    _, found = models_json_schema([(model, "serialization") for model in models], ref_template=REFERENCE)
+    schemas: dict[str, Any] = found["$defs"]
+    return schemas
+
+
+def _complete(method: str, path: str, operation: dict[str, Any]) -> None:
+    """Add what routes do not say to one operation."""
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if (answer := ANSWERS.get((method, path))) is not None:
+        responses["200"]["content"] = {"application/json": {"schema": _reference(answer)}}
+    elif (method, path) == CONTENT:
+        responses["200"]["content"] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    elif path in INTERACTIVE:
+        streams = {"text/event-stream": {"schema": EVENT}} if path != "/v1/embeddings" else {}
+        responses["200"]["content"] = {"application/json": {"schema": _reference(INTERACTIVE[path])}, **streams}
+    statuses = [*_ALWAYS, *(_OF_BODIES if method == "post" else ()), *(_OF_ENGINES if path in INTERACTIVE else ())]
+    for status in statuses:
+        content = {"application/json": {"schema": _reference(Error)}}
+        responses.setdefault(str(status), {"description": _WORDS[status], "content": content})
+    if (method, path) == ("post", "/v1/files"):
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+    elif path in INTERACTIVE:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _asked(path)}}}
+
+
+def _asked(path: str) -> dict[str, Any]:
+    """The body of a request for an engine: what is read here. All other fields are the engine's."""
+    own = dict(ASKED[path])
+    options = {"type": "object", "properties": {"include_usage": {"type": "boolean"}}}
+    common = {"model": _TEXT, "stream": {"type": "boolean"}, "stream_options": options}
+    return {"type": "object", "required": ["model", *own], "properties": {**common, **own}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=model.__name__)}

@@ -1,0 +1,116 @@
+"""Opens the service's database: SQLite in write-ahead mode, or Postgres. Its tables are brought to today's version."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+
+from batch_assets.api.records.migrations import HEAD, upgrade, version_of
+from gpu_runner.errors import ExitStatus, UserFacingError
+
+BUSY_MILLISECONDS = 10_000
+POOL_SECONDS = 5.0  # how long a caller waits for one of the connections, when all are taken
+PSYCOPG2 = "psycopg2"
+
+
+class RecordsError(UserFacingError):
+    """The records cannot be opened."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
+
+
+def is_records_trouble(error: BaseException) -> bool:
+    """The database is away, hangs or is locked: the same may succeed later. Not: what was asked of it is wrong."""
+    if isinstance(error, DBAPIError):
+        return isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
+    return isinstance(error, sa.exc.TimeoutError)  # no connection was free
+
+
+class Records:
+    """The records' database. `url`: SQLAlchemy's; it may hold a password and is never shown.
+
+    Every call ends: in Postgres as `bounded_postgres` says, in SQLite when another has written for BUSY_MILLISECONDS.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self.engine = _bounded_engine(url)
+            self._bring_to_head(url)
+        except (SQLAlchemyError, ImportError, ValueError) as error:
+            raise RecordsError(
+                "BATCH_ASSETS_API_DB: expected a database that can be opened (sqlite:////path/api.db or "
+                f"postgresql+psycopg2://host/name), found one that cannot: {type(error).__name__}"
+            ) from None
+
+    def _bring_to_head(self, url: str) -> None:
+        with self.reading() as connection:
+            found = version_of(connection)
+        if found == HEAD:
+            return
+        if self.engine.dialect.name == "sqlite":
+            with self.writing() as connection:
+                upgrade(connection)
+            return
+        engine = sa.create_engine(url, poolclass=sa.NullPool)  # a change of large tables takes its time
+        with engine.begin() as connection:
+            upgrade(connection)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        """A transaction that may write."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """A transaction that only reads."""
+        with self.engine.connect().execution_options(reading=True) as connection:
+            yield connection
+
+    def answers(self) -> bool:
+        """Whether the database can be asked now."""
+        try:
+            with self.reading() as connection:
+                connection.execute(sa.select(1))
+        except SQLAlchemyError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
+def _bounded_engine(url: str) -> sa.Engine:
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = sa.create_engine(parsed)
+        sa.event.listen(engine, "connect", _configure_sqlite)
+        sa.event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    if parsed.get_dialect().driver != PSYCOPG2:
+        return sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS)
+    from batch_assets.api.records import bounded_postgres
+
+    arguments = bounded_postgres.connect_arguments(frozenset(parsed.query))
+    engine = sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS, connect_args=arguments)
+    sa.event.listen(engine, "connect", bounded_postgres.limit_statements)
+    return engine
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    reading = connection.get_execution_options().get("reading")
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _configure_sqlite(connection: Any, record: Any) -> None:
+    connection.isolation_level = None  # the BEGIN above is the only one
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.close()

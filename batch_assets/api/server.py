@@ -1,0 +1,68 @@
+"""The service as a process: `batch-assets serve`. Ends in order at SIGTERM and SIGINT.
+
+Requests that are under way have `END_SECONDS` to end; connections that are idle are closed at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+from types import FrameType
+
+import uvicorn
+
+from batch_assets.api.drain import DrainingServer, drain_seconds
+from batch_assets.api.front_door import FrontDoor, build_front_door
+from batch_assets.api.settings import ApiSettings
+from batch_assets.api.telemetry.gauges import certificate_gauges
+from gpu_runner.http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
+
+END_SECONDS = 10
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
+COLLECTIONS = (50_000, 50, 100)
+
+
+def serve(settings: ApiSettings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises AccessSettingsError for an address that others can reach without a key, TlsFilesError for bad certificates.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ended_in_order)  # uvicorn has its own while it runs, and raises the signal again then
+    service = build_front_door(settings)
+    config = server_config(service, settings)
+    # Fewer, cheaper garbage collections: thousands of live requests make them a large part of the CPU per line.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
+    DrainingServer(config, service.readiness, drain_seconds()).run()
+
+
+def server_config(service: FrontDoor, settings: ApiSettings, look_seconds: float = LOOK_SECONDS) -> uvicorn.Config:
+    """How uvicorn serves it, with TLS where certificate and key are named. Raises TlsFilesError.
+
+    `look_seconds`: how often their files are looked at.
+    """
+    tls = None
+    if settings.tls is not None:
+        tls = RotatingContext(settings.tls, server_context, look_seconds=look_seconds)
+    engines = None if settings.engine_tls is None else client_tls(settings.engine_tls)
+    service.metrics.add_gauges(lambda: certificate_gauges(tls, engines))
+    return uvicorn.Config(
+        service.app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=END_SECONDS,
+        ssl_context_factory=None if tls is None else lambda config, default: tls.for_handshakes(),
+    )
+
+
+def _ended_in_order(number: int, frame: FrameType | None) -> None:
+    """The service has ended as it was asked to: exit status 0."""

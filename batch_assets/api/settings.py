@@ -1,0 +1,126 @@
+"""Where the service listens, what it uses, and how much it takes: from the environment, each with a default."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batch_assets import settings
+from batch_assets.api.billing.prices import FILE as PRICES_FILE
+from batch_assets.api.billing.prices import PriceList, read_prices
+from batch_assets.api.model_settings import FILE as MODELS_FILE
+from batch_assets.api.model_settings import ModelSettings, read_model_settings
+from batch_assets.settings import SettingError
+from gpu_runner.http.tls_files import TlsFiles
+from resources.fleet.engine_tls import tls_of_environment
+
+GIB = 1 << 30
+TLS_CERTIFICATE, TLS_KEY = "BATCH_ASSETS_TLS_CERTIFICATE", "BATCH_ASSETS_TLS_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Bounds of one request and of one batch. Bytes, seconds, counts.
+
+    `silent_seconds`: longest wait for the next part of a request's body. `file_days`: how long a batch's files are kept
+    when nobody says; None: for ever.
+    """
+
+    json_bytes: int = 1 << 20
+    file_bytes: int = 2 * GIB
+    line_bytes: int = 16 << 20
+    lines: int = 1_000_000
+    listed_errors: int = 1_000
+    silent_seconds: float = 30.0
+    json_seconds: float = 60.0
+    upload_seconds: float = 3600.0
+    batch_file_days: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """`home`: DAGSTER_HOME. `database`: SQLAlchemy URL of the records.
+
+    `endpoints`: engines that run, `max_num_seqs` the slots of each, `engine_tls` their certificates. Without one,
+    engines are those of the fleet. `tls`: certificate and key of the service itself; None: plain HTTP.
+    """
+
+    home: Path
+    store_root: str
+    database: str
+    host: str = "127.0.0.1"
+    port: int = 8080
+    endpoints: tuple[str, ...] = ()
+    max_num_seqs: int | None = None
+    limits: ApiLimits = field(default_factory=ApiLimits)
+    prices: PriceList = field(default_factory=PriceList)
+    models: ModelSettings = field(default_factory=ModelSettings)
+    tls: TlsFiles | None = None
+    engine_tls: TlsFiles | None = None
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def api_settings(
+    host: str = "127.0.0.1", port: int = 8080, endpoints: Sequence[str] = (), max_num_seqs: int | None = None
+) -> ApiSettings:
+    """The settings of this environment. Raises SettingError, PricesError, ModelSettingsError."""
+    home = settings.dagster_home()
+    return ApiSettings(
+        home=home,
+        store_root=settings.store_root(),
+        database=records_database(),
+        host=host,
+        port=port,
+        endpoints=tuple(dict.fromkeys(endpoints)),
+        max_num_seqs=max_num_seqs,
+        prices=read_prices(home / PRICES_FILE),
+        models=read_model_settings(home / MODELS_FILE),
+        tls=service_tls(),
+        engine_tls=tls_of_environment(),
+        limits=ApiLimits(
+            file_bytes=_whole("BATCH_ASSETS_API_MAX_FILE_BYTES", ApiLimits().file_bytes),
+            lines=_whole("BATCH_ASSETS_API_MAX_LINES", ApiLimits().lines),
+        ),
+    )
+
+
+def records_database() -> str:
+    """SQLAlchemy URL of the records: BATCH_ASSETS_API_DB, else SQLite in DAGSTER_HOME."""
+    return os.environ.get("BATCH_ASSETS_API_DB") or f"sqlite:///{settings.dagster_home() / 'api.db'}"
+
+
+def service_tls() -> TlsFiles | None:
+    """Certificate and key of the service; None: plain HTTP. Raises SettingError when one is named without the other."""
+    named = {name: os.environ.get(name, "").strip() for name in (TLS_CERTIFICATE, TLS_KEY)}
+    if not any(named.values()):
+        return None
+    for name, value in named.items():
+        if not value:
+            raise SettingError(f"{name}: expected a file, because {' and '.join(named)} belong together")
+    return TlsFiles(Path(named[TLS_CERTIFICATE]), Path(named[TLS_KEY]))
+
+
+def _whole(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 15 or int(text) < 1:
+        raise SettingError(f"{name}: expected a whole number above 0, found {text!r:.40}")
+    return int(text)

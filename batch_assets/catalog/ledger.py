@@ -1,0 +1,312 @@
+"""The ledger: one AssetMaterialization per committed batch, and the few ways in which we read it.
+
+The store decides what is done; the catalog says so to people and to Dagster. Everything that leans on Dagster
+internals stands here, and `tests/batch_assets/catalog/test_ledger.py` fails when they change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import dagster as dg
+import sqlalchemy as sa
+
+from batch_assets.dagster_internals import (
+    AssetEventTagsTable,
+    EventLogStorage,
+    SqlEventLogStorage,
+    SqlEventLogStorageTable,
+)
+from batch_assets.planning.clock_scale import scale_words
+from batch_assets.tags import (
+    CODE_VERSION_TAG,
+    DATA_VERSION_TAG,
+    INPUT_DATA_VERSION_TAG,
+    INPUT_EVENT_POINTER_TAG,
+    RETRY_RUN_TAG,
+    USER_PROVIDED_TAG,
+    WILL_RETRY_TAG,
+)
+from resources.fleet.leased_engine import LeasedEngine
+from resources.fleet.migration import Migration
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
+
+CODE_VERSION = "1"
+EMPTY_VERSION = "no-rows"
+_VOID = "void-"
+_OURS = re.compile(rf"({_VOID})?[0-9a-f]{{16}}(-g\d+)?|{EMPTY_VERSION}")
+
+
+RETRY_SECONDS = 60.0  # Dagster starts a promised retry within some 5 s
+CHUNK = 500  # partitions named in one query
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerVersion:
+    """What an entry says of its batch. As a tag: the data version, with `-gN` from the first further generation on.
+
+    Other rows for the same prompts are other data to whoever reads them, so Dagster shows the table as stale after a
+    regenerate or re-drive.
+    """
+
+    data_version: str
+    generation: int
+
+    @property
+    def void(self) -> bool:
+        """The object of this generation is gone or not as it was written: no snapshot asks for such a version."""
+        return self.data_version.startswith(_VOID)
+
+    def voided(self) -> LedgerVersion:
+        """What the catalog says once the object is lost."""
+        return self if self.void else LedgerVersion(_VOID + self.data_version, self.generation)
+
+    def used_for(self, data_version: str) -> int:
+        """Highest generation that was ever written at this data version, as far as this entry tells; -1: none."""
+        return self.generation if self.data_version.removeprefix(_VOID) == data_version else -1
+
+    @property
+    def tag(self) -> str:
+        """Value of Dagster's data version tag."""
+        return f"{self.data_version}-g{self.generation}" if self.generation else self.data_version
+
+    @classmethod
+    def parse(cls, tag: str) -> LedgerVersion:
+        """Inverse of `tag`; a foreign value is a version that no snapshot asks for."""
+        version, separator, generation = tag.rpartition("-g")
+        return cls(version, int(generation)) if separator and generation.isdigit() else cls(tag, 0)
+
+
+def rows_key(dataset: str) -> dg.AssetKey:
+    """Asset key of the dataset's batches."""
+    return dg.AssetKey([dataset, "rows"])
+
+
+def prompts_key(dataset: str) -> dg.AssetKey:
+    """Asset key of the dataset's snapshots."""
+    return dg.AssetKey([dataset, "prompts"])
+
+
+def table_key(dataset: str) -> dg.AssetKey:
+    """Asset key of the published table."""
+    return dg.AssetKey([dataset, "dataset"])
+
+
+def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.AssetMaterialization:
+    """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry."""
+    batch = BatchObject(footer.key, footer.data_version, footer.generation)
+    metadata: dict[str, dg.MetadataValue] = {
+        "dagster/partition_row_count": dg.MetadataValue.int(footer.rows),
+        "rows": dg.MetadataValue.int(footer.rows),
+        "ok": dg.MetadataValue.int(footer.ok),
+        "dead": dg.MetadataValue.int(footer.dead),
+        "reused": dg.MetadataValue.int(footer.reused),
+        **({"reused_from": dg.MetadataValue.json(footer.reused_from)} if footer.reused_from else {}),
+        "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
+        "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
+        "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),
+        **({} if footer.usd is None else {"usd": dg.MetadataValue.float(round(footer.usd, 8))}),
+        "rows_per_second": dg.MetadataValue.float(round(footer.rows / footer.seconds, 3) if footer.seconds else 0.0),
+        "model": dg.MetadataValue.text(footer.model),
+        "engine": dg.MetadataValue.text(footer.engine),
+        "generation": dg.MetadataValue.int(footer.generation),
+        "run": dg.MetadataValue.dagster_run(footer.run_id),
+        "object": dg.MetadataValue.path(store.objects.uri(store.batch_path(batch))),
+        **({} if footer.bytes is None else {"bytes": dg.MetadataValue.int(footer.bytes)}),
+        **({} if footer.sha256 is None else {"sha256": dg.MetadataValue.text(footer.sha256)}),
+    }
+    return dg.AssetMaterialization(
+        asset_key=rows_key(store.dataset),
+        partition=footer.key,
+        metadata=metadata,
+        tags=version_tags(store.dataset, LedgerVersion(footer.data_version, footer.generation).tag, snapshot),
+    )
+
+
+def empty_event(dataset: str, key: str, snapshot: str) -> dg.AssetMaterialization:
+    """The entry of a batch that has no rows any more: without it a backfill over its key would end as failed."""
+    return dg.AssetMaterialization(
+        asset_key=rows_key(dataset),
+        partition=key,
+        metadata={"rows": dg.MetadataValue.int(0), "dagster/partition_row_count": dg.MetadataValue.int(0)},
+        tags=version_tags(dataset, EMPTY_VERSION, snapshot),
+    )
+
+
+def void_event(
+    dataset: str, key: str, version: LedgerVersion, snapshot: str, reason: str, sha256: str | None
+) -> dg.AssetMaterialization:
+    """The entry of a batch whose object is gone or was changed.
+
+    Dagster cannot take back the history of one partition (`wipe_asset_partitions` is not implemented in its SQL event
+    log), and an observation changes no staleness. So this is a materialization without rows, whose data version no
+    snapshot asks for: the batch counts as missing, the table as stale, and what was there stays in the history.
+    """
+    return dg.AssetMaterialization(
+        asset_key=rows_key(dataset),
+        partition=key,
+        description=f"Void: {reason}",
+        metadata={
+            "rows": dg.MetadataValue.int(0),
+            "dagster/partition_row_count": dg.MetadataValue.int(0),
+            "generation": dg.MetadataValue.int(version.generation),
+            "reason": dg.MetadataValue.text(reason),
+            **({} if sha256 is None else {"sha256": dg.MetadataValue.text(sha256)}),
+        },
+        tags=version_tags(dataset, version.voided().tag, snapshot),
+    )
+
+
+def move_event(dataset: str, decision: Migration) -> dg.AssetObservation:
+    """Why a run moved to another instance, and what that saves; an observation, because no batch changed."""
+    old, new = decision.old, decision.new
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=decision.sentence,
+        metadata={
+            "decision": dg.MetadataValue.text("move"),
+            "instance": dg.MetadataValue.text(decision.instance),
+            "from": dg.MetadataValue.text(old.name),
+            "to": dg.MetadataValue.text(new.name),
+            "from_usd_per_hour": dg.MetadataValue.float(old.price_per_hour),
+            "to_usd_per_hour": dg.MetadataValue.float(new.price_per_hour),
+            "from_tokens_per_second": dg.MetadataValue.float(round(decision.old_tokens_per_second, 1)),
+            "to_tokens_per_second": dg.MetadataValue.float(round(decision.new_tokens_per_second, 1)),
+            "boot_seconds": dg.MetadataValue.float(new.boot_seconds),
+            "tokens_left": dg.MetadataValue.int(round(decision.tokens_left)),
+            "saved_usd": dg.MetadataValue.float(round(decision.saved_usd, 6)),
+            "reason": dg.MetadataValue.text(decision.sentence),
+        },
+    )
+
+
+def lease_event(dataset: str, leased: LeasedEngine) -> dg.AssetObservation:
+    """Which instance a run leased, at which price, and why this one."""
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=f"{leased.name}: {leased.why}",
+        metadata={
+            "decision": dg.MetadataValue.text("lease"),
+            **_instance(leased),
+            "reason": dg.MetadataValue.text(leased.why),
+        },
+    )
+
+
+def bill_event(dataset: str, leased: LeasedEngine, reason: str) -> dg.AssetObservation:
+    """What a lease did and cost until it was given back: the speed is that of the provider's clock."""
+    spent = leased.spending.spent()
+    price = leased.spending.usd_per_second or 0.0
+    tokens = spent.prompt_tokens + spent.completion_tokens
+    seconds = spent.useful_seconds * leased.clock
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=f"{leased.name} given back: {reason}",
+        metadata={
+            "decision": dg.MetadataValue.text("give back"),
+            **_instance(leased),
+            "rows": dg.MetadataValue.int(spent.rows),
+            "prompt_tokens": dg.MetadataValue.int(spent.prompt_tokens),
+            "completion_tokens": dg.MetadataValue.int(spent.completion_tokens),
+            "tokens_per_second": dg.MetadataValue.float(round(tokens / seconds, 1) if seconds else 0.0),
+            "useful_usd": dg.MetadataValue.float(round(spent.useful_seconds * price, 8)),
+            "wasted_usd": dg.MetadataValue.float(round(spent.wasted_seconds * price, 8)),
+            "reason": dg.MetadataValue.text(reason),
+        },
+    )
+
+
+def _instance(leased: LeasedEngine) -> dict[str, dg.MetadataValue]:
+    assert leased.offer is not None
+    scale = scale_words({leased.offer.provider: leased.clock})
+    return {
+        "instance": dg.MetadataValue.text(leased.name),
+        "epoch": dg.MetadataValue.int(leased.epoch),
+        "offer": dg.MetadataValue.text(leased.offer.name),
+        "gpu": dg.MetadataValue.text(f"{leased.offer.gpus}x {leased.offer.gpu}"),
+        "usd_per_hour": dg.MetadataValue.float(leased.offer.price_per_hour),
+        **({"clock": dg.MetadataValue.text(scale)} if scale else {}),
+    }
+
+
+def version_tags(dataset: str, data_version: str, snapshot: str) -> dict[str, str]:
+    """The tags from which Dagster computes staleness of a hand-logged event."""
+    upstream = prompts_key(dataset).to_user_string()
+    return {
+        DATA_VERSION_TAG: data_version,
+        CODE_VERSION_TAG: CODE_VERSION,
+        f"{INPUT_DATA_VERSION_TAG}/{upstream}": snapshot,
+        f"{INPUT_EVENT_POINTER_TAG}/{upstream}": "NULL",
+        USER_PROVIDED_TAG: "true",
+    }
+
+
+def is_current(version: LedgerVersion | None, entry: BatchEntry) -> bool:
+    """Whether the catalog has the batch at the snapshot's data version."""
+    return version is not None and version.data_version == entry.data_version
+
+
+def ledger_versions(instance: dg.DagsterInstance, dataset: str) -> dict[str, LedgerVersion]:
+    """Newest entry of ours of every batch in the catalog: 0.08 s at 10,000 keys, as only one indexed tag is read."""
+    return {key: version for key, (_, version) in ledger_entries(instance, dataset).items()}
+
+
+def ledger_entries(instance: dg.DagsterInstance, dataset: str) -> dict[str, tuple[int, LedgerVersion]]:
+    """Storage id and version of the newest entry of ours of every batch.
+
+    Anybody may report a materialization of a batch, in the UI or by HTTP. It says nothing of the store, so it is
+    passed over: the entry before it counts.
+    """
+    storage, key = instance.event_log_storage, rows_key(dataset)
+    kind = dg.DagsterEventType.ASSET_MATERIALIZATION
+    newest = storage.get_latest_storage_id_by_partition(key, kind)
+    tags = storage.get_latest_tags_by_partition(key, kind, tag_keys=[DATA_VERSION_TAG])
+    found, foreign = {}, []
+    for partition, number in newest.items():
+        tag = tags.get(partition, {}).get(DATA_VERSION_TAG, "")
+        if _OURS.fullmatch(tag):
+            found[partition] = (number, LedgerVersion.parse(tag))
+        else:
+            foreign.append(partition)
+    return found | _earlier_entries(storage, key, foreign)
+
+
+def _earlier_entries(
+    storage: EventLogStorage, key: dg.AssetKey, partitions: Sequence[str]
+) -> dict[str, tuple[int, LedgerVersion]]:
+    """The newest entry of ours of batches whose newest event is somebody else's."""
+    found: dict[str, tuple[int, LedgerVersion]] = {}
+    if not isinstance(storage, SqlEventLogStorage):
+        return found
+    events, tags = SqlEventLogStorageTable.c, AssetEventTagsTable.c
+    for start in range(0, len(partitions), CHUNK):
+        query = (
+            sa.select(events.partition, events.id, tags.value)
+            .join_from(SqlEventLogStorageTable, AssetEventTagsTable, tags.event_id == events.id)
+            .where(
+                events.asset_key == key.to_string(),
+                events.dagster_event_type == dg.DagsterEventType.ASSET_MATERIALIZATION.value,
+                events.partition.in_(partitions[start : start + CHUNK]),
+                tags.key == DATA_VERSION_TAG,
+            )
+            .order_by(events.id)
+        )
+        with storage.index_connection() as connection:
+            lines = connection.execute(query).all()
+        found |= {line[0]: (line[1], LedgerVersion.parse(line[2])) for line in lines if _OURS.fullmatch(line[2])}
+    return found
+
+
+def will_be_retried(record: dg.RunRecord, now: float) -> bool:
+    """True for a failed run whose automatic retry Dagster has promised but not yet started. `now`: Unix seconds.
+
+    Not longer than RETRY_SECONDS after the failure: Dagster's consumer of failures reads a run's status once, just
+    after the event of its failure (dagster/_daemon/auto_run_reexecution). The status is written after that event, so a
+    retry that was promised may never come. One that comes late does no harm: runs of one range ask for each row once.
+    """
+    run = record.dagster_run
+    promised = run.tags.get(WILL_RETRY_TAG) == "true" and RETRY_RUN_TAG not in run.tags
+    failed_at = record.end_time or record.update_timestamp.timestamp()
+    return promised and abs(now - failed_at) < RETRY_SECONDS

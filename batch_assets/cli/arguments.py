@@ -1,0 +1,95 @@
+"""What several commands are given: the declared arguments, and their checks before anything is asked of Dagster.
+
+The checks raise CommandError, which names the option; heavy packages are imported by those that need them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from batch_assets.cli.user_errors import CommandError
+
+if TYPE_CHECKING:
+    from batch_assets.spec.models import GeneratedDatasetSpec
+    from batch_assets.spec.request_options import RequestOptions
+
+ENDPOINT_SECONDS = 2.0
+
+Name = Annotated[str, typer.Argument(help="Name of the dataset.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def known_dataset(name: str) -> GeneratedDatasetSpec:
+    """The declared dataset of this name."""
+    from batch_assets.spec.discovery import declared_specs
+    from batch_assets.spec.errors import near_miss, nearest
+
+    specs = declared_specs()
+    if name not in specs:
+        hint = nearest(name, sorted(specs)) if specs else "No dataset is declared: add batch_assets/defs/NAME/defs.yaml"
+        known = f" Known: {', '.join(sorted(specs))}." if near_miss(name, sorted(specs)) else ""
+        raise CommandError(f"no dataset is called {name!r}. {hint}{known}")
+    return specs[name]
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Somebody must answer there now: a run would wait ten minutes for it."""
+    from gpu_runner.http.addresses import AddressRefused
+    from gpu_runner.providers.engine_process import EngineStartError, wait_reachable
+
+    try:
+        wait_reachable(endpoint, ENDPOINT_SECONDS)
+    except (EngineStartError, AddressRefused) as error:
+        raise CommandError(f"--endpoint: {error}") from None
+
+
+def check_model(model: str | None) -> None:
+    from gpu_runner.models.names import name_problem
+
+    if model is not None and (problem := name_problem(model)):
+        raise CommandError(f"--model: expected a model as the engine knows it, found {model[:100]!r}: {problem}")
+
+
+def engine_address(name: str, given: str | None) -> str | None:
+    """An engine's address in our spelling. Raises CommandError without the address, which may hold a secret."""
+    from gpu_runner.http.addresses import engine_url
+
+    try:
+        return engine_url(given) if given else None
+    except ValueError as error:
+        raise CommandError(f"{name}: {error}") from None
+
+
+def allow_endpoint(endpoint: str, of_environment: str | None) -> None:
+    """Runs of this home may send to it from now on, and the key with it unless that is for another address."""
+    from batch_assets.local_dagster.home import prepare_home
+    from resources.endpoints import allow
+
+    given = of_environment is None or of_environment == endpoint
+    allow(prepare_home(), endpoint, (os.environ.get("BATCH_ASSETS_API_KEY") or None) if given else None)
+
+
+def wished_options(
+    spec: GeneratedDatasetSpec,
+    deadline: str | None,
+    budget_usd: float | None,
+    objective: str | None,
+    max_instances: int | None,
+) -> RequestOptions:
+    """The dataset's wishes with those of the command line. Raises CommandError naming the option."""
+    from batch_assets import tags
+    from batch_assets.spec.request_options import InvalidTag, request_options, tags_of
+
+    options = {
+        tags.DEADLINE_TAG: "--deadline",
+        tags.BUDGET_TAG: "--budget-usd",
+        tags.OBJECTIVE_TAG: "--objective",
+        tags.INSTANCES_TAG: "--max-instances",
+    }
+    try:
+        return request_options(spec, tags_of(deadline, budget_usd, objective, max_instances))
+    except InvalidTag as error:
+        raise CommandError(f"{options[error.tag]}: {error.problem}") from None

@@ -1,0 +1,311 @@
+"""The command line: `batch-assets run | preview | status | offers | plan | adjust | fleet | verify | demo | ui | …`.
+
+Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
+are imported by the commands that need them, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from typing import Annotated, NoReturn
+
+import typer
+
+from batch_assets.cli.arguments import (
+    Json,
+    Name,
+    allow_endpoint,
+    check_endpoint,
+    check_model,
+    engine_address,
+    known_dataset,
+    wished_options,
+)
+from batch_assets.cli.command_groups import fleet_app, keys_app, kubernetes_app
+from batch_assets.cli.user_errors import CommandError, error_console, user_errors
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Datasets that a model writes: generate, watch, check.",
+)
+app.add_typer(fleet_app, name="fleet")
+app.add_typer(kubernetes_app, name="kubernetes")
+app.add_typer(keys_app, name="keys")
+
+
+def main() -> NoReturn:
+    """Entry point of `batch-assets`.
+
+    Leaves without Python's own shutdown: when Arrow's threads still let go of a Python file then, the process aborts
+    after all its work is done (8 of 50 `verify`, measured).
+    """
+    from batch_assets import access
+    from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted
+
+    os.umask(access.umask())
+    try:
+        app()
+        status: object = 0
+    except (KeyboardInterrupt, Interrupted):
+        error_console().print("Interrupted")
+        status = EXIT_STATUS
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe, as after `| head`
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+@app.command()
+def run(
+    name: Name,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="As in defs.yaml (6h), in place of the dataset's.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
+    objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
+    max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="At the end read everything again, or compare names and sizes.")
+    ] = True,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="A trial: only the first batches, which hold so many rows. They count.")
+    ] = None,
+    as_json: Json = False,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
+) -> None:
+    """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
+    with user_errors():
+        wished_options(known_dataset(name), deadline, budget_usd, objective, max_instances)
+        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        endpoint = engine_address("--endpoint", endpoint)
+        if endpoint is not None:
+            check_endpoint(endpoint)
+            allow_endpoint(endpoint, of_environment)
+        check_model(model)
+        from batch_assets.cli.run import Request
+        from batch_assets.cli.run_summary import carry_out
+        from batch_assets.spec.request_options import tags_of
+
+        request_options = tags_of(deadline, budget_usd, objective, max_instances)
+        asked = Request(name, endpoint, model, request_options, verify, rows)
+        raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="Name of the dataset; all when left out.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Where the datasets stand: rows, batches, speed, runs and what they wait for. Needs no running Dagster."""
+    with user_errors():
+        from batch_assets.spec.discovery import declared_specs
+
+        names = [known_dataset(name).name] if name else sorted(declared_specs())
+        from batch_assets.cli.status_command import show_status
+
+        show_status(names, alone=name is not None, watch=watch, as_json=as_json)
+
+
+@app.command()
+def offers(
+    name: Name,
+    as_json: Json = False,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="Only this GPU, in place of the dataset's choice; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Lines of each table; 0: all.")] = 20,
+) -> None:
+    """What can be rented for the work that is left, best first, and the reason against every other offer."""
+    with user_errors():
+        spec = known_dataset(name)
+        from batch_assets.cli.fleet_commands.offers import show_offers
+        from batch_assets.spec.discovery import declared
+
+        show_offers(spec, declared()[name][1], gpus=gpu or (), limit=limit, as_json=as_json)
+
+
+@app.command()
+def plan(
+    name: Name,
+    deadline: Annotated[
+        str | None, typer.Option(help="As in defs.yaml: 6h, a cron schedule, or a moment; in place of the dataset's.")
+    ] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
+    objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
+    max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
+    with user_errors():
+        spec = known_dataset(name)
+        wished_options(spec, deadline, budget_usd, objective, max_instances)
+        from batch_assets.cli.plan import show_plan
+        from batch_assets.spec.discovery import declared
+        from batch_assets.spec.request_options import tags_of
+
+        tags = tags_of(deadline, budget_usd, objective, max_instances)
+        raise typer.Exit(show_plan(spec, declared()[name][1], tags, json=as_json))
+
+
+@app.command()
+def preview(
+    name: Name,
+    rows: Annotated[int, typer.Option(min=1, max=100, help="How many rows, from the beginning of the source.")] = 5,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="An engine of fleet.yaml of kind endpoint, in place of --endpoint.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the first prompts and, with an engine, its answers, and what the whole will cost. Writes nothing."""
+    with user_errors():
+        spec = known_dataset(name)
+        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        url = engine_address("--endpoint", endpoint)
+        if engine is not None and url is not None:
+            raise CommandError("name --endpoint or --engine, not both")
+        if engine is None:
+            url = url or of_environment
+        if url is not None:
+            check_endpoint(url)
+        check_model(model)
+        from batch_assets.cli.preview import engine_at, engine_named, show_preview
+        from batch_assets.spec.discovery import declared
+
+        found = engine_named(engine) if engine is not None else engine_at(url, of_environment) if url else None
+        wanted = spec.model_copy(update={"model": model}) if model else spec
+        raise typer.Exit(show_preview(wanted, declared()[name][1], rows, found, json=as_json))
+
+
+@app.command()
+def adjust(
+    name: Name,
+    deadline: Annotated[str | None, typer.Option(help="The new one; a time like 6h counts from now.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(help="The new one, for the whole request.")] = None,
+) -> None:
+    """Change deadline or budget of what is being made now. A paused dataset goes on within half a minute."""
+    with user_errors():
+        spec = known_dataset(name)
+        if deadline is None and budget_usd is None:
+            raise CommandError("name what is to change: --deadline or --budget-usd")
+        wished = wished_options(spec, deadline, budget_usd, None, None)
+        from batch_assets.cli.plan import adjust_request
+
+        said = adjust_request(name, wished.deadline if deadline is not None else None, budget_usd)
+        if said is None:
+            raise CommandError(f"{name}: nothing is being made. Give them to `batch-assets run {name}` instead.")
+        sys.stdout.write(f"{said}\n")
+
+
+@app.command()
+def verify(name: Name, as_json: Json = False) -> None:
+    """Compare snapshot, batch objects, catalog and published table; exit status 1 when anything differs."""
+    with user_errors():
+        known_dataset(name)
+        from batch_assets.cli.status_command import show_verification
+
+        raise typer.Exit(show_verification(name, as_json=as_json))
+
+
+@app.command(name="rebuild-ledger")
+def rebuild_ledger(name: Name) -> None:
+    """Report every committed batch that the catalog does not have, from the store alone. Costs no GPU time."""
+    with user_errors():
+        known_dataset(name)
+        from batch_assets.cli.status_command import rebuild
+
+        raise typer.Exit(rebuild(name))
+
+
+@app.command()
+def demo() -> None:
+    """Have a real model on this machine generate a small dataset, verify it, and show some rows of its table."""
+    with user_errors():
+        engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        from batch_assets.cli.demos.demo import run_demo
+
+        raise typer.Exit(run_demo())
+
+
+@app.command(name="demo-fleet")
+def demo_fleet() -> None:
+    """Generate `example` on a simulated market by a deadline, lose a spot machine, and show the bill."""
+    with user_errors():
+        known_dataset("example")
+        from batch_assets.cli.demos.demo_fleet import run_fleet_demo
+
+        raise typer.Exit(run_fleet_demo())
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 3000,
+    with_api: Annotated[bool, typer.Option("--serve", help="Serve OpenAI's Batch API, too, as `serve` does.")] = False,
+    api_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of that API on 127.0.0.1.")] = 8080,
+) -> None:
+    """Serve Dagster's UI on this machine until Ctrl-C."""
+    with user_errors():
+        from batch_assets.cli.ui import serve_ui
+
+        serve_ui(port, api_port if with_api else None)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8080,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of a running OpenAI-compatible server; may come several times. Their key: BATCH_ASSETS_API_KEY."
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Slots of each; measured when left out.")] = None,
+) -> None:
+    """Serve OpenAI's Batch API (files, batches, models) until Ctrl-C."""
+    with user_errors():
+        from batch_assets.local_dagster.home import prepare_home, prepare_store
+
+        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        named = [engine_address("--endpoint", one) for one in endpoint or []] or [of_environment]
+        prepare_home()
+        prepare_store()
+        from batch_assets.api import server
+        from batch_assets.api.settings import api_settings
+
+        server.serve(api_settings(host, port, [url for url in named if url is not None], max_num_seqs))
+
+
+@app.command()
+def usage(
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    days: Annotated[int, typer.Option(min=1, max=3660, help="Days back, today (UTC) included.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show what tenants of the front door used: tokens and US dollars by day, class and model."""
+    with user_errors():
+        from datetime import UTC, datetime
+
+        from batch_assets.cli.usage import show_usage
+
+        show_usage(tenant, days, as_json=as_json, today=datetime.now(UTC).date())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What `batch-assets plan NAME` prints: what to rent for the work that is left, what it will cost, and when it is done.
+
+Rents nothing and changes nothing. The same planner decides while the work goes on (batch_assets/sensors/capacity.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from batch_assets import settings
+from batch_assets.cli.fleet_commands.offers import PLAIN_WIDTH
+from batch_assets.cli.status_command import print_json
+from batch_assets.durations import duration
+from batch_assets.local_dagster.local_fleet import the_fleet
+from batch_assets.planning.clock_scale import scale_words
+from batch_assets.planning.planner_input import FleetView, Proposal, propose
+from batch_assets.planning.workload_estimate import WorkloadEstimator
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.deadline import Deadline
+from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.planner.types import Candidate, Interval, Plan, Target
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
+
+CURVE_LINES = 12
+
+
+def as_json(found: Proposal) -> dict[str, Any]:
+    """Plain values, stable keys. Seconds count from now."""
+    plan, target = found.plan, found.target
+    return {
+        "dataset": found.dataset,
+        "rows": found.work.rows,
+        "tokens": round(found.work.tokens),
+        "request": found.request or None,
+        "deadline_seconds": target.deadline,
+        "budget_usd": target.budget_usd,
+        "objective": target.objective,
+        "max_instances": target.max_instances,
+        "spent_usd": None if found.spend is None else round(found.spend.usd, 6),
+        "feasible": plan.feasible,
+        "instances": plan.instances,
+        "reason": plan.reason,
+        "chosen": _candidate_json(plan.chosen),
+        "earliest": _candidate_json(plan.earliest),
+        "next_best": [_candidate_json(one) for one in plan.next_best],
+        "curve": [_candidate_json(one) for one in plan.curve],
+        "problems": list(found.problems),
+        "clocks": dict(found.clocks),
+    }
+
+
+def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str], *, json: bool) -> int:
+    """Print the plan for a dataset whose defs.yaml lies in `folder`; returns the exit status: 1 when it cannot be done.
+
+    Raises SourceError, StoreError, and what fleet.yaml, the price sources or the source have against it.
+    """
+    view = proposal(spec, folder, tags)
+    if json:
+        print_json(as_json(view))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=max(console.width, PLAIN_WIDTH))
+        console.print(report(view), highlight=False)
+    return 0 if view.plan.feasible else 1
+
+
+def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) -> Proposal:
+    """Look at the work, the fleet's database and the market, and plan."""
+    try:
+        work = WorkloadEstimator(spec, DatasetStore(open_objects(settings.store_root()), spec.name), folder).look()
+    except SourceError as error:
+        raise SourceError(f"{spec.name}: {error}", error.rejects) from None
+    fleet = the_fleet()
+    with fleet.open_database() as fleet_db:
+        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags)
+
+
+def adjust_request(name: str, deadline: Deadline | None, budget_usd: float | None) -> str | None:
+    """Change what is wanted of the request under way; returns what is wanted now, None when there is no request."""
+    with the_fleet().open_database() as fleet_db:
+        changes: dict[str, float] = {} if budget_usd is None else {"budget_usd": budget_usd}
+        if deadline is not None:
+            changes["deadline_at"] = deadline.at(fleet_db.now())
+        if not fleet_db.override(name, **changes):
+            return None
+        target = fleet_db.target(name)
+    assert target is not None
+    wanted = Target(target.deadline_in, target.budget_usd)
+    return f"{name}: now {wanted_words(wanted, most=False)}"
+
+
+def report(view: Proposal) -> Group:
+    """The view for people: work, target, the plan, other ways, and cost against finish time."""
+    plan, work = view.plan, view.work
+    head = [
+        f"{view.dataset}: {work.rows:,} rows, {work.tokens:,.0f} tokens "
+        f"({work.mix.prompt_tokens:,.0f} + {work.mix.output_tokens:,.0f} per row, {work.output_basis})",
+        *(f"  assumed: {text}" for text in work.assumptions),
+        f"wanted: {wanted_words(view.target)}",
+        *([f"held: {len(view.held)} instances; spent so far: {view.spend.usd:.2f} $"] if view.spend else []),
+        *([scale] if (scale := scale_words(view.clocks)) else []),
+        *(f"problem: {text}" for text in view.problems),
+    ]
+    parts: list[Text | Table] = [Text(line) for line in head]
+    parts += [Text(), Text(plan.reason, style="bold" if plan.feasible else "bold red")]
+    shown = [("plan", plan.chosen), ("earliest", plan.earliest), *(("or", one) for one in plan.next_best)]
+    if rows := [(name, one) for name, one in shown if one is not None]:
+        parts += [Text(), _table("", rows)]
+    if plan.curve:
+        picked = _spread(plan.curve, CURVE_LINES)
+        parts += [Text(), Text("Cost against finish time", style="bold")]
+        parts.append(_table("", [(_mark(one, plan), one) for one in picked]))
+    return Group(*parts)
+
+
+def wanted_words(target: Target, *, most: bool = True) -> str:
+    """Deadline and budget in words; with `most`, also the objective and most instances."""
+    words = ["no deadline" if target.deadline is None else f"done in {duration(max(0.0, target.deadline))}"]
+    words.append("no budget" if target.budget_usd is None else f"for at most {target.budget_usd:.2f} $")
+    words += [target.objective, f"at most {target.max_instances} instances"] if most else []
+    return ", ".join(words)
+
+
+def _mark(one: Candidate, plan: Plan) -> str:
+    return "plan" if plan.chosen is not None and one.fleet == plan.chosen.fleet else ""
+
+
+def _table(title: str, rows: Sequence[tuple[str, Candidate]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title or None)
+    table.add_column("", no_wrap=True)
+    for name in ("done in", "P95", "$", "P95 $"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("instances", overflow="fold")
+    for name, one in rows:
+        fleet = " + ".join(f"{count} × {option.name}" for option, count in one.fleet if count)
+        figures = (duration(one.finish.p50), duration(one.finish.p95), _money(one.usd.p50), _money(one.usd.p95))
+        table.add_row(name, *figures, Text(fleet))
+    return table
+
+
+def _money(usd: float) -> str:
+    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
+
+
+def _spread(items: Sequence[Candidate], most: int) -> list[Candidate]:
+    if len(items) <= most:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def _candidate_json(one: Candidate | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "fleet": [{"offer": option.name, "instances": count} for option, count in one.fleet if count],
+        "finish_seconds": _interval(one.finish),
+        "usd": _interval(one.usd),
+    }
+
+
+def _interval(one: Interval) -> dict[str, float]:
+    return {"p50": round(one.p50, 6), "p95": round(one.p95, 6)}

@@ -1,0 +1,234 @@
+"""What `batch-assets preview NAME` prints: the first rows as rendered and, with an engine, answers, money and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from batch_assets.cli.status_command import print_json
+from batch_assets.durations import duration
+from batch_assets.local_dagster.local_fleet import the_fleet
+from batch_assets.planning.planner_input import FleetView, Proposal, propose
+from batch_assets.planning.preview_rows import PreviewRow, ask_rows, first_rows, measured_work
+from batch_assets.planning.token_count import TokenCounter, token_counter
+from batch_assets.planning.workload_estimate import work_of_source
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.client.engine_client import EngineError
+from gpu_runner.errors import ExitStatus, UserFacingError
+from gpu_runner.http.tls_files import TlsFiles
+from resources.fleet.config import KEY_VARIABLE
+from resources.fleet.engine_tls import tls_of_environment
+
+SHOWN_LETTERS = 4000  # of one message or answer
+
+
+class PreviewError(UserFacingError):
+    """The first rows cannot be shown: says why."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Where the rows are asked, and the key to send there."""
+
+    url: str
+    api_key: str | None
+    tls: TlsFiles | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Rows, how their tokens were counted and, with an engine, seconds for all of them and what the rest will take."""
+
+    dataset: str
+    model: str
+    rows: Sequence[PreviewRow]
+    counter: TokenCounter
+    seconds: float | None = None
+    proposal: Proposal | None = None
+
+
+def engine_named(name: str) -> Engine:
+    """An engine of fleet.yaml that runs already. Raises PreviewError when there is none of this name."""
+    engines = {engine.name: engine for engine in the_fleet().config().engines if engine.url}
+    if name not in engines:
+        known = ", ".join(sorted(engines)) or "none"
+        raise PreviewError(
+            f"--engine: expected an engine of kind endpoint in fleet.yaml, found {name!r}; known: {known}"
+        )
+    engine = engines[name]
+    return Engine(str(engine.url), os.environ.get(engine.api_key_env) if engine.api_key_env else None, engine.tls_files)
+
+
+def engine_at(url: str, of_environment: str | None) -> Engine:
+    """The engine at an address of the command line; the key goes along unless it was given for another address."""
+    given = of_environment is None or of_environment == url
+    return Engine(url, (os.environ.get(KEY_VARIABLE) or None) if given else None, tls_of_environment())
+
+
+def show_preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine | None, *, json: bool) -> int:
+    """Print the preview; returns the exit status: 1 when a row was refused or not answered.
+
+    Raises PreviewError for a source that cannot be read or an engine that does not serve the model.
+    """
+    found = preview(spec, folder, rows, engine)
+    if json:
+        print_json(as_json(found))
+    else:
+        _print(found, asked=engine is not None)
+    return int(any(row.refused or (row.answer is not None and row.answer.problem) for row in found.rows))
+
+
+def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine | None) -> Preview:
+    """Render the first rows, ask the engine, and plan for the whole dataset as if it were all like them."""
+    try:
+        found = first_rows(spec, folder, rows)
+        counter = token_counter(spec.model)
+        if engine is None:
+            return Preview(spec.name, spec.model, found, counter)
+        asked, seconds = ask_rows(found, spec.generation(), engine.url, engine.api_key, engine.tls)
+        work = measured_work(work_of_source(spec, folder), asked)
+    except (SourceError, EngineError) as error:
+        raise PreviewError(f"{spec.name}: {error}") from None
+    if work is None:
+        return Preview(spec.name, spec.model, asked, counter, seconds)
+    fleet = the_fleet()
+    with fleet.open_database() as fleet_db:
+        plan = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, {})
+    return Preview(spec.name, spec.model, asked, counter, seconds, plan)
+
+
+def as_json(found: Preview) -> dict[str, Any]:
+    """Plain values, stable keys."""
+    whole = found.proposal
+    chosen = whole.plan.chosen if whole is not None else None
+    return {
+        "dataset": found.dataset,
+        "model": found.model,
+        "prompt_tokens_basis": found.counter.basis,
+        "rows": [_row_json(row, found.counter) for row in found.rows],
+        "seconds": None if found.seconds is None else round(found.seconds, 3),
+        "dataset_rows": whole.work.rows if whole is not None else None,
+        "dataset_tokens": round(whole.work.tokens) if whole is not None else None,
+        "usd": {"p50": chosen.usd.p50, "p95": chosen.usd.p95} if chosen is not None else None,
+        "seconds_rented": {"p50": chosen.finish.p50, "p95": chosen.finish.p95} if chosen is not None else None,
+        "seconds_here_at_most": _seconds_here(found),
+    }
+
+
+def _row_json(row: PreviewRow, counter: TokenCounter) -> dict[str, Any]:
+    prompt = row.decoded()
+    said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": prompt, "refused": row.refused or None}
+    said["prompt_tokens_before"] = None if prompt is None else counter.of(prompt)
+    answer = row.answer
+    completion = dataclasses.asdict(answer.completion) if answer is not None and answer.completion is not None else None
+    return said | {
+        "answer": completion,
+        "problem": (answer.problem or None) if answer is not None else None,
+        "seconds": round(answer.seconds, 3) if answer is not None else None,
+    }
+
+
+def _seconds_here(found: Preview) -> float | None:
+    """Seconds of the whole dataset on this engine, at no more rows at once than were asked now."""
+    answered = sum(row.answer is not None and row.answer.completion is not None for row in found.rows)
+    if found.proposal is None or not found.seconds or not answered:
+        return None
+    return round(found.proposal.work.rows * found.seconds / answered, 1)
+
+
+def _print(found: Preview, *, asked: bool) -> None:
+    console = Console()
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(Text(_plain(text), style=style), soft_wrap=True)
+
+    for number, row in enumerate(found.rows, 1):
+        _print_row(say, number, row, found.counter)
+    if not found.rows:
+        say(f"{found.dataset}: the source has no row that `where` lets through", "red")
+        return
+    say(f"prompt tokens: {found.counter.basis}" + ("; `as the engine counted` where it answered" if asked else ""))
+    for line in _whole_lines(found):
+        say(line)
+    if not asked:
+        say(f"nothing was asked. With an engine: batch-assets preview {found.dataset} --endpoint URL")
+    say("nothing was written: these answers are in no batch and no catalog")
+
+
+def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) -> None:
+    say(f"row {number}  {row.file}, line {row.line}", "bold")
+    if row.refused:
+        say(f"  cannot be used: {row.refused}", "red")
+        say()
+        return
+    prompt = row.decoded()
+    for message in [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt:
+        say(f"  {message['role']}", "cyan")
+        say(_indented(message["content"]))
+    answer = row.answer
+    completion = answer.completion if answer is not None else None
+    if answer is None or completion is None:
+        say(f"  {counter.of(prompt):,} prompt tokens", "dim")
+    if completion is not None and answer is not None:
+        say("  answer", "green")
+        say(_indented(_output_text(completion.output)))
+        if completion.parts.tool_calls:
+            say(f"  {len(completion.parts.tool_calls)} tool calls", "green")
+        say(
+            f"  {completion.prompt_tokens:,} prompt tokens as the engine counted, {completion.completion_tokens:,} "
+            f"completion tokens, {completion.finish_reason}, {answer.seconds:.2f} s",
+            "dim",
+        )
+    if answer is not None and answer.problem:
+        say(f"  {answer.problem}", "red")
+    say()
+
+
+def _whole_lines(found: Preview) -> list[str]:
+    """What the whole dataset takes if all its rows are like these."""
+    whole = found.proposal
+    if whole is None:
+        return []
+    work, chosen = whole.work, whole.plan.chosen
+    lines = [
+        f"whole dataset: {work.rows:,} rows, about {work.rows * work.mix.prompt_tokens:,.0f} prompt and "
+        f"{work.rows * work.mix.output_tokens:,.0f} completion tokens ({'; '.join(map(str, work.assumptions))})"
+    ]
+    if chosen is not None:
+        lines.append(
+            f"rented as `batch-assets plan` would: {chosen.usd.p50:,.4f} $ (P95 {chosen.usd.p95:,.4f} $), "
+            f"{duration(chosen.finish.p50)} (P95 {duration(chosen.finish.p95)})"
+        )
+    else:
+        lines.append(f"rented: {whole.plan.reason}")
+    if (here := _seconds_here(found)) is not None:
+        lines.append(
+            f"on this engine: at most {duration(here)}, at the speed of these rows; a run keeps more in flight"
+        )
+    return lines
+
+
+def _output_text(output: Any) -> str:
+    if isinstance(output, str):
+        return output or "(empty)"
+    return f"[{', '.join(f'{number:.4g}' for number in output[:5])}, …] {len(output):,} numbers"
+
+
+def _indented(text: str) -> str:
+    cut = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}… ({len(text):,} characters)"
+    return "\n".join(f"    {line}" for line in cut.splitlines()) or "    "
+
+
+def _plain(text: str) -> str:
+    """Without what could steer a terminal: texts of sources and models are not to be trusted."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -1,0 +1,252 @@
+"""One `batch-assets run`: ask Dagster for a refresh, follow it to the table, give it up in good order when asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batch_assets import settings
+from batch_assets.cli.interrupts import Interrupted, Signals
+from batch_assets.local_dagster.home import LOGS, StackAddress, prepare_home, running_stack
+from batch_assets.local_dagster.stack import Stack, stack
+from batch_assets.monitoring.display import Display
+from batch_assets.tags import ENDPOINT_TAG, LAUNCH_TAG
+
+if TYPE_CHECKING:
+    from batch_assets.local_dagster.dagster_client import DagsterClient
+    from batch_assets.monitoring.dataset_status import Observer
+    from batch_assets.monitoring.request_monitor import ProgressUpdate, RequestMonitor, RunResult
+
+LOOK_SECONDS = 0.5
+SHOW_SECONDS = 0.2
+ALIVE_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+PAGE_SECONDS = 15.0  # after the launch the webserver is started at the latest
+TAKEOVERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `run` was asked for. `endpoint` and `model` override fleet.yaml and the spec; `request_options`: tags.
+
+    `verifies`: read everything at the end, as `verify` does; without, compare names and sizes.
+    `rows`: only the first batches, which hold so many (trial.py).
+    """
+
+    dataset: str
+    endpoint: str | None = None
+    model: str | None = None
+    request_options: Mapping[str, str] = field(default_factory=dict)
+    verifies: bool = True
+    rows: int | None = None
+
+    @property
+    def job(self) -> str:
+        """Job that reads the source; the sensors do the rest."""
+        return f"{self.dataset}_refresh"
+
+    def tags(self) -> dict[str, str]:
+        """Run tags of the launch."""
+        from batch_assets.tags import ROWS_TAG
+
+        trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
+        return {**self.request_options, **trial, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
+
+    def run_config(self) -> Mapping[str, object]:
+        """Run config of the launch."""
+        from batch_assets.catalog import ledger
+
+        op = ledger.prompts_key(self.dataset).to_python_identifier()
+        return {"ops": {op: {"config": {"model": self.model}}}} if self.model else {}
+
+
+@dataclass
+class Runner:
+    """Carries out one request. `run_id` is known once Dagster has accepted it."""
+
+    request: Request
+    display: Display
+    signals: Signals
+    run_id: str | None = None
+    url: str = ""
+    own: bool = True
+    seconds: float = 0.0
+    generated: int = 0
+    _last: int | None = field(default=None)
+    _shown_at: float = field(default=float("-inf"))
+    _first: int | None = field(default=None)
+    _stack: Stack | None = field(default=None)
+    _page_said: bool = field(default=False)
+
+    def run(self) -> RunResult:
+        """From launch to end. Raises Interrupted after a signal, StackError and LaunchError when nothing can start."""
+        home = prepare_home()
+        for _ in range(TAKEOVERS):
+            attached = running_stack(home) is not None
+            self.display.say(_attaching(home) if attached else f"Starting Dagster on {home}")
+            with stack(_import_the_rest) as (address, own), _observing(self.request.dataset) as seen:
+                self.url, self.own, self._stack, self._page_said = address.url, own is not None, own, False
+                if own is not None:
+                    own.wait_definitions()
+                with self.signals.deferred():
+                    ending = self._carry_out(address, seen)
+            if ending is not None:
+                return ending
+            self.display.say("The Dagster that this command used has ended; going on with one of its own")
+        from batch_assets.monitoring.request_monitor import RunResult
+
+        return RunResult(False, f"Dagster ended {TAKEOVERS} times before the work did")
+
+    def _carry_out(self, address: StackAddress, seen: Observer) -> RunResult | None:
+        """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
+        from batch_assets.local_dagster.dagster_client import DagsterClient
+        from batch_assets.monitoring.request_monitor import RequestMonitor
+
+        dagster = DagsterClient(address)
+        began = time.monotonic()
+        if self.run_id is None:
+            self.run_id = self._launch_at_once() or self._launch(dagster, seen)
+        follower = RequestMonitor(seen, self.run_id, progress=self._verifying, verifies=self.request.verifies)
+        try:
+            return self._follow(dagster, follower)
+        finally:
+            self.run_id = follower.request
+            self.seconds += time.monotonic() - began
+
+    def _launch_at_once(self) -> str | None:
+        """Launch on a Dagster of our own, which has no webserver yet. None where the webserver must do it."""
+        if self._stack is None:
+            return None
+        found = self._stack.launch(self.request.job, self.request.tags(), self.request.run_config())
+        if found is None:
+            self._stack.start_webserver()
+        return found
+
+    def _show_page(self, dagster: DagsterClient, launched: float) -> None:
+        """Start the webserver when the first rows are there, so that it takes no processor time before; say its URL."""
+        if self._stack and (self.generated or time.monotonic() - launched > PAGE_SECONDS):
+            self._stack.start_webserver()
+        if not self._page_said and self._has_page() and dagster.alive():
+            self._page_said = True
+            self.display.say(f"Dagster's UI: {dagster.url}")
+
+    def _has_page(self) -> bool:
+        return self._stack is None or self._stack.has_webserver
+
+    def _launch(self, client: DagsterClient, seen: Observer) -> str:
+        """Ask until there is an answer: a webserver that was killed is there again within seconds.
+
+        The run may have been made although its answer was lost, so it is looked for before it is asked for again.
+        """
+        import dagster as dg
+
+        from batch_assets.local_dagster.dagster_client import LaunchError
+
+        tags = {**self.request.tags(), LAUNCH_TAG: uuid.uuid4().hex}
+        deadline, refused = time.monotonic() + SILENT_SECONDS, 0
+        while True:
+            try:
+                return client.launch(self.request.job, tags, self.request.run_config())
+            except LaunchError:
+                made = seen.instance.get_runs(dg.RunsFilter(tags={LAUNCH_TAG: tags[LAUNCH_TAG]}), limit=1)
+                if made:
+                    return made[0].run_id
+                refused += client.alive()
+                if refused > 1 or time.monotonic() > deadline:
+                    raise
+            if self.signals.asked:
+                raise Interrupted
+            self._pause(LOOK_SECONDS)
+
+    def _follow(self, dagster: DagsterClient, follower: RequestMonitor) -> RunResult | None:
+        from batch_assets.monitoring.request_monitor import RunResult
+
+        answered = began = time.monotonic()
+        while not self.signals.asked:
+            looked = time.monotonic()
+            try:
+                moment = follower.look()
+            except Interrupted:
+                break
+            if moment.figures is not None:
+                self._count(moment.figures.rows_generated)
+            self.display.show(moment)
+            if moment.remark:
+                self.display.say(moment.remark)
+            if moment.ending is not None:
+                return moment.ending
+            self._show_page(dagster, began)
+            if not self._has_page():
+                answered = looked
+            elif looked - answered > ALIVE_SECONDS:
+                if dagster.alive():
+                    answered = looked
+                elif not self.own and running_stack(settings.dagster_home()) is None:
+                    return None
+                elif looked - answered > SILENT_SECONDS:
+                    logs = settings.dagster_home() / LOGS
+                    return RunResult(False, f"Dagster at {dagster.url} does not answer any more; its logs: {logs}")
+            # A look at 80,000 batches takes its time: looking never takes more than a third of it.
+            self._pause(max(LOOK_SECONDS, 2 * (time.monotonic() - looked)))
+        self._give_up(dagster, follower)
+        raise Interrupted
+
+    def _count(self, generated: int) -> None:
+        """Sum of what was added: batches that are void are generated once more."""
+        self.generated += 0 if self._last is None else max(0, generated - self._last)
+        self._last = generated
+
+    def _verifying(self, moment: ProgressUpdate) -> None:
+        """Where the verification is. Raises Interrupted after a signal."""
+        if self.signals.asked:
+            raise Interrupted
+        if time.monotonic() - self._shown_at > SHOW_SECONDS:
+            self._shown_at = time.monotonic()
+            self.display.show(moment)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self.signals.asked and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def _give_up(self, dagster: DagsterClient, follower: RequestMonitor) -> None:
+        from batch_assets.local_dagster.dagster_client import OwnDagster
+        from batch_assets.monitoring.request_monitor import ProgressUpdate, give_up
+
+        asked = OwnDagster(follower.observer.instance) if self._stack else dagster
+        self.display.show(ProgressUpdate("end", "canceling"))
+        self.display.say("Canceling: waiting until the runs have ended and their leases are given back …")
+        left = give_up(asked, follower.observer, follower.request, every_request=self.own)
+        for line in left:
+            self.display.say(f"  {line}; its lease ends by itself")
+        if not left:
+            self.display.say("Canceled. What was committed is kept: the same command goes on from there.")
+
+
+def _import_the_rest() -> None:
+    """What following a request needs takes a second to import: done while the stack starts."""
+    import batch_assets.monitoring.request_monitor  # noqa: F401 - for its time, not its names
+
+
+@contextlib.contextmanager
+def _observing(dataset: str) -> Iterator[Observer]:
+    from batch_assets.monitoring.dataset_status import observing
+
+    with observing([dataset]) as (seen,):
+        yield seen
+
+
+def _attaching(home: Path) -> str:
+    text = f"Using the Dagster that already runs on {home}"
+    if os.environ.get("BATCH_ASSETS_API_KEY"):
+        text += (
+            "\nBATCH_ASSETS_API_KEY is set here, but runs see only the environment that this Dagster was started with: "
+            "if the engine needs the key, end that Dagster first, or start it with the key"
+        )
+    return text

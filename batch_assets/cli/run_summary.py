@@ -1,0 +1,98 @@
+"""`batch-assets run` with its display, and what it says at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
+from batch_assets.cli.run import Request, Runner
+from batch_assets.durations import duration
+from batch_assets.monitoring.display import display
+
+if TYPE_CHECKING:
+    from batch_assets.catalog.progress import Figures
+    from batch_assets.monitoring.dataset_status import DatasetStatus
+    from batch_assets.monitoring.request_monitor import RunResult
+
+UI_PORT = 3000
+
+
+def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
+    """Run a request with its display; returns the exit status."""
+    console = Console(stderr=True)
+    with Signals() as signals:
+        try:
+            with display(console, request.dataset, progress=progress) as shown:
+                runner = Runner(request, shown, signals)
+                ending = runner.run()
+        except Interrupted:
+            return EXIT_STATUS
+    from batch_assets.cli.status_command import print_json
+    from batch_assets.monitoring.dataset_status import dataset_status, observing
+
+    with observing([request.dataset]) as (seen,):
+        status = dataset_status(seen, time.time())
+    if as_json:
+        trial = {"rows": ending.trial.rows, "batches": ending.trial.batches} if ending.trial else None
+        extra = {
+            "seconds": round(runner.seconds, 1),
+            "rows_generated": runner.generated,
+            "complete": ending.ok and trial is None,
+            "verified": ending.verification is not None,
+            "verify_seconds": round(ending.verify_seconds, 1),
+            "trial": trial,
+        }
+        print_json(status.as_json() | extra)
+    elif ending.trial is not None:
+        print("\n".join(trial_done(status, runner, ending.trial)), flush=True)
+    elif ending.ok:
+        print("\n".join(success(status, runner)))
+        print(_verified(request.dataset, ending), flush=True)
+    for warning in ending.warnings:
+        console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if not ending.ok:
+        where = f"  look at it with `batch-assets ui`: http://127.0.0.1:{UI_PORT}" if runner.own else f"  {runner.url}"
+        links = [f"{where}/runs/{run}" for run in ending.runs]
+        text = "\n".join([f"{request.dataset}: {ending.said}", *links])
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    return 0 if ending.ok else 1
+
+
+def _verified(dataset: str, ending: RunResult) -> str:
+    """What the success rests on."""
+    from batch_assets.cli.status_command import verified
+
+    if ending.verification is None:
+        return f"{dataset}: not verified: names and sizes were compared"
+    return f"{verified(dataset, ending.verification)} (verified in {duration(ending.verify_seconds)})"
+
+
+def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[str]:
+    """The last lines of a trial that ended well and left batches over."""
+    made = f"{runner.generated:,} rows generated in {duration(runner.seconds)}" if runner.generated else "all there"
+    batches = "the first batch" if trial.batches == 1 else f"the first {trial.batches:,} batches"
+    tokens = f"{trial.prompt_tokens:,} prompt and {trial.completion_tokens:,} completion tokens"
+    return [
+        f"{status.dataset}: trial of {trial.rows:,} rows, {batches} of {status.batches:,}: {made}",
+        f"{trial.ok:,} ok, {trial.dead:,} dead, {tokens}",
+        f"batch-assets run {status.dataset}: generates the other {status.rows - trial.rows:,} rows and publishes the "
+        "table; these are not asked again",
+    ]
+
+
+def success(status: DatasetStatus, runner: Runner) -> list[str]:
+    """The last lines of a run that ended well."""
+    engine = " by the simulated engine" if status.simulated else ""
+    if runner.generated:
+        made = f"{runner.generated:,} rows generated{engine} in {duration(runner.seconds)}"
+    else:
+        made = "nothing to generate, the table is up to date"
+    counts = f"{status.ok:,} ok, {status.dead:,} dead, {status.completion_tokens:,} completion tokens"
+    return [
+        f"{status.dataset}: {made}",
+        f"{status.table_rows or 0:,} rows in {status.batches:,} batches: {counts}",
+        f"table: {status.table}",
+    ]

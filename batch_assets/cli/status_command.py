@@ -1,0 +1,168 @@
+"""What `status`, `verify` and `rebuild-ledger` print."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from batch_assets.catalog import ledger
+from batch_assets.catalog.reader import BatchReport
+from batch_assets.cli.interrupts import Interrupted, Signals
+from batch_assets.local_dagster.home import dagster_runs
+from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
+from batch_assets.monitoring.display import clock_lines, status_table
+from batch_assets.settings import dagster_home
+from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
+from resources.store.objects import CorruptObject, StoreError
+
+if TYPE_CHECKING:
+    from batch_assets.publishing.verify import Verification
+
+WATCH_SECONDS = 2.0
+SHOWN_DIFFERENCES = 50
+JUMPS_SECONDS = 24 * 3600.0  # for so long it is said that the clock was set
+
+
+def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool) -> None:
+    """Print the status of these datasets once, or every two seconds until a signal."""
+    console = Console()
+    with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
+        live = None
+        if watch and not as_json and console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        while True:
+            statuses = [dataset_status(observer, time.time()) for observer in seen]
+            if as_json:
+                found = [status.as_json() for status in statuses]
+                print_json(found[0] if alone else {"datasets": found})
+            elif live is not None:
+                table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time())
+                live.update(table, refresh=True)
+            else:
+                console.print(status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time()))
+                for line in clock_lines(seen[0].fleet_db.clock_jumps(JUMPS_SECONDS)):
+                    console.print(line, highlight=False)
+            if not watch:
+                return
+            time.sleep(WATCH_SECONDS)
+
+
+def _dagster_runs(seen: Sequence[Observer]) -> bool:
+    return bool(seen) and dagster_runs(dagster_home(), seen[0].instance)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def show_verification(name: str, *, as_json: bool = False) -> int:
+    """Compare everything of a dataset and print what differs; returns the exit status."""
+    from batch_assets.publishing.verify import ledger_of_reports, verify
+
+    with observing([name]) as (seen,):
+        found = verify(seen.store, ledger_of_reports(seen.reports()))
+    if as_json:
+        print_json(
+            dataclasses.asdict(found.totals)
+            | {
+                "agree": found.ok,
+                "snapshot": found.snapshot,
+                "notes": list(found.notes),
+                "differences": [dataclasses.asdict(difference) for difference in found.differences],
+            }
+        )
+    elif found.ok:
+        sys.stdout.write(f"{verified(name, found)}\n")
+    else:
+        _print_differences(name, found)
+    for note in () if as_json else found.notes:
+        sys.stdout.write(f"{name}: {note}\n")
+    return 0 if found.ok else 1
+
+
+def verified(name: str, found: Verification) -> str:
+    """One sentence on a comparison without differences."""
+    totals = found.totals
+    return (
+        f"{name}: snapshot, {totals.batches:,} batch objects, catalog and table agree: {totals.rows:,} rows, "
+        f"{totals.ok:,} ok, {totals.dead:,} dead"
+    )
+
+
+def _print_differences(name: str, found: Verification) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("batch", "difference", "expected", "found", "what to do"):
+        table.add_column(column, overflow="fold", no_wrap=column == "batch")
+    for difference in found.differences[:SHOWN_DIFFERENCES]:
+        kind = difference.kind.replace("_", " ")
+        table.add_row(difference.batch or "", kind, difference.expected, difference.found, difference.todo)
+    console = Console()
+    console.print(table, markup=False)
+    more = len(found.differences) - SHOWN_DIFFERENCES
+    rest = f", the first {SHOWN_DIFFERENCES} above (all: --json)" if more > 0 else ""
+    console.print(f"{name}: {len(found.differences)} differences{rest}", highlight=False)
+
+
+def rebuild(name: str) -> int:
+    """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
+    from resources.store.read_ahead import read_ahead, threads_for
+
+    with observing([name]) as (seen,):
+        snapshot = seen.store.current_snapshot()
+        if snapshot is None:
+            raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
+        entries, reports = seen.store.entries(snapshot), seen.reports()
+        reported = unreadable = 0
+        current = seen.store.current_objects(entries).values()
+        for found in read_ahead(lambda batch: _footer(seen.store, batch), current, threads_for(seen.store.objects)):
+            if isinstance(found, CorruptObject):
+                sys.stderr.write(f"{found}\n")
+                unreadable += 1
+            elif _changed(found, reports.get(found.key)):
+                sys.stderr.write(f"{name} batch {found.key}: not as it was written; {seen.store.mended_by_run}\n")
+                unreadable += 1
+            elif not _reported(seen.store, found, reports.get(found.key)):
+                seen.instance.report_runless_asset_event(ledger.batch_event(seen.store, found, snapshot))
+                reported += 1
+    sys.stdout.write(f"{name}: {reported:,} of {len(entries):,} batches reported again\n")
+    return 1 if unreadable else 0
+
+
+def _footer(store: DatasetStore, batch: BatchObject) -> BatchFooter | CorruptObject:
+    try:
+        return store.read_batch(batch)[1]
+    except CorruptObject as error:
+        return error
+
+
+def _changed(footer: BatchFooter, report: BatchReport | None) -> bool:
+    """Whether the catalog knows that this very object had other bytes."""
+    return (
+        report is not None
+        and report.version.used_for(footer.data_version) == footer.generation
+        and report.sha256 not in (None, footer.sha256)
+    )
+
+
+def _reported(store: DatasetStore, footer: BatchFooter, report: BatchReport | None) -> bool:
+    """Whether the catalog says exactly this of the batch."""
+    if report is None:
+        return False
+    batch = BatchObject(footer.key, footer.data_version, footer.generation)
+    return (report.version, report.path, report.rows, report.ok, report.dead) == (
+        ledger.LedgerVersion(footer.data_version, footer.generation),
+        store.objects.uri(store.batch_path(batch)),
+        footer.rows,
+        footer.ok,
+        footer.dead,
+    )

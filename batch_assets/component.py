@@ -1,0 +1,128 @@
+"""The component `batch_assets.GeneratedDataset`: a defs.yaml becomes a dataset's assets, checks, jobs and schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Self
+
+import dagster as dg
+from pydantic import BaseModel, ConfigDict
+
+from batch_assets.catalog.publications import publish_job
+from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
+from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG
+
+
+class Attributes(BaseModel):
+    """The `attributes:` of a defs.yaml. Its JSON schema is the spec's; `load_spec` checks it, with errors of ours."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
+        """What `dg check yaml` and an editor check a defs.yaml against."""
+        schema: dict[str, Any] = without_null(GeneratedDatasetSpec.model_json_schema())
+        return schema
+
+
+def without_null(schema: Any) -> Any:
+    """A JSON schema in which `anyOf: [X, null]` is X: a validator then names what is wrong inside X."""
+    if isinstance(schema, list):
+        return [without_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("anyOf")
+    if isinstance(options, list) and {"type": "null"} in options and len(options) == 2:
+        inner = next(option for option in options if option != {"type": "null"})
+        schema = {**inner, **{key: value for key, value in schema.items() if key != "anyOf"}}
+        if schema.get("default", "") is None:
+            del schema["default"]
+    return {key: without_null(value) for key, value in schema.items()}
+
+
+class Scaffolder(dg.Scaffolder[Any]):
+    """Writes a defs.yaml that loads: a grid of two short lists, so that it runs without a file."""
+
+    def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
+        name = "".join(c if c.isalnum() else "_" for c in Path(request.target_path).name.lower())
+        attributes = {
+            "name": name,
+            "source": {"grid": {"topic": ["rain", "rivers"], "tone": ["plain", "cheerful"]}},
+            "prompt": {"user": "Write one {{ tone }} sentence about {{ topic }}."},
+            "model": "Qwen/Qwen3-0.6B",
+            "sampling": {"temperature": 0.7, "max_tokens": 64},
+            "keep_columns": ["topic", "tone"],
+            "description": "One sentence per topic and tone.",
+        }
+        dg.scaffold_component(request, attributes)
+
+
+@dg.scaffold_with(Scaffolder)
+class GeneratedDataset(dg.Component):
+    """A dataset that an LLM writes: source, 250-row batches, ledger, one published table.
+
+    Declared by `attributes` in a defs.yaml; see docs/datasets.md for every key.
+    """
+
+    def __init__(self, spec: GeneratedDatasetSpec, folder: Path) -> None:
+        self.spec, self.folder = spec, folder
+
+    @classmethod
+    def get_model_cls(cls) -> type[BaseModel]:
+        return Attributes
+
+    @classmethod
+    def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
+        written = attributes.model_dump() if attributes is not None else {}
+        folder = Path(context.path)
+        return cls(load_spec(written, folder / "defs.yaml"), folder)
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        return dataset_definitions(self.spec, self.folder)
+
+
+def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definitions:
+    """Everything Dagster knows of one dataset, whose defs.yaml lies in `folder`. Touches no store and no database."""
+    prompts, rows = prompts_asset(spec, spec_version(spec), folder), rows_asset(spec, folder)
+    table, dead = table_asset(spec), dead_letters_asset(spec)
+    refresh = dg.define_asset_job(
+        f"{spec.name}_refresh",
+        selection=dg.AssetSelection.assets(prompts.key),
+        tags={REFRESH_TAG: spec.name},
+        description="Read the source; what changed is then generated and published by itself.",
+    )
+    redrive = dg.define_asset_job(
+        f"{spec.name}_redrive",
+        selection=dg.AssetSelection.assets(dead.key),
+        tags={REDRIVE_TAG: spec.name},
+        description="List the dead letters; they alone are then tried again, and the table is published anew.",
+    )
+    publish = dg.define_asset_job(
+        publish_job(spec.name),
+        selection=dg.AssetSelection.assets(table.key, dead.key),
+        description="Compact the current batches into the table. The publisher starts it when a snapshot is complete.",
+    )
+    schedules = []
+    if spec.schedule:
+        schedules.append(
+            dg.ScheduleDefinition(
+                name=f"{spec.name}_refresh_schedule",
+                job=refresh,
+                cron_schedule=spec.schedule,
+                execution_timezone=spec.timezone,
+                default_status=dg.DefaultScheduleStatus.RUNNING,
+            )
+        )
+    return dg.Definitions(
+        assets=[source_asset(spec), prompts, rows, table, dead],
+        jobs=[refresh, redrive, publish],
+        schedules=schedules,
+    )
+
+
+def spec_version(spec: GeneratedDatasetSpec) -> str:
+    """Code version of `prompts`: changes with all that shapes the rows, so that an edited spec shows as stale."""
+    shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
+    return hashlib.sha256(spec.model_dump_json(include=shaping).encode()).hexdigest()[:16]

@@ -1,0 +1,331 @@
+"""The GPU op: a contiguous range of batches in, one ledger entry per committed batch out (DESIGN section 5)."""
+
+import contextlib
+import gc
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import dagster as dg
+
+from batch_assets.catalog import ledger
+from batch_assets.generation.engine_session import WAITS, StepKind
+from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.loop_thread import LoopThread
+from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunClaims, RunIdentity, plan_range
+from batch_assets.generation.store_reads import StoreReads
+from batch_assets.generation.store_wait import silence, while_store_answers
+from batch_assets.planning.workload_estimate import WorkloadEstimator
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options
+from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REQUEST_TAG, ROWS_TAG
+from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
+from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.market.offers import Objective
+from gpu_runner.market.workload import Workload
+from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
+from resources.pricing.price_files import PricingError
+from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.health import Probe, StoreAway, StoreHealth
+from resources.store.objects import self_test
+
+WAIT_SECONDS = 0.2
+CANCEL_SECONDS = 2.0
+FLUSH_SECONDS = 2.0
+REPORT_SECONDS = 1.0
+WRITE_SECONDS = 600.0  # longer than any write: a second one must not begin beside it
+WORK_SECONDS = 10.0
+NAMED_BATCHES = 20
+
+
+class RowsConfig(dg.Config):
+    """Run config of the rows op. Without it a run generates what is missing and nothing else."""
+
+    regenerate: bool = False
+    redrive: bool = False
+
+
+def generate_rows(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    config: RowsConfig,
+) -> Iterator[None]:
+    """Body of the `rows` asset: commits and reports batches as they complete, yields nothing.
+
+    Raises dg.Failure naming the batches that are not committed at the end. Interrupting it gives the lease back once.
+    """
+    keys = list(context.partition_keys)
+    manifest = _manifest(store)
+    wanted = set(keys)
+    entries = [entry for entry in store.entries(manifest.snapshot) if entry.key in wanted]
+    for key in sorted(wanted - {entry.key for entry in entries}):
+        context.log_event(ledger.empty_event(store.dataset, key, manifest.snapshot))
+    with contextlib.ExitStack() as stack:
+        fleet_db = stack.enter_context(fleet.open_database())
+        heart = fleet.heart(fleet_db, context.run.run_id)
+        stack.enter_context(heart.beating(store.dataset, keys[0], keys[-1]))
+        intent = Intent(context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive)
+        # Before the store is listed: what the catalog has by now is there, or it is lost.
+        versions = ledger.ledger_versions(context.instance, spec.name)
+        plan = _planned(store, manifest, heart, lambda: plan_range(store, entries, intent, versions))
+        for footer in plan.done:
+            context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
+        if plan.todo:
+            identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
+            objective = _join_request(context, spec, fleet_db)
+            claims = RunClaims(fleet_db, context.run.run_id, store.dataset, heart.ttl)
+            run = RangeRun(
+                store,
+                manifest,
+                plan,
+                identity,
+                fence=lambda: _may_write(fleet_db, heart),
+                claims=claims,
+                reuse=spec.reuse,
+            )
+            need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
+            _generate(context, fleet, fleet_db, heart, need, run)
+    yield from ()
+
+
+def _planned(
+    store: DatasetStore, manifest: SnapshotManifest, heart: Heartbeat, plan: Callable[[], RangePlan]
+) -> RangePlan:
+    """The plan, made while the store is there: a folder whose mount is gone lists no batch, and all would be made anew.
+
+    Raises dg.Failure when the store stays away.
+    """
+    health = StoreHealth()
+
+    def is_there() -> bool:
+        return store.objects.exists(store.snapshot_path(manifest.snapshot, "manifest.json"))
+
+    def note(words: str) -> None:
+        heart.tell(words, WaitReason(WaitKind.STORE) if words else None)
+
+    with contextlib.closing(StoreReads(health, is_there)) as reads:
+        try:
+            return while_store_answers(lambda: reads.look(plan), is_there, note=note, health=health)
+        except StoreAway as error:
+            raise dg.Failure(str(error), allow_retries=False) from None
+
+
+def _manifest(store: DatasetStore) -> SnapshotManifest:
+    snapshot = store.current_snapshot()
+    if snapshot is None:
+        raise dg.Failure(f"{store.dataset}: no snapshot in the store; materialize {store.dataset}/prompts first")
+    return store.manifest(snapshot)
+
+
+def _generate(
+    context: dg.AssetExecutionContext,
+    fleet: GpuFleet,
+    fleet_db: FleetDatabase,
+    heart: Heartbeat,
+    need: Requirement,
+    run: RangeRun,
+) -> None:
+    """Engine after engine until every batch is committed; what cannot be cured fails the run with what is missing."""
+    self_test(run.store.objects)  # no GPU is held with nowhere safe to write
+    heart.rows_done = lambda: run.progress().rows_done
+    reason = ""
+    with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
+        try:
+            if _needs_engine(context, loop, run, heart):
+                reason = _serve(context, run, _crew(context, fleet, fleet_db, heart, need, run, loop))
+        except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
+            reason = str(error)
+        finally:
+            flushing = loop.submit(run.flush())
+            if flushing.wait(FLUSH_SECONDS):
+                with contextlib.suppress(Exception):  # a store that is away; why the run ends is said below
+                    flushing.result()
+            _report(context, run, math.inf)
+    if missing := run.missing():
+        named = ", ".join(missing[:NAMED_BATCHES]) + (" …" if len(missing) > NAMED_BATCHES else "")
+        raise dg.Failure(
+            f"{len(missing)} of {run.batches} batches are not committed: {named}. {reason}",
+            metadata={"missing_batches": len(missing)},
+            allow_retries=False,
+        )
+
+
+def probed(run: RangeRun, loop: LoopThread, seconds: float = 5.0) -> Probe:
+    """Watches the run's store every so many seconds."""
+
+    def write() -> None:
+        writing = loop.submit(run.write_again())
+        if writing.wait(WRITE_SECONDS):
+            writing.result()
+
+    return Probe(run.health, run.store_is_there, write, seconds)
+
+
+def _join_request(context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, fleet_db: FleetDatabase) -> Objective:
+    """The run's objective. Its request is written down, unless another one is under way: its budget holds at once.
+
+    The capacity sensor decides which request counts when there are several.
+    """
+    run = context.run
+    request = request_of(run.root_run_id or run.run_id, run.tags)
+    try:
+        wanted = request_options(spec, run.tags)
+        begin_unless_busy(fleet_db, spec, request, run.tags)
+    except InvalidTag as error:
+        raise dg.Failure(f"{error}. Start it again with another tag.", allow_retries=False) from None
+    return wanted.objective
+
+
+def _requirement(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    run: RangeRun,
+    objective: Objective,
+    work: Callable[[], Workload],
+) -> Requirement:
+    """What the run needs of an engine. The model is that of the snapshot, which `batch-assets run --model` may set."""
+    hardware = spec.hardware
+    return Requirement(
+        dataset=run.store.dataset,
+        model=run.generation.model,
+        task=run.generation.task,
+        endpoint=context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"),
+        accept=hardware.accept(),
+        objective=objective,
+        max_model_len=hardware.max_model_len,
+        declared=hardware.declared(run.generation.model),
+        work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
+    )
+
+
+def _work(context: dg.AssetExecutionContext, run: RangeRun, look: Callable[[], Workload]) -> Workload:
+    """What an instance is rented for: the rest of the dataset when that was asked for, else (also in a trial) this
+    run's rows.
+
+    An instance passes from run to run, so its boot is shared. Rows that are generated anew are missing nowhere.
+    """
+    whole, own = look(), max(1, run.rows - run.progress().rows_done)
+    asked_for = context.run.tags.keys() & {REQUEST_TAG, BACKFILL_TAG} and ROWS_TAG not in context.run.tags
+    return replace(whole, rows=max(own, whole.rows) if asked_for else own)
+
+
+def _may_write(fleet_db: FleetDatabase, heart: Heartbeat) -> bool:
+    """This run is known as living. The database is asked: a process that was stopped wakes up knowing nothing."""
+    try:
+        return fleet_db.beat(heart.run_id, heart.state, heart.activity, heart.rows_done())
+    except FleetDatabaseError:
+        return False
+
+
+class Remembered:
+    """An answer that costs a listing of the store, asked for again after some seconds. For several threads."""
+
+    def __init__(self, look: Callable[[], Workload], seconds: float) -> None:
+        self._look, self._seconds = look, seconds
+        self._guard = threading.Lock()
+        self._until = 0.0
+        self._found: Workload | None = None
+
+    def __call__(self) -> Workload:
+        with self._guard:
+            if self._found is None or time.monotonic() >= self._until:
+                self._found = self._look()
+                self._until = time.monotonic() + self._seconds
+            return self._found
+
+
+def _crew(
+    context: dg.AssetExecutionContext,
+    fleet: GpuFleet,
+    fleet_db: FleetDatabase,
+    heart: Heartbeat,
+    need: Requirement,
+    run: RangeRun,
+    loop: LoopThread,
+) -> EngineSupervisor:
+    return EngineSupervisor(
+        fleet.renter(fleet_db, heart, need),
+        heart,
+        need,
+        run,
+        loop,
+        say=context.log.info,
+        warn=context.log.warning,
+        decided=lambda decision: context.log_event(ledger.move_event(need.dataset, decision)),
+        leased=lambda leased: context.log_event(ledger.lease_event(need.dataset, leased)),
+        given_back=lambda leased, why: context.log_event(ledger.bill_event(need.dataset, leased, why)),
+    )
+
+
+def _serve(context: dg.AssetExecutionContext, run: RangeRun, supervisor: EngineSupervisor) -> str:
+    """Until nothing is missing, or the run cannot go on: why, for people. Leaves no request in flight and no lease."""
+    try:
+        while (result := supervisor.step()).kind is StepKind.CONTINUE:
+            _report(context, run)
+            supervisor.wait(WAIT_SECONDS)
+        return result.failure
+    finally:
+        supervisor.end()
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Fewer, cheaper garbage collections: thousands of live requests made them a third of the CPU per row."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun, heart: Heartbeat) -> bool:
+    """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left.
+
+    While another run holds all that is left, this waits: no engine is rented beside it. It waits for a store that is
+    away too, for as long as a run that generates. Raises RunEnded, StoreAway.
+    """
+    preparing = loop.submit(run.prepare())
+    try:
+        while not preparing.wait(WAIT_SECONDS):
+            _report(context, run)
+            if words := silence(run.health):
+                heart.tell(words, WaitReason(WaitKind.STORE))
+            else:
+                _tell_of_other_runs(run, heart)
+            if heart.ended.is_set():
+                raise RunEnded(heart.run_id)
+        heart.tell("")
+        return preparing.result()
+    finally:
+        preparing.cancel(CANCEL_SECONDS)
+
+
+def _tell_of_other_runs(run: RangeRun, heart: Heartbeat) -> None:
+    if run.waits:
+        heart.tell(WAITS, WaitReason(WaitKind.OTHER_RUN))
+    else:
+        heart.tell("")
+
+
+def _report(context: dg.AssetExecutionContext, run: RangeRun, seconds: float = REPORT_SECONDS) -> None:
+    """Write the ledger entries of what was committed since. In the main thread: a database write blocks no row.
+
+    Returns after `seconds`, so that a lost lease is noticed also while batches come faster than entries are written.
+    """
+    until = time.monotonic() + seconds
+    with contextlib.suppress(queue.Empty):
+        while time.monotonic() < until:
+            footer = run.committed.get_nowait()
+            context.log_event(ledger.batch_event(run.store, footer, run.manifest.snapshot))

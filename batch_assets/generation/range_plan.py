@@ -1,0 +1,118 @@
+"""What a run finds done in its range, and what it has to do: the snapshot's batches compared with the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from batch_assets.catalog.ledger import LedgerVersion
+from batch_assets.publishing.verify import check_object
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
+from resources.store.objects import CorruptObject
+
+Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit."""
+
+    entry: BatchEntry
+    generation: int
+    keep: tuple[BatchObject, ...] = ()
+    keep_dead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RangePlan:
+    """What is done already (footers to report again) and what is to do, in key order."""
+
+    done: list[BatchFooter]
+    todo: list[Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Why a run was started. `root_run_id` stays the same over its retries, so that they continue it."""
+
+    root_run_id: str
+    regenerate: bool = False
+    redrive: bool = False
+
+    @property
+    def purpose(self) -> Purpose:
+        """Name of the journal that this run's retries read."""
+        return self.root_run_id if self.regenerate or self.redrive else ""
+
+
+def plan_range(
+    store: DatasetStore,
+    entries: Sequence[BatchEntry],
+    intent: Intent,
+    versions: Mapping[str, LedgerVersion] | None = None,
+) -> RangePlan:
+    """Compare the snapshot's batches with the store. Lists, reads every current object whole; writes nothing.
+
+    `versions`: what the catalog said before this call. The name of an object is used once: one that is torn, void in
+    the catalog, or gone although the catalog has it, is replaced by the next generation.
+    """
+    if not entries:
+        return RangePlan([], [])
+    found = store.objects_by_batch(entries[0].key, entries[-1].key)
+    plan = RangePlan([], [])
+    with ThreadPoolExecutor(8) as pool:
+        for footer, work in pool.map(
+            lambda entry: _plan_batch(
+                store, entry, found.get(entry.key, []), intent, versions.get(entry.key) if versions else None
+            ),
+            entries,
+        ):
+            if footer is not None:
+                plan.done.append(footer)
+            if work is not None:
+                plan.todo.append(work)
+    return plan
+
+
+def _plan_batch(
+    store: DatasetStore,
+    entry: BatchEntry,
+    objects: list[BatchObject],
+    intent: Intent,
+    said: LedgerVersion | None,
+) -> tuple[BatchFooter | None, Work | None]:
+    used = -1 if said is None else said.used_for(entry.data_version)
+    current = [batch for batch in objects if batch.data_version == entry.data_version]
+    newest_there = current[-1].generation if current else -1
+    void = used if said is not None and said.void else -1
+    if not current or newest_there < used or newest_there == void:
+        sound = tuple(batch for batch in objects if batch not in current or batch.generation != void)
+        return None, _again(entry, max(used, newest_there) + 1, sound, intent)
+    newest = current[-1]
+    try:
+        footer = check_object(store, entry, newest)
+    except (CorruptObject, FileNotFoundError):
+        earlier = tuple(batch for batch in objects if batch != newest)
+        return None, _again(entry, newest.generation + 1, earlier, intent)
+    if footer.root_run_id == intent.root_run_id:
+        return footer, None
+    if intent.regenerate:
+        return None, Work(entry, newest.generation + 1)
+    if intent.redrive and footer.dead:
+        return None, Work(entry, newest.generation + 1, (newest,), keep_dead=False)
+    return footer, None
+
+
+def _again(entry: BatchEntry, generation: int, sound: tuple[BatchObject, ...], intent: Intent) -> Work:
+    """A batch without a current object that can be used: made anew, from what is sound as far as the intent allows."""
+    return Work(entry, generation, () if intent.regenerate else sound, keep_dead=not intent.redrive)
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """Which run this is, and the range that names its journal."""
+
+    run_id: str
+    intent: Intent
+    key_range: tuple[str, str]

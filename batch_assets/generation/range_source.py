@@ -1,0 +1,294 @@
+"""Which batches of a range a run opens, in which order, and what is known of their rows before they are asked.
+
+Two runs may have the same range. A run asks for the rows of a batch only while it has an engine and holds the claim on
+the batch (`gpu_runner.fleet.claims`); batches that another living run holds come last, when that run has committed
+them or is gone. Once another run is seen, every batch is looked up in the store before it is asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from batch_assets.generation.range_plan import RunIdentity, Work
+from batch_assets.generation.store_reads import StoreReads
+from batch_assets.publishing.verify import check_object
+from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
+from gpu_runner.rows import Batch, Outcome, Row
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.health import StoreHealth
+from resources.store.objects import CorruptObject
+from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+
+class Claimed(enum.Enum):
+    """What a run's try to claim a batch came to."""
+
+    MINE = "mine"
+    MINE_AND_MORE_KNOWN = "mine_and_more_known"  # the journal was read meanwhile: more may be known of its rows
+    NOT_NOW = "not_now"  # another run has done it or holds it: it comes later, or not at all
+
+
+class RunClaims:
+    """One run's claims in the fleet's database. `silent`: seconds without a heartbeat after which a run is dead."""
+
+    def __init__(self, fleet_db: FleetDatabase, run_id: str, dataset: str, silent: float) -> None:
+        self._book, self._run_id, self._dataset, self._silent = fleet_db, run_id, dataset, silent
+
+    def take(self, objects: Sequence[str]) -> Claim:
+        """Claim one of these; none while the fleet's database does not answer."""
+        try:
+            return self._book.claim(self._run_id, self._dataset, objects, self._silent)
+        except FleetDatabaseError as error:
+            log.warning("run %s: no batch claimed: %s", self._run_id, type(error).__name__)
+            return Claim()
+
+    def release(self, objects: Sequence[str]) -> bool:
+        """Give claims up. False while the fleet's database does not answer."""
+        try:
+            self._book.release_claims(self._run_id, self._dataset, objects)
+        except FleetDatabaseError:
+            return False
+        return True
+
+
+class RangeSource:
+    """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
+
+    `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
+    segment of the journal that was read. Without `claims` the run is alone. `reuse`: True, or the datasets whose
+    answers are taken, where some lie beside the snapshot. `store_is_there` asks the store something small; while it is
+    away, everything that is read from it is waited for.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        manifest: SnapshotManifest,
+        works: dict[str, Work],
+        identity: RunIdentity,
+        claims: RunClaims | None,
+        *,
+        adopted: Callable[[Work, BatchFooter], None],
+        segment: Callable[[str, frozenset[str]], None],
+        health: StoreHealth,
+        store_is_there: Callable[[], bool],
+        reuse: bool | Sequence[str] = False,
+    ) -> None:
+        self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
+        self._claims, self._adopted, self._segment = claims, adopted, segment
+        self._reads = StoreReads(health, store_is_there)
+        self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        self._reused: dict[str, int] = {}
+        self._answers = ReusableAnswers(store.objects, store.dataset, reuse) if reuse else None
+        self._reusable: Mapping[str, ReusableBatch] = {}
+        self._read: set[str] = set()
+        self._gone: frozenset[str] = frozenset()
+        self._aside: dict[str, Work] = {}
+        self._engines = 0
+        self._engine_there = threading.Event()
+        self._closed = threading.Event()
+        self._guard = threading.Lock()
+        self.wants_engine = threading.Event()
+        self._waiting_since: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """For how many seconds there has been nothing to open, because other runs hold what is left."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def engine_comes(self) -> None:
+        """Rows may be asked for."""
+        with self._guard:
+            self._engines += 1
+            self._engine_there.set()
+
+    def engine_goes(self) -> None:
+        """The counterpart of `engine_comes`."""
+        with self._guard:
+            self._engines -= 1
+            if not self._engines:
+                self._engine_there.clear()
+
+    def close(self) -> None:
+        """No batch is opened any more; a thread that waits in `batches` ends."""
+        self._closed.set()
+        self._reads.close()
+        self._engine_there.set()
+
+    def release_committed(self, keys: Sequence[str]) -> bool:
+        """Give up the claims on these batches. False: not yet."""
+        return self._claims is None or not keys or self._claims.release([self._name(self._works[key]) for key in keys])
+
+    def batches(self) -> Iterator[Batch]:
+        """Every batch that this run has to do; with claims, those that need an engine only while there is one."""
+        self._read_journal()
+        self._find_reusable()
+        for entry, rows in self._rows():
+            work = self._works[entry.key]
+            batch = self._batch(work, rows)
+            known = len(batch.known) == len(rows)
+            mine = Claimed.MINE if known or self._claims is None else self._claim(work, self._claims)
+            if self._closed.is_set():
+                return
+            if mine is not Claimed.NOT_NOW:
+                yield self._batch(work, rows) if mine is Claimed.MINE_AND_MORE_KNOWN else batch
+                self._journaled.pop(entry.key, None)
+
+    def _rows(self) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of the batches in order."""
+        wanted: list[BatchEntry] = []
+        given = iter(wanted.pop, None)  # one at a time, so that waiting for the next one is no call of the store
+        found = self._store.rows(self._manifest, given)
+
+        def rows_of(entry: BatchEntry) -> tuple[BatchEntry, tuple[Row, ...]]:
+            nonlocal found
+            wanted[:] = [entry]
+            try:
+                return next(found)
+            except Exception:  # ends the generator
+                found = self._store.rows(self._manifest, given)
+                raise
+
+        for entry in self._in_order():
+            yield self._reads.read(partial(rows_of, entry))
+
+    def _in_order(self) -> Iterator[BatchEntry]:
+        """In key order, then those that other runs held, as they become free."""
+        yield from [work.entry for work in self._works.values()]
+        while self._aside and not self._closed.is_set():
+            assert self._claims is not None
+            free = self._claims.take(list(self._aside)).object
+            if free is not None:
+                self._waiting_since = None
+                yield self._aside.pop(free).entry
+                continue
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+            self._closed.wait(POLL_SECONDS)
+
+    def _claim(self, work: Work, claims: RunClaims) -> Claimed:
+        """Whether its rows are ours to ask for, with an engine there."""
+        name, journal_read = self._name(work), False
+        while not self._closed.is_set():
+            claim = claims.take([name])
+            if claim.object is None:
+                self._aside[name] = work
+                return Claimed.NOT_NOW
+            if claim.rivals and self._done_by_another(work):
+                claims.release([name])
+                return Claimed.NOT_NOW
+            if self._engine_there.is_set() and not claim.gone <= self._gone:
+                self._read_journal()
+                self._gone |= claim.gone
+                journal_read = True
+            if self._engine_there.is_set():  # still: the store may have been waited for
+                return Claimed.MINE_AND_MORE_KNOWN if journal_read else Claimed.MINE
+            claims.release([name])  # who has no engine keeps nobody off
+            self.wants_engine.set()
+            self._engine_there.wait()
+            self.wants_engine.clear()
+        return Claimed.NOT_NOW
+
+    def _done_by_another(self, work: Work) -> bool:
+        """Adopt what another run has committed. A damaged object is replaced by the next generation, later."""
+        newest = self._reads.look(lambda: self._newest(work))
+        if newest is None:
+            return False
+        try:
+            footer = self._reads.read(lambda: check_object(self._store, work.entry, newest))
+        except (CorruptObject, FileNotFoundError):
+            again = replace(work, generation=newest.generation + 1)
+            self._works[work.entry.key] = self._aside[self._name(again)] = again
+            return True
+        self._journaled.pop(work.entry.key, None)
+        self._adopted(work, footer)
+        return True
+
+    def _newest(self, work: Work) -> BatchObject | None:
+        """The highest generation in the store, from the one on that this run was to write."""
+        newest, batch = None, self._object(work)
+        while self._store.objects.exists(self._store.batch_path(batch)):
+            newest, batch = batch, replace(batch, generation=batch.generation + 1)
+        return newest
+
+    def _object(self, work: Work) -> BatchObject:
+        return BatchObject(work.entry.key, work.entry.data_version, work.generation)
+
+    def _name(self, work: Work) -> str:
+        return self._object(work).name
+
+    def _batch(self, work: Work, rows: tuple[Row, ...]) -> Batch:
+        keys = {row.row_id: row.row_key for row in rows}
+
+        def of_this_batch(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:
+            return {one.row_id: one for one in outcomes if keys.get(one.row_id) == one.row_key}
+
+        kept = self._reusable_outcomes(work.entry, rows) | of_this_batch(self.kept(work))
+        journaled = of_this_batch(self._journaled.get(work.entry.key, {}).values())
+        self._reused[work.entry.key] = len(kept.keys() - journaled.keys())
+        return Batch(work.entry.key, rows, kept | journaled)
+
+    def reused(self, key: str) -> int:
+        """Rows of an opened batch whose outcome was in an earlier object, of this dataset or another."""
+        return self._reused.get(key, 0)
+
+    def _find_reusable(self) -> None:
+        """Which batches have answers of other datasets beside the snapshot. A regenerate asks for all rows."""
+        answers, works = self._answers, list(self._works)
+        if answers is not None and works and not self._identity.intent.regenerate:
+            snapshot = self._manifest.snapshot
+            self._reusable = self._reads.look(lambda: answers.of_snapshot(snapshot, works[0], works[-1]))
+
+    def _reusable_outcomes(self, entry: BatchEntry, rows: tuple[Row, ...]) -> dict[str, Outcome]:
+        """Answers of other datasets by row id; what is gone or damaged is generated."""
+        answers, batch = self._answers, self._reusable.get(entry.key)
+        if answers is None or batch is None:
+            return {}
+        try:
+            return self._reads.read(lambda: answers.read(batch, rows))
+        except (CorruptObject, FileNotFoundError) as error:
+            log.warning("%s: %s; its rows are generated", batch.path, type(error).__name__)
+            return {}
+
+    def kept(self, work: Work) -> Iterator[Outcome]:
+        """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
+        outcomes: list[Outcome] = []
+        for batch in work.keep:
+            try:
+                outcomes += self._reads.read(partial(self._store.outcomes, batch))
+            except (CorruptObject, FileNotFoundError):
+                continue  # verify names it; its rows are generated again
+        kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
+        return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
+
+    def _read_journal(self) -> None:
+        """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
+        key_range, purpose = self._identity.key_range, self._identity.intent.purpose
+        for path in self._reads.look(lambda: self._store.journal.segments(key_range, purpose)):
+            own = bool(self._read) and path.rpartition("/")[2].startswith(f"{self._identity.run_id}-")
+            if path in self._read or own:
+                continue
+            outcomes = self._segment_outcomes(path)
+            self._read.add(path)
+            self._segment(path, frozenset(outcomes))
+            for key, rows in outcomes.items():
+                if key in self._works:
+                    self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
+
+    def _segment_outcomes(self, path: str) -> dict[str, list[Outcome]]:
+        try:
+            return self._reads.read(lambda: self._store.journal.read(path))
+        except (CorruptObject, FileNotFoundError):
+            return {}  # deleted by the run that committed its batches, or no segment of ours

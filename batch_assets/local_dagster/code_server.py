@@ -1,0 +1,53 @@
+"""The code server: `python -m batch_assets.local_dagster.code_server start -s SOCKET …`, options as in `dagster`.
+
+Dagster's code server is a proxy before a server of its own, which it starts as a process and starts anew when the code
+is reloaded. Four things are added. That server is ours, which forks its run workers (definitions_server.py). The
+first one is a fork of this process, so that Dagster is imported once for both (first_server.py). Its
+socket lies beside ours, in a folder that only our user may enter; by default it lies in the folder of temporary files.
+And when that server is killed, the proxy ends too, so that it is started again: otherwise it would answer every request
+with an error for ever (dagster/_grpc/proxy_server.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from batch_assets.dagster_internals.code_server import serve_definitions_by
+from batch_assets.local_dagster import definitions_server, first_server, worker_template
+
+KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
+STEP_SECONDS = 1.0
+
+
+def end_with_server() -> None:
+    """Wait until a child is killed, then end this process. A child that ends by itself was replaced or has failed."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            ended = None
+        if ended is not None and ended.si_code in KILLED:
+            os._exit(1)
+        time.sleep(STEP_SECONDS)  # none yet, or an ended one that Dagster has not collected yet
+
+
+def main() -> None:
+    """Serve until the end."""
+    if "-s" in sys.argv:
+        tempfile.tempdir = str(Path(sys.argv[sys.argv.index("-s") + 1]).parent)
+    worker_template.import_modules()
+    first = first_server.fork(definitions_server.main)
+    threading.Thread(target=end_with_server, name="code-server-watch", daemon=True).start()
+    from batch_assets.dagster_internals import run_code_server_command
+
+    serve_definitions_by("batch_assets.local_dagster.definitions_server", first)
+    run_code_server_command()
+
+
+if __name__ == "__main__":
+    main()

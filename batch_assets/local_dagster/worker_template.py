@@ -1,0 +1,141 @@
+"""The template of a code server: a process that has imported what run workers need, and is forked for each of them.
+
+Importing Dagster and its friends takes two of the three seconds of processor time that a worker's start costs. The
+template is a fork of the code server itself, made before that has read any definitions, so it costs no import of its
+own; it holds nothing of ours but `gpu_runner`, and ends with its code server or, when that was killed, with its last
+worker.
+
+Only a process of one thread may be forked safely: a lock that another thread holds stays locked in the copy for ever.
+So nothing is imported here that starts threads (numpy, pyarrow, polars), and `start` refuses to fork a process of two.
+
+The template speaks the protocol of `multiprocessing`'s own fork server, which starts Dagster's workers. It ignores
+SIGTERM, which a process group gets as a whole, so that its workers end in good order; when it is killed, the kernel
+kills them (PR_SET_PDEATHSIG), because nobody could tell any more how they end.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+from gpu_runner.providers.process_guard import die_with, name_process
+
+TEMPLATE, WORKER = "worker-template", "run-worker"  # names of the processes, 15 bytes at most
+MODULES = (
+    "dagster",
+    "dagster._cli",
+    "dagster._cli.api",
+    "dagster._grpc.impl",
+    "dagster._core.execution.api",
+    "dagster._core.storage.legacy_storage",
+    "dagster._core.storage.sqlite_storage",
+    "dagster.components",
+    "alembic",
+    "sqlalchemy",
+    "sqlalchemy.dialects.sqlite",
+    "aiohttp",
+    "jinja2",
+    "jsonschema",
+    "orjson",
+    "pydantic",
+    "yaml",
+    "gpu_runner.client.engine_client",
+    "gpu_runner.fleet.database",
+)
+
+
+class TemplateError(Exception):
+    """The process cannot be forked safely."""
+
+
+def import_modules() -> None:
+    """Import what workers need. Raises TemplateError when that has started a thread."""
+    for name in MODULES:
+        importlib.import_module(name)
+    if (found := threads()) != 1:
+        raise TemplateError(f"{found} threads after the imports of {__name__}, expected 1: one of them starts threads")
+
+
+def threads() -> int:
+    """How many threads this process has, those that are not Python's too."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def start(address: Path) -> BaseContext:
+    """Fork the template and return the context that starts processes from it. `address`: of its socket, for us alone.
+
+    A socket that is there is an earlier process's of the same number: after a container was killed, the next one counts
+    from 1 again. The socket is for our user alone. Raises TemplateError when this process has more than one thread.
+    """
+    if (found := threads()) != 1:
+        raise TemplateError(f"expected a process of one thread, found {found}: it cannot be forked safely")
+    gc.collect()
+    gc.freeze()  # the copies share the memory of what is not collected
+    alive, held = os.pipe()
+    address.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        umask = os.umask(0o177)
+        try:
+            listener.bind(str(address))
+        finally:
+            os.umask(umask)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(held)
+            _serve(listener.detach(), alive)
+    os.close(alive)
+    gc.unfreeze()
+    _use(str(address), held, pid)
+    threading.Thread(target=_end_with, args=(pid,), name="worker-template-watch", daemon=True).start()
+    return multiprocessing.get_context("forkserver")
+
+
+def _serve(listener: int, alive: int) -> None:
+    """The template: fork a worker for each request, until nobody holds the other end of `alive`. Does not return."""
+    status = 1
+    try:
+        name_process(TEMPLATE)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        template, prepare = os.getpid(), die_with(os.getpid())
+
+        def become_worker() -> None:
+            if os.getppid() != template:  # what a worker forks later
+                return
+            prepare()
+            name_process(WORKER)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        os.register_at_fork(after_in_child=become_worker)
+        forkserver.main(listener, alive, [])
+    except SystemExit:
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def _use(address: str, alive: int, pid: int) -> None:
+    """Make it the fork server of this process. The standard library's private names are held by its tests."""
+    server = forkserver._forkserver
+    for name, value in {"address": address, "alive_fd": alive, "pid": pid}.items():
+        field = f"_forkserver_{name}"
+        if not hasattr(server, field):
+            raise TemplateError(f"multiprocessing.forkserver.ForkServer has no {field} in Python {sys.version}")
+        setattr(server, field, value)
+
+
+def _end_with(template: int) -> None:
+    """End this process when the template has ended, so that both are started again."""
+    os.waitid(os.P_PID, template, os.WEXITED | os.WNOWAIT)
+    os.kill(os.getpid(), signal.SIGKILL)

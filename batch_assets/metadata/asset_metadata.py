@@ -1,0 +1,76 @@
+"""The metadata of a materialization: what the catalog shows of a snapshot and of a published table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+
+from batch_assets.metadata.distributions import table_distributions
+from batch_assets.metadata.histogram import distributions_markdown
+from batch_assets.metadata.sample_rows import sample_markdown
+from batch_assets.publishing.dataset_card import MEANING
+from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.snapshot.reuse import ReusableRows
+from gpu_runner.fleet.accounting.bill_split import Split
+from resources.store.dataset_store import DatasetStore, SnapshotManifest
+
+TYPE_LETTERS = 24
+
+
+def snapshot_metadata(store: DatasetStore, manifest: SnapshotManifest) -> dict[str, Any]:
+    """Counts of the snapshot; numbers stay numbers, Dagster plots them."""
+
+    def file(name: str) -> dg.PathMetadataValue:
+        return dg.MetadataValue.path(store.objects.uri(store.snapshot_path(manifest.snapshot, name)))
+
+    counts = ("rows", "batches", "source_rows", "rejected", "duplicates", "added", "changed", "removed", "unchanged")
+    found: dict[str, Any] = {
+        **{name: getattr(manifest, name) for name in counts},
+        "dagster/row_count": manifest.rows,
+        "snapshot": manifest.snapshot,
+        "model": str(manifest.generation["model"]),
+        "manifest": file("manifest.json"),
+    }
+    return found | ({"rejects": file("rejects.parquet")} if manifest.rejected else {})
+
+
+def reuse_metadata(found: ReusableRows) -> dict[str, Any]:
+    """Rows that other datasets have answered, and which: they need no engine."""
+    return {"rows_reusable": found.rows, "reusable_from": dg.MetadataValue.json(dict(found.datasets))}
+
+
+def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | None) -> dict[str, Any]:
+    """Counts, schema, cost and places of a published table. `usd` is the useful part of the bill."""
+    counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
+    columns = [
+        dg.TableColumn(
+            column.name, short_type(column.type), description=MEANING.get(column.name, "column of the source")
+        )
+        for column in table.columns
+    ]
+    found: dict[str, Any] = {
+        **{name: getattr(table, name) for name in counts},
+        "dagster/row_count": table.rows,
+        "dagster/column_schema": dg.TableSchema(columns),
+        "dagster/uri": table.uri(store.objects),
+        "snapshot": table.snapshot,
+        "files": dg.MetadataValue.path(table.glob(store.objects)),
+        "simulated": table.simulated,
+    }
+    if table.reused:
+        found |= {"rows_reused": sum(table.reused.values()), "reused_from": dg.MetadataValue.json(table.reused)}
+    billed = {} if bill is None else {"usd_billed": round(bill.total, 6), "usd_useful": round(bill.useful, 6)}
+    return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
+
+
+def short_type(name: str) -> str:
+    """An Arrow type as the UI has room for it: the fields of structs are told in the column's description."""
+    return name if len(name) <= TYPE_LETTERS else f"{name.partition('<')[0]}<…>"
+
+
+def shown_rows(store: DatasetStore, table: PublishedTable, *, samples: bool) -> dict[str, Any]:
+    """What people look at first: pictures of lengths, finish reasons and latency and, with `samples`, some rows."""
+    pictures = distributions_markdown(table_distributions(store, table))
+    found = {"histograms": dg.MetadataValue.md(pictures)} if pictures else {}
+    return found | ({"sample_rows": dg.MetadataValue.md(sample_markdown(store, table))} if samples else {})

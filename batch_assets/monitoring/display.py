@@ -1,0 +1,225 @@
+"""What `batch-assets` shows while it works: progress on standard error, tables of datasets and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from batch_assets.catalog.progress import Figures, eta_seconds
+from batch_assets.durations import duration
+
+if TYPE_CHECKING:
+    from batch_assets.monitoring.dataset_status import DatasetStatus
+    from batch_assets.monitoring.request_monitor import ProgressUpdate
+    from gpu_runner.fleet.clock_jumps import ClockJump
+
+PLAIN_SECONDS = 10.0
+
+
+class Display(Protocol):
+    """Where moments and remarks go."""
+
+    def show(self, moment: ProgressUpdate) -> None:
+        """Where the work is now."""
+
+    def say(self, text: str) -> None:
+        """One remark that stays readable."""
+
+
+class Silent:
+    """Shows remarks only (`--no-progress`)."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, moment: ProgressUpdate) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Lines(Silent):
+    """A line when something changes, and every ten seconds: for logs and pipes."""
+
+    def __init__(self, console: Console, dataset: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console)
+        self._dataset, self._clock = dataset, clock
+        self._last: tuple[str, float] = ("", float("-inf"))
+
+    def show(self, moment: ProgressUpdate) -> None:
+        now, (phase, at) = self._clock(), self._last
+        if moment.phase != "end" and (moment.phase != phase or now - at >= PLAIN_SECONDS):
+            self._last = (moment.phase, now)
+            counts = f"{counts_line(moment.figures, moment.rate)}; " if moment.figures else ""
+            self.say(f"{self._dataset}: {counts}{moment.said}")
+
+
+class Bar(Silent):
+    """A live bar with the figures below it."""
+
+    def __init__(self, console: Console, dataset: str, live: Live) -> None:
+        super().__init__(console)
+        self._dataset, self._live = dataset, live
+
+    def show(self, moment: ProgressUpdate) -> None:
+        self._live.update(bar(self._dataset, moment), refresh=True)
+
+
+@contextlib.contextmanager
+def display(console: Console, dataset: str, *, progress: bool) -> Iterator[Display]:
+    """The display that suits the console: a bar on a terminal, lines elsewhere, remarks only without progress."""
+    if not progress:
+        yield Silent(console)
+    elif not console.is_terminal:
+        yield Lines(console, dataset)
+    else:
+        with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+            yield Bar(console, dataset, live)
+
+
+def bar(dataset: str, moment: ProgressUpdate) -> Group:
+    """Three lines: the bar, the figures, what the runs say."""
+    counts = moment.figures or Figures(0, 0, 0, 0, 0, 0, 0, 0)
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, min_width=10)
+    grid.add_column(justify="right", no_wrap=True)
+    share = f"{counts.rows_done / counts.rows:4.0%}" if counts.rows else "    "
+    reading = moment.figures is None
+    grid.add_row(
+        Text(dataset, style="bold"),
+        ProgressBar(total=None if reading else max(1, counts.rows), completed=counts.rows_done, pulse=reading),
+        Text(share if not reading else "", style="cyan"),
+    )
+    lines = [] if reading else [Text(counts_line(counts, moment.rate))]
+    return Group(grid, *lines, Text(moment.said, style="dim", overflow="ellipsis", no_wrap=True))
+
+
+def counts_line(counts: Figures, rate: float) -> str:
+    """`1,500 of 5,000 rows · 1,498 ok · 2 dead · 6 of 20 batches · 412 rows/s · 40,112 tokens/s · ETA 8 s`"""
+    parts = [
+        f"{counts.rows_done:,} of {counts.rows:,} rows",
+        f"{counts.ok:,} ok",
+        f"{counts.dead:,} dead",
+        f"{counts.batches_done:,} of {counts.batches:,} batches",
+    ]
+    if rate > 0 and not counts.complete:
+        parts.append(f"{rate:,.0f} rows/s" if rate >= 10 else f"{rate:.2g} rows/s")
+        if counts.tokens_per_row:
+            parts.append(f"{rate * counts.tokens_per_row:,.0f} tokens/s")
+        parts.append(f"ETA {duration(eta_seconds(counts.rows - counts.rows_done, rate))}")
+    return " · ".join(parts)
+
+
+SHOWN_PROBLEMS = 3
+
+
+def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: float) -> Group:
+    """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("dataset", no_wrap=True)
+    for name in ("rows", "ok", "dead", "batches", "rows/s", "ETA"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("table", overflow="fold")
+    lines: list[Text] = []
+    for status in statuses:
+        batches = f"{status.batches_done:,} of {status.batches:,}" if status.snapshot else "no snapshot"
+        working = status.rows_per_second > 0
+        rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
+        counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
+        table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
+        told = [*problem_lines(status), *_request_lines(status, now), *run_lines(status)]
+        lines += [Text(f"  {line}") for line in told]
+    if lines and not dagster_runs:
+        lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
+    return Group(table, *lines)
+
+
+def table_words(status: DatasetStatus) -> str:
+    """Which table there is, and whether it is that of the snapshot."""
+    if status.table_version is None:
+        return "none yet"
+    state = "current" if status.table_current else "of an earlier state"
+    return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def _request_lines(status: DatasetStatus, now: float) -> list[str]:
+    """What is wanted, and what its seconds and dollars mean where a clock is scaled."""
+    wanted = request_lines(status, now)
+    return [*wanted, status.request.clock] if wanted and status.request.clock else wanted
+
+
+def problem_lines(status: DatasetStatus) -> list[str]:
+    """What the store lacks or why it cannot be read, the first few of it, and what to do."""
+    if not status.problems:
+        return []
+    more = len(status.problems) - SHOWN_PROBLEMS
+    rest = [f"{status.dataset}: and {more:,} more"] if more > 0 else []
+    name = status.dataset
+    todo = f"{name}: `batch-assets verify {name}` says more, `batch-assets run {name}` mends what can be mended"
+    return [f"{status.dataset}: {line}" for line in status.problems[:SHOWN_PROBLEMS]] + rest + [todo]
+
+
+def request_lines(status: DatasetStatus, now: float) -> list[str]:
+    """Deadline and money of the request under way, or how the last one ended; nothing when nobody wants anything."""
+    wanted = status.request
+    money = f"{wanted.usd_spent:.2f} $ spent" + (f" of {wanted.budget_usd:.2f} $" if wanted.budget_usd else "")
+    money += f", {wanted.usd_wasted:.2f} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
+    if wanted.finished_at is not None:
+        if wanted.missing:
+            return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}"]
+        if wanted.deadline is None:
+            return [f"{status.dataset}: done, {money}"]
+        margin = wanted.deadline - wanted.finished_at
+        verdict = f"{duration(abs(margin))} {'before' if margin >= 0 else 'after'} its deadline"
+        return [f"{status.dataset}: done {verdict}, {money}"]
+    if wanted.request is None:
+        return []
+    found = []
+    if wanted.deadline is not None:
+        state = {True: "on time", False: "LATE", None: "not planned yet"}[wanted.on_time]
+        moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(wanted.deadline))
+        found.append(f"deadline {moment}, {_from_now(wanted.deadline, now)}: {state}")
+    if wanted.finish_p50 is not None and wanted.finish_p95 is not None:
+        first, last = wanted.finish_p50 - now, wanted.finish_p95 - now
+        found.append(f"expected {_from_now(wanted.finish_p50, now)} (P50) to {duration(max(first, last, 0))} (P95)")
+    if wanted.usd_p50 is not None and wanted.usd_p95 is not None:
+        money += f", {wanted.usd_p50:.2f} to {wanted.usd_p95:.2f} $ expected in all"
+    lines = [f"{status.dataset}: {'; '.join([*found, money])}"]
+    if wanted.paused:
+        lines.append(f"paused: {wanted.paused}")
+    elif wanted.reason:
+        lines.append(f"{wanted.instances} instances: {wanted.reason}")
+    return lines
+
+
+def _from_now(moment: float, now: float) -> str:
+    return f"in {duration(moment - now)}" if moment >= now else f"{duration(now - moment)} ago"
+
+
+def clock_lines(jumps: Sequence[ClockJump]) -> list[str]:
+    """One line per step of the clock of the fleet's database."""
+    return [
+        f"the clock was set {'back' if one.seconds < 0 else 'forward'} by {duration(abs(one.seconds))}, "
+        f"{duration(one.age)} ago: leases, bills and relative deadlines go on without it"
+        for one in jumps
+    ]
+
+
+def run_lines(status: DatasetStatus) -> list[str]:
+    """One line per unfinished run."""
+    return [
+        f"{line.run_id[:8]} {line.what}: {line.status.lower()}, {duration(line.age_seconds)} old"
+        + (f", {line.note}" if line.note else "")
+        + (f", {line.rows_done:,} rows" if line.rows_done else "")
+        for line in status.runs
+    ]

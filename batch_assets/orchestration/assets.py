@@ -1,0 +1,364 @@
+"""The assets of a dataset: source → prompts → rows → dataset, dead_letters. Policy that they share stands here once.
+
+No postponed annotations in modules with Dagster decorators: Dagster reads the classes of config and resources.
+"""
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import dagster as dg
+
+from batch_assets.catalog import ledger
+from batch_assets.generation.op import RowsConfig, generate_rows
+from batch_assets.generation.store_wait import while_store_answers
+from batch_assets.generation.vector_length import vector_length
+from batch_assets.metadata.asset_metadata import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
+from batch_assets.orchestration.checks import check_results, check_specs
+from batch_assets.orchestration.freshness import freshness
+from batch_assets.orchestration.reconcile import empty_store, reconcile
+from batch_assets.orchestration.trial import trial_rows
+from batch_assets.planning.clock_scale import scale_words
+from batch_assets.planning.cost_curve import curve_markdown
+from batch_assets.planning.planner_input import FleetView, propose
+from batch_assets.planning.workload_estimate import WorkloadEstimator
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.dead_letters import dead_letters
+from batch_assets.publishing.publish import IncompleteSnapshot, publish
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.ingest import source_name
+from batch_assets.snapshot.reuse import ReusableRows, find_reusable
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy
+from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG
+from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.models.names import name_problem
+from gpu_runner.providers.base import ProviderError, ProviderUnclear
+from resources.fleet.resource import FleetConfigError, GpuFleet
+from resources.pricing.price_files import PricingError
+from resources.store.dataset_store import BatchStore, DatasetStore, SnapshotManifest
+from resources.store.health import StoreAway
+from resources.store.objects import self_test, temporary_folder
+from resources.store.reusable_answers import ReusableAnswers
+
+KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds
+
+
+class PromptsConfig(dg.Config):
+    """Run config of `prompts`."""
+
+    model: str | None = None
+
+
+def _about(spec: GeneratedDatasetSpec, what: str, kinds: set[str]) -> dict[str, Any]:
+    """What every asset of the dataset says of itself."""
+    description = f"{spec.description}\n\n{what}" if spec.description else what
+    owners = list(spec.owners)
+    return {"group_name": spec.name, "owners": owners, "tags": spec.tags, "kinds": kinds, "description": description}
+
+
+def _asset(**options: Any) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
+    """`dg.asset`; its types cannot be told apart when some of its arguments come from `_about`."""
+    return cast("Callable[[Callable[..., Any]], dg.AssetsDefinition]", dg.asset(**options))
+
+
+def partitions(dataset: str) -> dg.DynamicPartitionsDefinition:
+    """One partition per batch, in batch order."""
+    return dg.DynamicPartitionsDefinition(name=dataset)
+
+
+def source_asset(spec: GeneratedDatasetSpec) -> dg.AssetSpec:
+    """Where the rows come from: shown in the lineage, never materialized here."""
+    path = spec.source.path
+    kinds = {"yaml"} if path is None else {spec.source.format or _ending(path)}
+    if path is not None and path.lower().startswith("s3://"):
+        kinds.add("s3")
+    return dg.AssetSpec(
+        key=[spec.name, "source"],
+        group_name=spec.name,
+        kinds=kinds,
+        description=f"Read by `prompts`: {source_name(spec)}.",
+    )
+
+
+def _ending(path: str) -> str:
+    """Format in a file name, without what packed it."""
+    endings = [ending.lstrip(".") for ending in PurePosixPath(path.lower()).suffixes]
+    return next((ending for ending in reversed(endings) if ending.isalnum() and ending not in ("gz", "zst")), "file")
+
+
+def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> dg.AssetsDefinition:
+    """The source as read once. Costs no GPU money. Relative paths of the source start at `base`."""
+
+    @_asset(
+        key=ledger.prompts_key(spec.name),
+        deps=[dg.AssetKey([spec.name, "source"])],
+        code_version=code_version,
+        **_about(
+            spec, "The source, rendered into prompts and cut into batches. Costs no GPU time.", {"parquet", "jinja"}
+        ),
+    )
+    def prompts(
+        context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
+    ) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        if config.model and (problem := name_problem(config.model)):
+            raise dg.Failure(f"run config: model: expected a model as the engine knows it, but {problem}")
+        wanted = spec.model_copy(update={"model": config.model}) if config.model else spec
+        data = store.dataset(spec.name)
+        started = time.monotonic()
+
+        def answers() -> bool:
+            data.objects.exists(f"{spec.name}/snapshots/CURRENT")  # before the first snapshot there is none
+            return True
+
+        try:
+            manifest, planned = while_store_answers(
+                lambda: read_source(context, wanted, base, data, fleet),
+                answers,
+                note=lambda words: context.log.warning(words or "the store answers again"),
+            )
+        except (SourceError, InvalidTag, FleetConfigError, StoreAway) as error:
+            raise dg.Failure(str(error), allow_retries=False) from None
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(manifest.snapshot),
+            metadata=snapshot_metadata(data, manifest) | planned | {"seconds": round(time.monotonic() - started, 3)},
+        )
+
+    return prompts
+
+
+def read_source(
+    context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, base: Path, store: DatasetStore, fleet: GpuFleet
+) -> tuple[SnapshotManifest, dict[str, Any]]:
+    """Make the snapshot current, register its batches, compare catalog and store; returns it with the plan's metadata.
+
+    Raises SourceError, InvalidTag, FleetConfigError.
+    """
+    refuse_empty_store(context.instance, store)  # before anything is written there
+    self_test(store.objects)
+    with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:
+        if endpoint := context.run.tags.get(ENDPOINT_TAG):
+            fleet.config().engines_for(spec.model, endpoint)  # refused here, before anything is begun
+        if REFRESH_TAG in context.run.tags:
+            trial_rows(context.run.tags)  # refused here, before anything is begun
+            begin_unless_busy(fleet_db, spec, context.run.run_id, context.run.tags)
+        manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base)
+        found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
+        register_batches(context.instance, store, manifest)
+        for sentence in reconcile(context.instance, store):
+            context.log.warning(sentence)
+        ensure_pool(context.instance, spec.name, fleet_db.instances(spec.name) + 1)
+        planned = plan_metadata(context, spec, base, store, fleet, fleet_db)
+        return manifest, planned | ({} if found is None else reuse_metadata(found))
+
+
+def _found_reusable(
+    store: DatasetStore, manifest: SnapshotManifest, reuse: bool | Sequence[str], workdir: Path
+) -> ReusableRows:
+    length = vector_length(store, manifest, reuse)
+    return find_reusable(store, manifest, reuse, workdir=workdir, vector_length=length)
+
+
+def refuse_empty_store(instance: dg.DagsterInstance, store: DatasetStore) -> None:
+    """A disk that is not mounted looks like a new store: nothing is paid twice for that. Raises SourceError."""
+    versions = ledger.ledger_versions(instance, store.dataset).values()
+    known = sum(not version.void for version in versions)
+    if known and next(store.objects.list(f"{store.dataset}/"), None) is None:
+        raise SourceError(empty_store(store, known))
+
+
+def plan_metadata(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    fleet_db: FleetDatabase,
+) -> dict[str, Any]:
+    """What the rows that are missing now would cost, and by when they would be there: before anything is rented.
+
+    A plan that cannot be made is no reason to fail: then it says why.
+    """
+    try:
+        work = WorkloadEstimator(spec, store, folder).look()
+        if not work.rows:
+            return {"plan": "nothing is missing"}
+        wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}
+        found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished)
+    except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
+        return {"plan": f"no plan: {error}"}
+    target, chosen = found.target, found.plan.chosen
+    said: dict[str, Any] = {
+        "plan": found.plan.reason,
+        "plan_curve": dg.MetadataValue.md(curve_markdown(found.plan, target.deadline, target.budget_usd)),
+        "plan_feasible": found.plan.feasible,
+        **({"clock": scale} if (scale := scale_words(found.clocks)) else {}),
+    }
+    if chosen is not None:
+        said["plan_instances"] = found.plan.instances
+        said |= {"plan_usd_p50": round(chosen.usd.p50, 6), "plan_usd_p95": round(chosen.usd.p95, 6)}
+        said |= {
+            "plan_hours_p50": round(chosen.finish.p50 / 3600, 6),
+            "plan_hours_p95": round(chosen.finish.p95 / 3600, 6),
+        }
+    return said
+
+
+def register_batches(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:
+    """Add partition keys at the tail, in batch order. Keys are never deleted: that would kill a live backfill."""
+    known = set(instance.get_dynamic_partitions(store.dataset))
+    new = [entry.key for entry in store.entries(manifest.snapshot) if entry.key not in known]
+    for start in range(0, len(new), KEY_CHUNK):
+        instance.add_dynamic_partitions(store.dataset, new[start : start + KEY_CHUNK])
+
+
+def set_pool(instance: dg.DagsterInstance, pool: str, slots: int) -> None:
+    """Give the pool so many slots; written only when that is another number."""
+    storage = instance.event_log_storage
+    if next((one.limit for one in storage.get_pool_limits() if one.name == pool), None) != slots:
+        storage.set_concurrency_slots(pool, slots)
+
+
+def ensure_pool(instance: dg.DagsterInstance, pool: str, slots: int) -> None:
+    """Create the pool unless it is there: its limit does not hold on the first dequeue otherwise."""
+    storage = instance.event_log_storage
+    if pool not in {limit.name for limit in storage.get_pool_limits()}:
+        storage.set_concurrency_slots(pool, slots)
+
+
+def _model_kind(spec: GeneratedDatasetSpec) -> str:
+    """What makes the rows. Not which engine: that is up to fleet.yaml, and may be another one at each run."""
+    return "embedding" if spec.task == "embedding" else "llm"
+
+
+def rows_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinition:
+    """The batches, generated by the GPU op."""
+
+    @_asset(
+        key=ledger.rows_key(spec.name),
+        deps=[ledger.prompts_key(spec.name)],
+        partitions_def=partitions(spec.name),
+        backfill_policy=dg.BackfillPolicy.multi_run(spec.batches_per_run),
+        pool=spec.name,
+        output_required=False,
+        code_version=ledger.CODE_VERSION,
+        **_about(spec, _rows_text(spec), {_model_kind(spec), "parquet"}),
+    )
+    def rows(
+        context: dg.AssetExecutionContext, config: RowsConfig, store: BatchStore, fleet: GpuFleet
+    ) -> Iterator[Any]:
+        yield from generate_rows(context, spec, folder, store.dataset(spec.name), fleet, config)
+
+    return rows
+
+
+def _rows_text(spec: GeneratedDatasetSpec) -> str:
+    return (
+        f"Batches of {spec.batch_rows} rows, written by {spec.model}. There are no partitions until `prompts` has been "
+        f"materialized. The job `{spec.name}_refresh` does everything: it reads the source, then what is missing is "
+        "generated and published by itself."
+    )
+
+
+def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
+    """The published table, with its checks."""
+    key = ledger.table_key(spec.name)
+
+    @_asset(
+        key=key,
+        deps=[ledger.rows_key(spec.name)],
+        check_specs=check_specs(spec, key),
+        freshness_policy=freshness(spec),
+        **_about(spec, "The table: one line per source row, in a few large Parquet files.", {"parquet", "table"}),
+    )
+    def dataset(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        data = store.dataset(spec.name)
+        reusable = ReusableAnswers(data.objects, spec.name, spec.reuse).paths()  # of this snapshot or older ones
+        manifest = current_manifest(data)
+        tags = [f"{key}:{value}" for key, value in spec.tags.items()]
+        # Garbage if the snapshot is complete now; what comes later is not ours.
+        garbage = data.journal.ordinary_segments() + reusable
+        try:
+            with (
+                temporary_folder() as folder,
+                fleet.alive(context.run.run_id, spec.name, "publishing the table") as fleet_db,
+            ):
+                target = fleet_db.target(spec.name)  # as it is when the last row is there
+                bill = bill_of(fleet_db, spec.name)
+                card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples)
+                table = publish(
+                    data, manifest, card=card, now=time.time(), workdir=folder, include_prompt=spec.include_prompt
+                )
+                versions = ledger.ledger_versions(context.instance, spec.name)
+                checks = check_results(spec, data, manifest, table, versions, target)
+                if _lives(fleet_db, context.run.run_id):  # else its successor deletes what is garbage by then
+                    data.objects.delete(garbage)
+                shown = shown_rows(data, table, samples=spec.show_samples) | table_metadata(data, table, bill)
+        except IncompleteSnapshot as error:
+            raise dg.Failure(str(error), allow_retries=False) from None
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(table.version),
+            metadata=shown,
+            check_results=checks,
+        )
+
+    return dataset
+
+
+def _lives(fleet_db: FleetDatabase, run_id: str) -> bool:
+    """The run is known as living. The database is asked: a process that was stopped wakes up knowing nothing."""
+    try:
+        beat = fleet_db.run_beat(run_id)
+    except FleetDatabaseError:
+        return False
+    return beat is not None and beat.state != "ended"
+
+
+def current_manifest(store: DatasetStore) -> SnapshotManifest:
+    """The snapshot that is current now. Raises dg.Failure before the first."""
+    snapshot = store.current_snapshot()
+    if snapshot is None:
+        raise dg.Failure(
+            f"{store.dataset}: no snapshot in the store; materialize {store.dataset}/prompts first",
+            allow_retries=False,
+        )
+    return store.manifest(snapshot)
+
+
+def bill_of(fleet_db: FleetDatabase, dataset: str) -> Split | None:
+    """US dollars of all instances rented for a dataset, by what they went into; None when there were none."""
+    parts = [charge.usd for charge in fleet_db.charges() if charge.dataset == dataset]
+    return functools.reduce(operator.add, parts) if parts else None
+
+
+def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
+    """The rows without a completion."""
+
+    @_asset(
+        key=[spec.name, "dead_letters"],
+        deps=[ledger.rows_key(spec.name)],
+        **_about(spec, "Rows without a completion, with reason, tries and instance.", {"parquet"}),
+    )
+    def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        data = store.dataset(spec.name)
+        with fleet.alive(context.run.run_id, spec.name, "listing the dead letters"):
+            found = dead_letters(data, current_manifest(data))
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(found.version),
+            metadata={
+                "rows": found.rows,
+                "dagster/row_count": found.rows,
+                "batches": len(found.batches),
+                "by_error": dg.MetadataValue.json(dict(found.by_error)),
+                "by_instance_type": dg.MetadataValue.json(dict(found.by_instance_type)),
+                "file": dg.MetadataValue.path(data.objects.uri(found.path)),
+                "snapshot": found.snapshot,
+            },
+        )
+
+    return dead_letter_list

@@ -1,0 +1,88 @@
+"""What the capacity sensor says of a decision and of the end of a request: a check, an observation, alerts."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from batch_assets.catalog import ledger
+from batch_assets.durations import duration
+from batch_assets.orchestration.checks import ON_TIME
+from batch_assets.planning.decision import Decision
+from gpu_runner.fleet.capacity_plan import RequestSummary
+from gpu_runner.fleet.targets import DatasetTarget
+from resources.alerts import Alert
+
+
+def check_event(report: Decision) -> dg.AssetCheckEvaluation:
+    """The check `on_time` of the table, by what is expected of the deadline."""
+    assert report.on_time is not None
+    return dg.AssetCheckEvaluation(
+        asset_key=ledger.table_key(report.dataset),
+        check_name=ON_TIME,
+        passed=report.on_time,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=f"expected: {report.command.reason}"[:500],
+        metadata={
+            "deadline": dg.MetadataValue.timestamp(report.now + (report.wanted.deadline or 0.0)),
+            **_expected(report),
+        },
+    )
+
+
+def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.AssetObservation:
+    """The end of a request: when, for how much, and whether that was what was wanted."""
+    said = f"done in {duration(target.age)} for {ended.usd_spent:.4f} $"
+    if ended.missing:
+        said = f"given up after {duration(target.age)} and {ended.usd_spent:.4f} $ with {ended.missing} batches missing"
+    elif target.deadline_at is not None:
+        margin = target.deadline_at - now
+        said += f", {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline"
+    if target.budget_usd is not None:
+        said += f", of a budget of {target.budget_usd:.2f} $"
+    numbers = {"seconds": target.age, "usd": ended.usd_spent, "wasted_usd": ended.usd_wasted}
+    return dg.AssetObservation(
+        asset_key=ledger.rows_key(target.dataset),
+        description=said,
+        metadata={
+            "decision": dg.MetadataValue.text("capacity"),
+            "kind": dg.MetadataValue.text("done"),
+            "request": dg.MetadataValue.text(target.request),
+            "instances": dg.MetadataValue.int(1),
+            **{name: dg.MetadataValue.float(round(float(value), 6)) for name, value in numbers.items()},
+            "missing_batches": dg.MetadataValue.int(ended.missing),
+            **({} if ended.on_time is None else {"on_time": dg.MetadataValue.bool(ended.on_time)}),
+            "reason": dg.MetadataValue.text(said),
+        },
+    )
+
+
+def _expected(report: Decision) -> dict[str, dg.MetadataValue]:
+    chosen = report.plan.chosen
+    if chosen is None:
+        return {}
+    return {
+        "finish_p50": dg.MetadataValue.timestamp(report.now + chosen.finish.p50),
+        "finish_p95": dg.MetadataValue.timestamp(report.now + chosen.finish.p95),
+    }
+
+
+def alerts_of(report: Decision) -> list[Alert]:
+    """What operators should hear of: late, infeasible, budget reached, no capacity; else that all is well."""
+    command, plan, deadline = report.command, report.plan, report.wanted.deadline
+    numbers = {"instances": command.instances, "spent_usd": round(report.spend.usd, 4)}
+    found: list[Alert] = []
+    if command.pause:
+        found.append(
+            Alert("budget", report.dataset, f"{report.dataset} is paused: {command.pause.describe()}", numbers)
+        )
+    elif plan.chosen is None and not report.held:
+        text = f"{report.dataset}: nothing suitable can be rented: {plan.reason}"
+        found.append(Alert("no_capacity", report.dataset, text, numbers))
+    if deadline is not None and not command.pause:
+        earliest = plan.earliest
+        if deadline > 0 and (earliest is None or earliest.finish.p50 > deadline):
+            found.append(Alert("infeasible", report.dataset, f"{report.dataset}: {plan.reason}", numbers))
+        elif not report.on_time:
+            text = f"{report.dataset} is late: {command.reason}"
+            found.append(Alert("late", report.dataset, text, numbers))
+    return found or [Alert("on_time", report.dataset, f"{report.dataset}: {command.reason}", numbers)]

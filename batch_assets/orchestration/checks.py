@@ -1,0 +1,121 @@
+"""The asset checks of the published table: figures of quality.py, and the catalog against the store."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import dagster as dg
+
+from batch_assets.catalog.ledger import LedgerVersion
+from batch_assets.durations import duration
+from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.publishing.quality import CHECKS, CheckFigure, Thresholds, quality
+from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.fleet.targets import DatasetTarget
+from resources.store.dataset_store import DatasetStore, SnapshotManifest
+
+_CATALOG = "catalog_matches_store"
+ON_TIME = "on_time"
+_DESCRIPTIONS = {
+    **CHECKS,
+    _CATALOG: "Every batch object of the snapshot is in the catalog, at its data version and generation.",
+    ON_TIME: "The rows were done by their deadline; while they are being made: they are expected to be.",
+}
+
+
+def check_specs(spec: GeneratedDatasetSpec, key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    """The checks of a dataset's table; `schema_valid_rate` only where a JSON schema is declared."""
+    return [dg.AssetCheckSpec(name, asset=key, description=_DESCRIPTIONS[name]) for name in _names(spec)]
+
+
+def _names(spec: GeneratedDatasetSpec) -> list[str]:
+    return [name for name in _DESCRIPTIONS if name != "schema_valid_rate" or spec.output.json_schema is not None]
+
+
+def check_results(
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    table: PublishedTable,
+    versions: Mapping[str, LedgerVersion],
+    target: DatasetTarget | None,
+) -> list[dg.AssetCheckResult]:
+    """One result per check spec, in one pass over the table. `target`: the dataset's row of the fleet's database."""
+    thresholds = Thresholds(
+        max_dead_rate=spec.checks.max_dead_rate,
+        min_schema_valid_rate=spec.checks.min_schema_valid_rate,
+        max_empty_rate=spec.checks.max_empty_rate,
+        max_repeated_rate=spec.checks.max_repeated_rate,
+    )
+    results = [_result(figure) for figure in quality(store, table, manifest, thresholds)]
+    results += [_catalog_result(store, manifest, versions), on_time_result(target)]
+    return list(_as_declared(spec, results))
+
+
+def _as_declared(spec: GeneratedDatasetSpec, results: Sequence[dg.AssetCheckResult]) -> Iterator[dg.AssetCheckResult]:
+    """Exactly the declared checks: the spec may have gained or lost its JSON schema since the snapshot was taken."""
+    found = {result.check_name: result for result in results}
+    for name in _names(spec):
+        yield found.get(name) or dg.AssetCheckResult(
+            check_name=name,
+            passed=False,
+            severity=dg.AssetCheckSeverity.WARN,
+            description="The snapshot was taken without a JSON schema; materialize prompts again.",
+        )
+
+
+def _result(figure: CheckFigure) -> dg.AssetCheckResult:
+    threshold = {} if figure.threshold is None else {"threshold": figure.threshold}
+    return dg.AssetCheckResult(
+        check_name=figure.name,
+        passed=figure.passed,
+        severity=dg.AssetCheckSeverity.ERROR if figure.severity == "error" else dg.AssetCheckSeverity.WARN,
+        description=figure.description,
+        metadata={"value": figure.value, **threshold},
+    )
+
+
+def on_time_result(target: DatasetTarget | None) -> dg.AssetCheckResult:
+    """Whether all rows were there by the deadline. Asked when the last of them is: of a request that the capacity
+    sensor has not ended yet, this is now."""
+    deadline: float | None = None
+    done = 0.0
+    if target is not None and target.request:
+        deadline, done = target.deadline_at, target.since + target.age
+    elif target is not None and target.ended is not None:
+        deadline, done = target.ended.deadline, target.ended.finished_at
+    if deadline is None:
+        return dg.AssetCheckResult(check_name=ON_TIME, passed=True, description="There was no deadline.")
+    margin = deadline - done
+    return dg.AssetCheckResult(
+        check_name=ON_TIME,
+        passed=margin >= 0,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=f"Done {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline.",
+        metadata={
+            "deadline": dg.MetadataValue.timestamp(deadline),
+            "done": dg.MetadataValue.timestamp(done),
+            "seconds_left": round(margin, 1),
+        },
+    )
+
+
+def _catalog_result(
+    store: DatasetStore, manifest: SnapshotManifest, versions: Mapping[str, LedgerVersion]
+) -> dg.AssetCheckResult:
+    wrong = list(_unlike_catalog(store, manifest, versions))
+    return dg.AssetCheckResult(
+        check_name=_CATALOG,
+        passed=not wrong,
+        description=f"{len(wrong)} of {manifest.batches} batches differ",
+        metadata={"differing": len(wrong), "first": ", ".join(wrong[:20])},
+    )
+
+
+def _unlike_catalog(
+    store: DatasetStore, manifest: SnapshotManifest, versions: Mapping[str, LedgerVersion]
+) -> Iterator[str]:
+    entries = store.entries(manifest.snapshot)
+    current = store.current_objects(entries)
+    for entry in entries:
+        batch = current.get(entry.key)
+        if batch is None or versions.get(entry.key) != LedgerVersion(entry.data_version, batch.generation):
+            yield entry.key

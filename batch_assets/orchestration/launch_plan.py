@@ -1,0 +1,71 @@
+"""What to start next for a dataset, from what the catalog and the store say. Pure; the launcher sensor asks.
+
+A *request* is a successful run tagged `batch/refresh` (make the current snapshot complete) or `batch/redrive` (try the
+dead letters again). The runs started for it carry its run id in `batch/request`, so the catalog alone tells how far it
+is: nothing else has to remember.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from batch_assets.catalog.ranges import ATTEMPTS, KeyRange, RangeRunRecord, pack, worth_trying
+
+RUNS_PER_INSTANCE = 2
+LEAST_BATCHES = 4  # of 250 rows: about as long as a run takes to start, on a fast GPU
+
+# settled: nothing to do until there is news. blocked: the same, but a person should know. open: look again soon.
+State = Literal["settled", "blocked", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Ranges to start now, one sentence on why these and no others, and whether that may change without news."""
+
+    ranges: list[KeyRange]
+    reason: str
+    state: State = "open"
+
+
+def plan_launch(
+    request: str,
+    keys: Sequence[str],
+    wanted: Mapping[str, object],
+    runs: Sequence[RangeRunRecord],
+    *,
+    backfill_open: bool,
+    batches_per_run: int,
+    room: int,
+) -> Launch:
+    """Ranges for the wanted keys of a request.
+
+    Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
+    canceled, and no batch a fourth time: three failed runs, each with its retries after lost workers, are an answer.
+    """
+    own = [run for run in runs if run.request == request]
+    if not wanted:
+        return Launch([], "nothing is missing", "settled")
+    if backfill_open:
+        return Launch([], "a backfill of these batches is open")
+    if any(run.outcome == "canceled" for run in own):
+        return Launch([], "a run of this request was canceled: start it again to go on", "blocked")
+    busy = [run.keys for run in runs if run.outcome == "unfinished"]
+    left = worth_trying(wanted, own)
+    ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]
+    if not left:
+        return Launch([], f"{len(wanted)} batches failed {ATTEMPTS} times: see their runs", "blocked")
+    return Launch(ranges, f"{len(wanted)} batches wanted, {len(busy)} runs under way")
+
+
+def run_size(batches_per_run: int, wanted: int, instances: int | None) -> int:
+    """Batches per run for a request that may use this many instances at once; None: one will do.
+
+    With a deadline every instance must have a run of its own, and the last runs should end together: each new run
+    takes a share of what is left (guided self-scheduling: Polychronopoulos, Kuck, IEEE Trans. Computers C-36, 1987).
+    """
+    if instances is None:
+        return batches_per_run
+    share = -(-wanted // (RUNS_PER_INSTANCE * max(1, instances)))
+    return max(1, min(batches_per_run, max(LEAST_BATCHES, share)))

@@ -1,0 +1,17 @@
+"""What the planner is asked about a dataset, and how its answer is shown.
+
+`planner_input` puts the question together, `workload_estimate` says how much work is left, `cost_curve` draws cost
+against time. `decision` is one answer and how it is told; `standing_engines` adds engines that are not rented. The
+planner itself is `gpu_runner.planner`.
+"""
+
+__all__ = [
+    "clock_scale",
+    "cost_curve",
+    "decision",
+    "planner_input",
+    "preview_rows",
+    "standing_engines",
+    "token_count",
+    "workload_estimate",
+]

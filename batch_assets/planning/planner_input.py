@@ -1,0 +1,258 @@
+"""What the planner is asked about a dataset: its work, what can be rented, what it holds, what is wanted.
+
+Shared by the capacity sensor and by `batch-assets plan`, so that both give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from batch_assets.planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
+from batch_assets.spec.hardware import HardwareSpec
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.request_options import request_options
+from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, INSTANCES_TAG, OBJECTIVE_TAG
+from gpu_runner.fleet.accounting.budget import Spend
+from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.market.offers import Objective, Ranking
+from gpu_runner.market.selection import MEMORY, OfferFailure
+from gpu_runner.market.speed import Measurement
+from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.planner.planner import in_detail, make_plan
+from gpu_runner.planner.types import HeldInstance, Plan, PlannedOffer, Target, Work
+from gpu_runner.rows import Task
+from resources.fleet.leased_engine import instance_offer
+from resources.fleet.planner_options import beliefs, held, options
+from resources.fleet.resource import FleetConfig, GpuFleet
+from resources.pricing.market import Market, OfferSnapshot
+
+
+class Planned(Protocol):
+    """For what is planned: a dataset, or a model of the front door. `name`: in the fleet's database."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def hardware(self) -> HardwareSpec: ...
+
+
+class Markets:
+    """The market of a fleet.yaml while the file says the same: it remembers what a silent provider offered."""
+
+    def __init__(self) -> None:
+        self._known: tuple[FleetConfig, Market, Mapping[str, float]] | None = None
+
+    def of(self, fleet: GpuFleet, config: FleetConfig) -> tuple[Market, Mapping[str, float]]:
+        """The market, and simulated seconds per real second of each provider. Raises PricingError."""
+        if self._known is None or self._known[0] != config:
+            providers = fleet.providers(config)
+            clocks = {name: one.clock for name, one in providers.items()}
+            self._known = config, fleet.market(config, providers), clocks
+        return self._known[1], self._known[2]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What all datasets share at one moment."""
+
+    config: FleetConfig
+    market: Market
+    clocks: Mapping[str, float]
+    instances: Sequence[Instance]
+    failures: Sequence[OfferFailure]
+    measurements: Sequence[Measurement]
+
+    @classmethod
+    def look(cls, fleet: GpuFleet, fleet_db: FleetDatabase, markets: Markets | None = None) -> FleetView:
+        """As they are now. `markets` remembers what providers offered. Raises FleetConfigError and PricingError."""
+        config = fleet.config()
+        market, clocks = (markets or Markets()).of(fleet, config)
+        return cls(
+            config, market, clocks, fleet_db.fleet(), fleet_db.offer_failures(MEMORY.horizon), fleet_db.measurements()
+        )
+
+    def of(self, dataset: str) -> list[Instance]:
+        """Instances that work or boot for the dataset and are to stay, also where each run has its last rows in flight.
+
+        A range smaller than the window of its engine is all in flight at once: its lease drains from the start.
+        """
+        mine = [one for one in self.instances if one.works_for == dataset]
+        return [one for one in mine if one.state in ("intent", "booting", "ready") and not one.retiring]
+
+    def idle(self, dataset: str, seconds: float) -> tuple[str, ...]:
+        """Instances that were ordered for the dataset and have stood without a lease for so long."""
+        mine = [one for one in self.instances if one.dataset == dataset and not one.leased and not one.retiring]
+        return tuple(one.name for one in mine if one.idle_seconds is not None and one.idle_seconds >= seconds)
+
+    def ranking(
+        self,
+        spec: Planned,
+        work: Workload,
+        objective: Objective,
+        stock: OfferSnapshot | None = None,
+        *,
+        measured: bool = True,
+    ) -> Ranking:
+        """What can be rented for the work. `stock`: these offers instead, whatever is wanted of hardware now.
+
+        `measured` False: with estimated speeds only.
+        """
+        return self.market.ranking(
+            spec.model,
+            spec.task,
+            work.mix,
+            work.tokens,
+            objective=objective,
+            measurements=self.measurements if measured else (),
+            longest=work.longest,
+            max_model_len=spec.hardware.max_model_len,
+            declared=spec.hardware.declared(spec.model),
+            stock=stock,
+            **({} if stock else {"accept": spec.hardware.accept()}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerInput:
+    """What the planner is asked. `measured`: how fast one of the instances held is has been seen, not estimated."""
+
+    work: Work
+    options: tuple[PlannedOffer, ...]
+    held: tuple[HeldInstance, ...]
+    target: Target
+    measured: bool
+    ranking: Ranking
+
+
+def build_input(
+    around: FleetView,
+    spec: Planned,
+    workload: Workload,
+    target: Target,
+    *,
+    batches: int,
+    spread: float,
+    rows_total: int,
+    started_ago: float = 0.0,
+    taken: Mapping[str, int] | None = None,
+) -> PlannerInput:
+    """Put the question. `taken`: instances by offer that other datasets are about to rent."""
+    ranking = around.ranking(spec, workload, target.objective)
+    instances = around.of(spec.name)
+    # Also of what is held and of what is not offered any more, whatever is wanted of hardware now.
+    stock = around.market.stock()
+    known = OfferSnapshot((*stock.offers, *stock.silent, *(instance_offer(one) for one in instances)), (), ())
+    speeds = around.ranking(spec, workload, target.objective, known)
+    believed = beliefs(speeds, around.ranking(spec, workload, target.objective, known, measured=False))
+    basis = {one.offer.hardware: one.speed.basis for one in speeds.ranked}
+    standing = Counter(instance_offer(one).name for one in around.instances if one.state == "ready")
+    there = options(ranking, around.clocks, around.failures, believed, standing)
+    accepted = spec.hardware.accept()
+    if silent := tuple(one for one in stock.silent if not accepted.reasons(one)):
+        missed = around.ranking(spec, workload, target.objective, OfferSnapshot(silent, (), ()))
+        there += options(missed, around.clocks, around.failures, believed, standing)
+    return PlannerInput(
+        Work(
+            tokens=workload.tokens,
+            total_tokens=max(workload.rows, rows_total) * workload.mix.tokens,
+            started_ago=started_ago,
+            units=batches,
+            spread=spread,
+        ),
+        tuple(_less(one, (taken or {}).get(one.name, 0)) for one in there),
+        tuple(held(instances, around.failures, believed)),
+        target,
+        any(basis.get(instance_offer(one).hardware) == "measured" for one in instances),
+        ranking,
+    )
+
+
+def _less(option: PlannedOffer, taken: int) -> PlannedOffer:
+    if not taken or option.capacity is None:
+        return option
+    return replace(option, capacity=max(0, option.capacity - taken))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What could be done now; nothing is rented for it. `request`, `spend`: of the request under way, if any.
+
+    `clocks`: simulated seconds per real second, by provider.
+    """
+
+    dataset: str
+    work: Workload
+    target: Target
+    plan: Plan
+    held: tuple[HeldInstance, ...]
+    request: str
+    spend: Spend | None
+    problems: tuple[str, ...]
+    clocks: Mapping[str, float]
+
+
+def propose(
+    around: FleetView,
+    fleet_db: FleetDatabase,
+    spec: GeneratedDatasetSpec,
+    work: Workload,
+    tags: Mapping[str, str],
+) -> Proposal:
+    """Plan for the work that is left; where nothing is, for all of it. `tags`: wishes that take the place of the spec's
+    and of those of the request under way. Raises InvalidTag."""
+    if not work.rows:
+        text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
+        assumed = (*work.assumptions, Assumption(Subject.ROWS, text))
+        work = replace(work, rows=work.all_rows, assumptions=assumed)
+    target = fleet_db.target(spec.name)
+    request = target if target is not None and target.request else None
+    spend = fleet_db.spend(spec.name) if request is not None else None
+    wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
+    asked = build_input(
+        around,
+        spec,
+        work,
+        wanted,
+        batches=-(-work.rows // spec.batch_rows),
+        spread=FIRST_SPREAD if work.output_basis == "measured" else ESTIMATE_SPREAD,
+        rows_total=work.all_rows,
+        started_ago=request.age if request is not None else 0.0,
+    )
+    plan = make_plan(asked.work, asked.options, asked.held, wanted)
+    plan = in_detail(plan, asked.work, asked.options, asked.held, wanted)
+    name = request.request if request is not None else ""
+    return Proposal(
+        spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks
+    )
+
+
+def wanted_of(
+    spec: GeneratedDatasetSpec,
+    tags: Mapping[str, str],
+    request: DatasetTarget | None,
+    spend: Spend | None,
+    most: int,
+    now: float,
+) -> Target:
+    """What is wanted, counted from now: what the tags say, else what the request under way wants, else the spec.
+
+    What the request has spent already is not there any more. Raises InvalidTag.
+    """
+    said = request_options(spec, tags)
+    deadline = said.deadline.at(now) - now if said.deadline else None
+    budget, objective, limit = said.budget_usd, said.objective, said.max_instances
+    if request is not None:
+        deadline = deadline if DEADLINE_TAG in tags else request.deadline_in
+        budget = budget if BUDGET_TAG in tags else request.budget_usd
+        objective = objective if OBJECTIVE_TAG in tags else cast(Objective, request.objective or objective)
+        limit = limit if INSTANCES_TAG in tags else request.max_instances
+        budget = None if budget is None else budget - (spend.usd if spend is not None else 0.0)
+    return Target(deadline, budget, min(most, limit or most), objective)

@@ -1,0 +1,147 @@
+"""The first rows of a source as an engine would get them, and what it answers: before anything is generated.
+
+Nothing is written: no snapshot, no batch, no journal, no catalog entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_assets.snapshot.ingest import Prompts
+from batch_assets.snapshot.row_filter import Where
+from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.reader import read_source
+from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.client.engine_client import (
+    Completion,
+    EngineClient,
+    EngineError,
+    EngineRefused,
+    RowRejected,
+    TimeOuts,
+    Transient,
+)
+from gpu_runner.client.json_schemas.output_schema import compile_check
+from gpu_runner.http.tls_files import TlsFiles
+from gpu_runner.market.speed import LengthMix
+from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.rows import Generation
+
+REQUEST_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of a row. `problem`: why there is no output, or what is wrong with it; "" for a good one."""
+
+    seconds: float
+    completion: Completion | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """A row of the source. `prompt`: messages or text as JSON; None when it cannot be used: `refused` says why."""
+
+    file: str
+    line: int
+    prompt: bytes | None
+    refused: str = ""
+    answer: Answer | None = None
+
+    def decoded(self) -> Any:
+        """The prompt as a list of messages or a text."""
+        return None if self.prompt is None else orjson.loads(self.prompt)
+
+
+def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[PreviewRow]:
+    """The first rows that `where` lets through, rendered. `folder`: where relative paths of the source start.
+
+    Raises SourceError when the source cannot be read.
+    """
+    prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
+    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
+    most = min(count, spec.source.limit or count)
+    found: list[PreviewRow] = []
+    for block in read_source(spec.source, columns, folder, set(columns) - prompts.required):
+        found += _rendered(prompts, where, block, most - len(found))
+        if len(found) >= most:
+            break
+    return found[:most]
+
+
+def _rendered(prompts: Prompts, where: Where | None, block: Block, most: int) -> list[PreviewRow]:
+    rows = [PreviewRow(reject.file, reject.line, None, reject.reason) for reject in block.rejects]
+    passing = block
+    if where is not None:
+        kept, refused = where.split(block)
+        rows += [PreviewRow(block.file, block.lines[i], None, reason) for i, reason in refused.items()]
+        passing = block.take(kept)
+    part, bad = passing.part(0, most), dict[int, str]()
+    for i, prompt in enumerate(prompts.render(part, bad) if part.lines else ()):
+        rows.append(PreviewRow(part.file, part.lines[i], None if i in bad else prompt, bad.get(i, "")))
+    return sorted(rows, key=lambda row: row.line)[:most]
+
+
+def ask_rows(
+    rows: Sequence[PreviewRow], generation: Generation, endpoint: str, api_key: str | None, tls: TlsFiles | None = None
+) -> tuple[list[PreviewRow], float]:
+    """The rows with their answers, all asked at once, and the seconds until the last one.
+
+    Raises EngineRefused and EngineLost when the engine does not serve the model.
+    """
+    return asyncio.run(_ask_rows(rows, generation, endpoint, api_key, tls))
+
+
+async def _ask_rows(
+    rows: Sequence[PreviewRow], generation: Generation, endpoint: str, api_key: str | None, tls: TlsFiles | None
+) -> tuple[list[PreviewRow], float]:
+    limits = TimeOuts(request=REQUEST_SECONDS)
+    async with EngineClient(endpoint, generation, api_key=api_key, time_outs=limits, tls=tls) as client:
+        await client.info()
+        began = time.monotonic()
+        answers = await asyncio.gather(*(_ask(client, generation, row) for row in rows))
+        seconds = time.monotonic() - began
+    return [replace(row, answer=answer) for row, answer in zip(rows, answers, strict=True)], seconds
+
+
+async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) -> Answer | None:
+    if row.prompt is None:
+        return None
+    began = time.monotonic()
+    try:
+        completion = await client.generate(row.prompt)
+    except EngineRefused:
+        raise
+    except (RowRejected, Transient) as error:
+        said = f"{error.code}: {error.message}" if error.message else error.code
+        return Answer(time.monotonic() - began, None, said)
+    except EngineError as error:
+        return Answer(time.monotonic() - began, None, str(error))
+    problem = ""
+    if generation.json_schema is not None and isinstance(completion.output, str):
+        wrong = compile_check(generation.json_schema)(completion.output)
+        problem = f"does not fit the schema: {wrong}" if wrong else ""
+    return Answer(time.monotonic() - began, completion, problem)
+
+
+def measured_work(work: Workload, rows: Sequence[PreviewRow]) -> Workload | None:
+    """The whole dataset's work with the mean lengths of these answers; None when there is no answer."""
+    answered = [row.answer.completion for row in rows if row.answer is not None and row.answer.completion is not None]
+    if not answered:
+        return None
+    prompt = sum(one.prompt_tokens for one in answered) / len(answered)
+    output = sum(one.completion_tokens for one in answered) / len(answered)
+    said = Assumption(Subject.LENGTHS, f"lengths are those of {len(answered)} rows")
+    mix = LengthMix(max(1.0, prompt), output)
+    counts = [one for one in work.assumptions if one.subject is Subject.ROWS]
+    return replace(
+        work, mix=mix, prompt_basis="measured", output_basis="measured", assumptions=(*counts, said), rows=work.all_rows
+    )

@@ -1,0 +1,45 @@
+"""Engines that stand in fleet.yaml: they cost nothing more, and the planner does not know them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.planner.controller import Command
+from gpu_runner.planner.types import Target
+from resources.fleet.resource import FleetConfig, FleetConfigError
+
+
+def with_standing_engines(
+    fleet_db: FleetDatabase,
+    config: FleetConfig,
+    command: Command,
+    wanted: Target,
+    *,
+    dataset: str,
+    model: str,
+    endpoint: str | None,
+    units: int,
+    rents: bool,
+) -> Command:
+    """The command with those that serve the model, or the one at `endpoint`; those that others use do not count.
+
+    Where time presses all of them on top of what is rented, but no more than `units` have work; else one instead of it.
+    `rents`: there is something to rent, or something is held.
+    """
+    try:
+        engines = config.engines_for(model, endpoint)
+    except FleetConfigError:
+        engines = ()
+    if not engines or command.pause:
+        return command
+    others = {beat.run_id for beat in fleet_db.runs() if beat.dataset != dataset}
+    usable = [one for one in engines if fleet_db.holder(one.name) not in others]
+    if not usable:
+        return command
+    presses = wanted.deadline is not None or wanted.objective == "fastest"
+    standing = min(len(usable), wanted.max_instances, units) if presses else 1
+    if rents and presses and not endpoint:
+        return replace(command, instances=min(wanted.max_instances, command.instances + standing))
+    reason = f"{standing} of {len(engines)} engines that stand in fleet.yaml; nothing is rented for it"
+    return Command(standing, (), kind="steady", reason=reason)

@@ -1,0 +1,226 @@
+"""The work that a dataset still has: rows left, how long they are, and how we know.
+
+Lengths in tokens are measured in committed batches. Before there are any, a prompt is taken to have a token per four
+bytes of UTF-8, and four more per message; a completion, half of the tokens it may have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import statistics
+import zlib
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from batch_assets.snapshot.ingest import Prompts
+from batch_assets.snapshot.row_filter import Where
+from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.reader import read_source
+from batch_assets.snapshot.source.size import estimated_lines
+from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.market.speed import LengthMix
+from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.rows import Generation
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.objects import CorruptObject
+from resources.store.reusable_answers import ReusableAnswers
+
+# The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.
+BYTES_PER_TOKEN = 4.0
+MESSAGE_TOKENS = 4.0  # the chat template's words around a message: start, role, line break, end
+OUTPUT_SHARE = 0.5
+DEFAULT_MAX_TOKENS = 1024
+SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
+MEASURED_BATCHES = 16
+COUNTED_BLOCKS = 64
+
+# How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from
+# one batch; never less than this, as batches of a sorted source differ from those to come. Values of ours.
+ESTIMATE_SPREAD, FIRST_SPREAD, LEAST_SPREAD = 0.3, 0.1, 0.01
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """Estimated tokens of some prompts: mean and most."""
+
+    mean: float
+    longest: float
+
+
+class WorkloadEstimator:
+    """What one dataset still has to generate. Asking again lists the batch objects and reads only what is new."""
+
+    def __init__(self, spec: GeneratedDatasetSpec, store: DatasetStore, folder: Path) -> None:
+        """`folder`: where relative source paths start; read only while there is no snapshot."""
+        self._spec, self._store, self._folder = spec, store, folder
+        self._snapshot: str | None = None
+        self._manifest: SnapshotManifest | None = None
+        self._entries: list[BatchEntry] = []
+        self._prompts = PromptLengths(0.0, 0.0)
+        self._footers: dict[BatchObject, BatchFooter] = {}
+
+    def look(self) -> Workload:
+        """The work as it is now. Raises SourceError when there is no snapshot and the source cannot be read."""
+        snapshot = self._store.current_snapshot()
+        if snapshot is None:
+            return work_of_source(self._spec, self._folder)
+        manifest = self._read(snapshot)
+        current = self._store.current_objects(self._entries)
+        left = sum(entry.rows for entry in self._entries if entry.key not in current) - self._reusable(
+            snapshot, current
+        )
+        return work_of(manifest.settings(), left, manifest.rows, self._prompts, self._measured(list(current.values())))
+
+    def _reusable(self, snapshot: str, current: Container[str]) -> int:
+        """Rows of batches that are not committed whose answers other datasets have: they need no engine."""
+        if not self._spec.reuse:
+            return 0
+        answers = ReusableAnswers(self._store.objects, self._store.dataset, self._spec.reuse)
+        found = answers.of_snapshot(snapshot)
+        return sum(batch.rows for key, batch in found.items() if key not in current)
+
+    def left(self, snapshot: str, rows: int, committed: Iterable[BatchObject]) -> tuple[Workload, float]:
+        """The work of `rows` rows of a snapshot, and how uncertain its tokens are (relative standard deviation).
+
+        Lists nothing: `committed` are batches that the catalog knows, of which a few are looked at.
+        """
+        manifest = self._read(snapshot)
+        # Those whose keys hash lowest: evenly spread, and the same ones again at the next look.
+        sampled = heapq.nsmallest(MEASURED_BATCHES, committed, key=lambda batch: zlib.crc32(batch.key.encode()))
+        footers = self._measured(sampled)
+        return work_of(manifest.settings(), rows, manifest.rows, self._prompts, footers), spread_of(footers)
+
+    def _read(self, snapshot: str) -> SnapshotManifest:
+        if snapshot != self._snapshot or self._manifest is None:
+            self._manifest, self._entries = self._store.manifest(snapshot), self._store.entries(snapshot)
+            self._prompts, self._snapshot = self._sample(self._manifest), snapshot
+        return self._manifest
+
+    def _sample(self, manifest: SnapshotManifest) -> PromptLengths:
+        tables = self._store.prompt_tables(manifest, _spread(self._entries, SAMPLED_BATCHES), ("prompt",))
+        return _estimate(
+            prompt for _, table in tables for prompt in table.column("prompt").slice(0, SAMPLED_ROWS).to_pylist()
+        )
+
+    def _measured(self, batches: Sequence[BatchObject]) -> list[BatchFooter]:
+        """What some batches say of themselves; one that cannot be read measures nothing."""
+        known, self._footers = self._footers, {}
+        for batch in _spread(batches, MEASURED_BATCHES):
+            with contextlib.suppress(CorruptObject, FileNotFoundError):
+                self._footers[batch] = known.get(batch) or self._store.footer(batch)
+        return list(self._footers.values())
+
+
+def work_of(
+    generation: Generation,
+    rows: int,
+    all_rows: int,
+    prompts: PromptLengths,
+    footers: Sequence[BatchFooter],
+    said: Sequence[Assumption] = (),
+) -> Workload:
+    """Work of `rows` rows out of `all_rows`: lengths of committed batches where there are some, else estimates."""
+    most = _most_output(generation)
+    answered = sum(footer.ok for footer in footers)
+    prompt = sum(footer.prompt_tokens for footer in footers) / answered if answered else 0.0
+    if answered and prompt > 0:
+        output = sum(footer.completion_tokens for footer in footers) / answered
+        longest = prompts.longest * max(1.0, prompt / max(1.0, prompts.mean))
+        mix = LengthMix(prompt, output if generation.task != "embedding" else 0.0)
+        return Workload(rows, all_rows, mix, round(longest + most), "measured", "measured", tuple(said))
+    fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
+    share = 1.0 if fixed else OUTPUT_SHARE
+    texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
+    texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of max_tokens ({most:,})"]
+    assumed = (*said, *(Assumption(Subject.LENGTHS, text) for text in texts))
+    mix = LengthMix(max(1.0, prompts.mean), most * share)
+    return Workload(rows, all_rows, mix, round(prompts.longest + most), "estimated", "assumed", assumed)
+
+
+def spread_of(footers: Sequence[BatchFooter]) -> float:
+    """Relative standard error of the mean tokens per row, from the differences between batches; estimates: 0.3."""
+    means = [(one.prompt_tokens + one.completion_tokens) / one.ok for one in footers if one.ok]
+    if not means or not (average := statistics.fmean(means)):
+        return ESTIMATE_SPREAD
+    if len(means) == 1:
+        return FIRST_SPREAD
+    return max(LEAST_SPREAD, statistics.stdev(means) / average / math.sqrt(len(means)))
+
+
+def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
+    """The work of a dataset without a snapshot: the first prompts are rendered, and the first blocks counted.
+
+    The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
+    """
+    prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
+    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
+    rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
+    for number, block in enumerate(read_source(spec.source, columns, folder, set(columns) - prompts.required)):
+        if number >= COUNTED_BLOCKS:
+            whole = False
+            break
+        passing = block.take(where.split(block)[0]) if where else block
+        if rows == 0 and passing.lines:
+            first = _estimate(_rendered(prompts, passing))
+        rows += len(passing.lines)
+        lines += len(block.lines) + len(block.rejects)
+        if spec.source.limit and rows >= spec.source.limit:
+            rows = spec.source.limit
+            break
+    said = [
+        Assumption(
+            Subject.LENGTHS, "there is no snapshot yet: rows are those of the source, lengths those of its first rows"
+        )
+    ]
+    if not whole:
+        rows = _estimated_rows(spec, folder, rows, lines)
+        text = f"the source has about {rows:,} rows: {lines:,} lines were read, the others count by their bytes"
+        said.append(Assumption(Subject.ROWS, text))
+    return work_of(spec.generation(), rows, rows, first, (), said)
+
+
+def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: int) -> int:
+    """Rows of a whole source, of whose first `lines` lines `rows` pass; never fewer than these."""
+    estimated = estimated_lines(spec.source, folder) * rows / max(1, lines)
+    found = rows if math.isnan(estimated) else max(rows, round(estimated))
+    return min(found, spec.source.limit or found)
+
+
+def _rendered(prompts: Prompts, block: Block) -> Iterator[bytes]:
+    """Prompts of a block's first rows, without those that cannot be used."""
+    part, refused = block.part(0, SAMPLED_ROWS), dict[int, str]()
+    yield from (prompt for i, prompt in enumerate(prompts.render(part, refused)) if i not in refused)
+
+
+def _estimate(prompts: Iterable[bytes]) -> PromptLengths:
+    tokens = [_prompt_tokens(orjson.loads(prompt)) for prompt in prompts]
+    return PromptLengths(sum(tokens) / len(tokens), max(tokens)) if tokens else PromptLengths(0.0, 0.0)
+
+
+def _prompt_tokens(prompt: Any) -> float:
+    """Tokens of a prompt as the snapshot holds it: chat messages, or a text."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) / BYTES_PER_TOKEN
+    return sum(len(str(message["content"]).encode()) / BYTES_PER_TOKEN + MESSAGE_TOKENS for message in prompt)
+
+
+def _most_output(generation: Generation) -> int:
+    """Most completion tokens of a row."""
+    if generation.task == "embedding":
+        return 0
+    return int(generation.sampling.get("max_tokens") or DEFAULT_MAX_TOKENS)
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most this many of the items, evenly spread, in order."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i * len(items) // most] for i in range(most)]

@@ -1,0 +1,18 @@
+"""From batch objects to one table with a dataset card, and whether everything agrees.
+
+`publish` writes the table, `dead_letters` the rows without a completion, `dataset_card` its README; `quality` measures
+it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte.
+"""
+
+__all__ = [
+    "batch_reader",
+    "dataset_card",
+    "dead_letters",
+    "differences",
+    "prompt_column",
+    "publish",
+    "published_table",
+    "quality",
+    "table_scan",
+    "verify",
+]

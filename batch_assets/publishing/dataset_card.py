@@ -1,0 +1,225 @@
+"""The dataset card: a README.md in the format of the Hugging Face hub, beside the table it describes.
+
+Its front matter names the Parquet files, so that `datasets.load_dataset` works on the folder as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from batch_assets.publishing.batch_reader import table_name
+from gpu_runner.fleet.accounting.bill_split import Split
+from resources.store.dataset_store import SnapshotManifest
+
+if TYPE_CHECKING:
+    from batch_assets.publishing.published_table import PublishedTable
+
+_CELL = 200
+_ITEMS = 10  # messages of a prompt, tool calls
+_SIZES = (
+    (1_000, "n<1K"),
+    (10_000, "1K<n<10K"),
+    (100_000, "10K<n<100K"),
+    (1_000_000, "100K<n<1M"),
+    (10_000_000, "1M<n<10M"),
+)
+MEANING = {
+    "row_id": "the source's id, or the hash of the request and an occurrence number",
+    "prompt": "what was asked, as rendered: for chat a list of messages (role, content), else a text",
+    "output": "what the model wrote; null for a row without a completion",
+    "finish_reason": "stop, tool_calls, or length when the answer was cut at the token limit",
+    "tool_calls": "calls that the model asks for: id, type, name, and arguments as text; else null",
+    "reasoning": "what a reasoning model wrote before its answer; else null",
+    "refusal": "the words in which the model refused; else null",
+    "logprobs": "each token of the answer: token, logprob, bytes, text_offset, top_logprobs; null unless asked for",
+    "prompt_tokens": "as the engine counted them",
+    "completion_tokens": "as the engine counted them",
+    "tries": "requests charged to the row",
+    "error": "code of the error of a row without a completion, else null",
+    "error_message": "its message",
+    "model": "as the engine named it",
+    "engine": "engine and version",
+    "provider": "who rented out the instance",
+    "instance_type": "kind of the instance",
+    "spot": "true when the instance could be taken away",
+    "run_id": "Dagster run that generated the row",
+    "started_at": "when its last request began",
+    "seconds": "how long that took",
+    "usd": "share of the instance's price; null while no price is known",
+    "reused_from": "dataset that was asked and paid for this answer; null: this one",
+    "batch": "Dagster partition",
+    "duplicate_of": "row_id of the row that asked the same question, else null",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the dataset's owner says of it. `bill`: US dollars of all instances rented for it; None: nothing was.
+
+    `show_rows`: with the first rows of the table.
+    """
+
+    description: str = ""
+    owners: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    bill: Split | None = None
+    show_rows: bool = True
+
+
+def card_text(
+    table: PublishedTable, manifest: SnapshotManifest, card: Card, sample: Sequence[Mapping[str, Any]]
+) -> str:
+    """The whole card. Texts of the sample are cut at 200 characters, lists of messages at ten."""
+    parts = [_front_matter(table, card), f"# {table.dataset}"]
+    if table.simulated:
+        parts.append(
+            "> **Simulated.** Some or all outputs were made by an engine simulator, not by a language model: they show "
+            "that the way through the platform works, and say nothing about the question asked."
+        )
+    if card.description:
+        parts.append(card.description.strip())
+    parts += [
+        _facts(table, manifest, card),
+        _lines_text(table),
+        _columns(table, manifest),
+        _sources(table),
+        _open_text(),
+    ]
+    if sample and card.show_rows:
+        lines = [json.dumps({name: _cut(value) for name, value in row.items()}, ensure_ascii=False) for row in sample]
+        parts.append("## First rows\n\n" + "\n".join(f"    {line}" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(table: PublishedTable, card: Card) -> str:
+    size = next((name for limit, name in _SIZES if table.rows < limit), "10M<n<100M")
+    tags = list(dict.fromkeys(["synthetic", "batch-assets", *(["simulated"] if table.simulated else []), *card.tags]))
+    return "\n".join(
+        [
+            "---",
+            f"pretty_name: {json.dumps(table.dataset)}",
+            f"tags: {json.dumps(tags, ensure_ascii=False)}",
+            f"size_categories: {json.dumps([size])}",
+            "configs:",
+            "- config_name: default",
+            "  data_files:",
+            "  - split: train",
+            '    path: "part-*.parquet"',
+            "---",
+        ]
+    )
+
+
+def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str:
+    settings = manifest.settings()
+    models = ", ".join(dict.fromkeys([settings.model, *(source.model for source in table.sources if source.model)]))
+    facts = {
+        "owners": ", ".join(card.owners) or "not named",
+        "source": manifest.source,
+        "task, model": f"{settings.task}, {models}",
+        "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
+        "output": "JSON that fits the declared schema" if settings.json_schema else "as the model wrote it",
+        "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
+        "duplicates": f"{table.duplicates:,}",
+        **({"answers of other datasets": _reused_words(table)} if table.reused else {}),
+        "rejected source rows": f"{manifest.rejected:,} (not in the table)",
+        "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
+        "cost of these rows": _dollars(table.usd)
+        + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
+        **({"bill of the dataset": _bill_words(card.bill)} if card.bill is not None else {}),
+        "files": f"{table.parts} Parquet, {table.bytes / 1e6:,.1f} MB",
+        "snapshot, version": f"{table.snapshot}, {table.version}",
+        "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    return _table(("", ""), facts.items())
+
+
+def _lines_text(table: PublishedTable) -> str:
+    text = (
+        "Every source row that was not rejected has exactly one line, in the order of the snapshot. A row for which no "
+        "completion could be had is there too, with `output` null and the reason in `error`; filter with "
+        "`error IS NULL` for completions only."
+    )
+    if table.duplicates:
+        text += (
+            f" {table.duplicates:,} rows repeat the question of another row; it was asked once. They follow at the end "
+            "with that row's outcome and its id in `duplicate_of`; their tokens, tries, seconds and cost are 0, so "
+            "that sums count every request once."
+        )
+    return text
+
+
+def _columns(table: PublishedTable, manifest: SnapshotManifest) -> str:
+    kept = {table_name(name): name for name in manifest.keep_columns}
+    lines = [
+        (f"`{column.name}`", column.type, f"source column `{kept[column.name]}`")
+        if column.name in kept
+        else (f"`{column.name}`", column.type, MEANING.get(column.name, ""))
+        for column in table.columns
+    ]
+    return "## Columns\n\n" + _table(("column", "type", "meaning"), lines)
+
+
+def _sources(table: PublishedTable) -> str:
+    lines = [
+        (
+            source.model,
+            source.engine,
+            source.provider,
+            f"{source.instance_type}{' (spot)' if source.spot else ''}",
+            f"{source.rows:,}",
+            f"{source.completion_tokens:,}",
+            _dollars(source.usd),
+        )
+        for source in table.sources
+    ]
+    header = ("model", "engine", "provider", "instance", "rows", "completion tokens", "cost")
+    return "## Where the rows came from\n\n" + _table(header, lines)
+
+
+def _open_text() -> str:
+    return (
+        "## Open it\n\n"
+        "In the folder of this card:\n\n"
+        "```python\n"
+        'polars.scan_parquet("part-*.parquet")\n'
+        "duckdb.sql(\"SELECT * FROM 'part-*.parquet' WHERE error IS NULL\")\n"
+        'datasets.load_dataset("parquet", data_files="part-*.parquet")  # or datasets.load_dataset(FOLDER)\n'
+        "```"
+    )
+
+
+def _reused_words(table: PublishedTable) -> str:
+    return ", ".join(f"{rows:,} of {name}" for name, rows in table.reused.items()) + "; they cost nothing here"
+
+
+def _bill_words(bill: Split) -> str:
+    """The rows' cost is the useful part of a bill; earlier outcomes of rows are in the bill too."""
+    parts = f"{_dollars(bill.useful)} useful, {_dollars(bill.booting)} boot, {_dollars(bill.idle)} idle"
+    return f"{_dollars(bill.total)} for all instances rented so far: {parts}, {_dollars(bill.wasted)} wasted"
+
+
+def _dollars(usd: float | None) -> str:
+    return "not known" if usd is None else f"${usd:,.4f}"
+
+
+def _table(header: Sequence[str], lines: Any) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(_cell(value) for value in row) + " |" for row in rows)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ").replace("\r", " ")
+
+
+def _cut(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [{name: _cut(part) for name, part in item.items()} for item in value[:_ITEMS]]
+    text = value if isinstance(value, str) else repr(value) if isinstance(value, bytes) else str(value)
+    return text if len(text) <= _CELL else text[: _CELL - 1] + "…"

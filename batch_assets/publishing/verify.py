@@ -1,0 +1,331 @@
+"""Does everything agree? Snapshot, batch objects, catalog, published table and dead letters, compared row by row.
+
+Nothing is repaired here. Every difference says what was expected, what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batch_assets.catalog.reader import BatchReport
+from batch_assets.publishing.dead_letters import (
+    check_dead_letters,
+    current_dead_letters,
+    dead_letter_rows,
+    dead_letters_version,
+    list_manifest,
+)
+from batch_assets.publishing.differences import Difference, error_text
+from batch_assets.publishing.published_table import table_versions
+from batch_assets.publishing.verify_table import Totals, readers_version, verify_table
+from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
+from gpu_runner.rows import data_version
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.objects import CorruptObject
+from resources.store.read_ahead import read_ahead, threads_for
+
+REBUILD = "run rebuild-ledger: it reports the batch from the store"
+DEAD_LETTERS = "materialize the dead_letters asset"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """What the catalog says of a batch; a field that is None is not compared. `path` may be a full URI."""
+
+    data_version: str
+    path: str | None = None
+    rows: int | None = None
+    ok: int | None = None
+    dead: int | None = None
+    generation: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared and what differs. `notes`: what could not be compared, and why."""
+
+    snapshot: str | None
+    totals: Totals
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """One batch: its footer when its object is sound, and what differs."""
+
+    footer: BatchFooter | None
+    differences: list[Difference]
+
+
+@dataclass(slots=True)
+class _SoundBatches:
+    """Counts over the batches whose objects are sound; of each only a key is kept, and only where it has dead rows."""
+
+    batches: int = 0
+    ok: int = 0
+    dead: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    with_dead: list[str] = field(default_factory=list)
+
+    def add(self, footer: BatchFooter) -> None:
+        self.batches += 1
+        self.ok += footer.ok
+        self.dead += footer.dead
+        self.prompt_tokens += footer.prompt_tokens
+        self.completion_tokens += footer.completion_tokens
+        if footer.dead:
+            self.with_dead.append(footer.key)
+
+
+def ledger_of_reports(reports: Mapping[str, BatchReport]) -> dict[str, LedgerEntry]:
+    """What is compared of the catalog's entries."""
+    return {
+        key: LedgerEntry(
+            report.version.data_version,
+            report.path,
+            report.rows,
+            report.ok,
+            report.dead,
+            report.version.generation,
+            report.bytes,
+            report.sha256,
+        )
+        for key, report in reports.items()
+    }
+
+
+def verify(
+    store: DatasetStore,
+    ledger: Mapping[str, LedgerEntry],
+    *,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Verification:
+    """Compare everything of the current snapshot; every current object and the published table are read whole.
+
+    `progress` is told what is compared next, in this thread: it ends the comparison by raising.
+    """
+    progress("snapshot")
+    try:
+        snapshot = store.current_snapshot()
+    except CorruptObject as error:
+        broken = Difference("corrupt_pointer", None, "a snapshot", str(error), store.mended_by_run)
+        return Verification(None, Totals(store.dataset), (broken,))
+    if snapshot is None:
+        missing = Difference("no_snapshot", None, "a snapshot", "none", "materialize prompts")
+        return Verification(None, Totals(store.dataset), (missing,))
+    try:
+        manifest, entries = store.manifest(snapshot), store.entries(snapshot)
+    except CorruptObject as error:
+        broken = Difference(
+            "corrupt_snapshot", None, f"manifest and batches of {snapshot}", str(error), store.mended_by_run
+        )
+        return Verification(snapshot, Totals(store.dataset), (broken,))
+    current = store.current_objects(entries)
+    threads = threads or threads_for(store.objects)
+
+    differences = list(_snapshot_differences(store, manifest, entries))
+    sound = _SoundBatches()
+    jobs = read_ahead(
+        lambda entry: _check_batch(store, entry, current.get(entry.key), ledger.get(entry.key)), entries, threads
+    )
+    for number, checked in enumerate(jobs, 1):
+        progress(f"batch {number:,} of {len(entries):,}")
+        differences += checked.differences
+        if checked.footer is not None:
+            sound.add(checked.footer)
+    totals = Totals(
+        dataset=store.dataset,
+        rows=manifest.rows,
+        ok=sound.ok,
+        dead=sound.dead,
+        batches=len(entries),
+        batches_done=sound.batches,
+        prompt_tokens=sound.prompt_tokens,
+        completion_tokens=sound.completion_tokens,
+    )
+    progress("table")
+    expected = table_versions(snapshot, current) if len(current) == len(entries) else ()
+    differences += verify_table(store, manifest, expected, totals if sound.batches == len(entries) else None)
+    differences += _dead_letter_differences(store, snapshot, current, sound, bool(expected))
+    seen = readers_version(store)
+    folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
+    return Verification(
+        snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(store, manifest, ledger))
+    )
+
+
+def _notes(store: DatasetStore, manifest: SnapshotManifest, ledger: Mapping[str, LedgerEntry]) -> Iterator[str]:
+    if not manifest.files:
+        yield f"snapshot {manifest.snapshot} was made before there were checksums: its files were compared by counts"
+    if without := sum(entry.sha256 is None for entry in ledger.values() if entry.path is not None):
+        yield f"{without} batches were reported before there were checksums: page checksums and counts were compared"
+    with contextlib.suppress(CorruptObject):
+        listed = current_dead_letters(store)
+        if listed is not None and list_manifest(store, listed) is None:
+            yield f"the list of dead letters {listed} has no checksum beside it: page checksums were compared"
+
+
+def check_object(store: DatasetStore, entry: BatchEntry, batch: BatchObject) -> BatchFooter:
+    """Read one batch object whole. Raises CorruptObject when it is not exactly what its name and footer say."""
+    path = store.batch_path(batch)
+    table, footer = store.read_batch(batch)
+    ids, keys, errors, outputs = (table.column(name) for name in ("row_id", "row_key", "error", "output"))
+    if data_version(zip(ids.to_pylist(), keys.to_pylist(), strict=True)) != entry.data_version:
+        raise CorruptObject(f"{path}: its rows are not those of data version {entry.data_version}")
+    if len(ids) != entry.rows or len(ids.unique()) != entry.rows:
+        raise CorruptObject(f"{path}: expected {entry.rows} rows of different ids, found {len(ids.unique())}")
+    if pc.any(pc.equal(errors.is_null(), outputs.is_null())).as_py():
+        raise CorruptObject(f"{path}: a row has both an output and an error, or neither")
+    found = {
+        "dataset": store.dataset,
+        "ok": errors.null_count,
+        "dead": len(errors) - errors.null_count,
+        "prompt_tokens": pc.sum(table.column("prompt_tokens")).as_py(),
+        "completion_tokens": pc.sum(table.column("completion_tokens")).as_py(),
+    }
+    for name, value in found.items():
+        if getattr(footer, name) != value:
+            raise CorruptObject(f"{path}: its footer says {name} {getattr(footer, name)}, its rows say {value}")
+    return footer
+
+
+def _check_batch(
+    store: DatasetStore, entry: BatchEntry, batch: BatchObject | None, said: LedgerEntry | None
+) -> _Checked:
+    key = entry.key
+    if batch is None:
+        wanted = f"an object at data version {entry.data_version}"
+        if said is not None and said.data_version == entry.data_version:
+            return _Checked(
+                None, [Difference("void_catalog_entry", key, wanted, "a catalog entry only", store.mended_by_run)]
+            )
+        return _Checked(None, [Difference("missing_batch", key, wanted, "none", store.mended_by_run)])
+    try:
+        footer = check_object(store, entry, batch)
+    except (CorruptObject, FileNotFoundError) as error:
+        return _Checked(
+            None, [Difference("corrupt_object", key, "a whole object", error_text(error), store.mended_by_run)]
+        )
+    if said is not None and said.generation == batch.generation and said.sha256 not in (None, footer.sha256):
+        wanted = f"{store.batch_path(batch)} sha256 {said.sha256}"
+        return _Checked(
+            None, [Difference("corrupt_object", key, wanted, f"sha256 {footer.sha256}", store.mended_by_run)]
+        )
+    return _Checked(footer, list(_catalog_differences(store, batch, footer, said)))
+
+
+def _catalog_differences(
+    store: DatasetStore, batch: BatchObject, footer: BatchFooter, said: LedgerEntry | None
+) -> Iterator[Difference]:
+    key, path = batch.key, store.batch_path(batch)
+    if said is None:
+        yield Difference("missing_catalog_entry", key, path, "none", REBUILD)
+        return
+    if said.data_version != batch.data_version:
+        yield Difference("wrong_data_version", key, batch.data_version, said.data_version, REBUILD)
+        return
+    other_path = said.path is not None and said.path not in (path, store.objects.uri(path))
+    if other_path or said.generation not in (None, batch.generation):
+        found = said.path if other_path else f"generation {said.generation}"
+        yield Difference("stale_catalog_entry", key, path, str(found), REBUILD)
+        return
+    for name in ("rows", "ok", "dead"):
+        value = getattr(said, name)
+        if value is not None and value != getattr(footer, name):
+            yield Difference("wrong_catalog_counts", key, f"{name} {getattr(footer, name)}", f"{value}", REBUILD)
+
+
+def _snapshot_differences(
+    store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry]
+) -> Iterator[Difference]:
+    """The snapshot against itself: its files are there and hold what the manifest says."""
+    counts = {
+        "batches": (manifest.batches, len(entries)),
+        "rows": (manifest.rows, sum(entry.rows for entry in entries)),
+        "rows + duplicates": (manifest.source_rows - manifest.rejected, manifest.rows + manifest.duplicates),
+        "rows in shards": (manifest.rows, sum(shard.rows for shard in manifest.shards)),
+        "duplicates in shards": (manifest.duplicates, sum(shard.rows for shard in manifest.duplicate_shards)),
+    }
+    for name, (expected, found) in counts.items():
+        if expected != found:
+            yield Difference("corrupt_snapshot", None, f"{name}: {expected}", str(found), store.mended_by_run)
+    unlike = unlike_checksums(store, manifest)
+    for path, (expected_digest, digest) in unlike.items():
+        yield Difference(
+            "corrupt_snapshot", None, f"{path} sha256 {expected_digest}", f"sha256 {digest}", store.mended_by_run
+        )
+    for path in (found for found in damaged_files(store, manifest) if found not in unlike):
+        yield Difference("corrupt_snapshot", None, path, "none", store.mended_by_run)
+    of_shard: dict[int, list[BatchEntry]] = defaultdict(list)
+    for entry in entries:
+        of_shard[entry.shard].append(entry)
+    for number, shard in enumerate((*manifest.shards, *manifest.duplicate_shards)):
+        path = store.snapshot_path(manifest.snapshot, shard.path)
+        if path in unlike:
+            continue
+        try:
+            with store.objects.open(path) as file:
+                metadata = pq.read_metadata(file)
+        except (FileNotFoundError, pa.ArrowException, OSError) as error:
+            yield Difference(
+                "corrupt_snapshot", None, f"{path} with {shard.rows} rows", error_text(error), store.mended_by_run
+            )
+            continue
+        wrong = [
+            entry.key
+            for entry in (of_shard[number] if number < len(manifest.shards) else ())
+            if entry.row_group >= metadata.num_row_groups or metadata.row_group(entry.row_group).num_rows != entry.rows
+        ]
+        if wrong or metadata.num_rows != shard.rows:
+            found_rows = f"{metadata.num_rows} rows" + (f", other rows in batch {wrong[0]}" if wrong else "")
+            yield Difference(
+                "corrupt_snapshot", None, f"{path} with {shard.rows} rows", found_rows, store.mended_by_run
+            )
+
+
+def _dead_letter_differences(
+    store: DatasetStore,
+    snapshot: str,
+    current: Mapping[str, BatchObject],
+    sound: _SoundBatches,
+    complete: bool,
+) -> Iterator[Difference]:
+    """The list of dead letters, once the snapshot is complete; none at all is fine when there is nothing to list."""
+    dead = sound.dead
+    try:
+        listed = current_dead_letters(store)
+    except CorruptObject as error:
+        yield Difference("corrupt_pointer", None, "a list of dead letters", str(error), DEAD_LETTERS)
+        return
+    if not complete or sound.batches < len(current) or (listed is None and not dead):
+        return
+    expected = dead_letters_version(snapshot, (current[key] for key in sound.with_dead))
+    if listed != expected:
+        found = "none" if listed is None else f"version {listed}"
+        yield Difference("stale_dead_letters", None, f"version {expected}, {dead} rows", found, DEAD_LETTERS)
+        return
+    try:
+        check_dead_letters(store, listed)
+        rows = dead_letter_rows(store, listed)
+    except (CorruptObject, FileNotFoundError) as error:
+        yield Difference("stale_dead_letters", None, f"{dead} rows", error_text(error), DEAD_LETTERS)
+        return
+    if rows != dead:
+        yield Difference("stale_dead_letters", None, f"{dead} rows", f"{rows} rows", DEAD_LETTERS)

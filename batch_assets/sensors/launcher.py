@@ -1,0 +1,207 @@
+"""The sensor that starts packed range runs for what a refresh, `batch-assets run` or a re-drive wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import dagster as dg
+
+from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import latest_request, open_backfill, range_runs, snapshot_asked
+from batch_assets.catalog.ranges import KeyRange, RangeRunRecord
+from batch_assets.kubernetes.run_workers import WorkerSizes
+from batch_assets.orchestration.launch_plan import plan_launch, run_size
+from batch_assets.orchestration.trial import wanted_entries
+from batch_assets.publishing.dead_letters import dead_batches
+from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.many_datasets import Rounds, TickOutcome
+from batch_assets.sensors.source_wait import SourceWait
+from batch_assets.snapshot.cache import SnapshotCache
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, request_options
+from batch_assets.tags import (
+    CANCELED_TAG,
+    ENDPOINT_TAG,
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    REDRIVE_TAG,
+    REFRESH_TAG,
+    REQUEST_TAG,
+    ROWS_TAG,
+)
+from gpu_runner.fleet.targets import DatasetTarget
+from resources.fleet.resource import GpuFleet
+from resources.store.dataset_store import BatchStore
+
+SPARE_RUNS = 3
+UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
+_NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
+
+
+NO_SIZES = WorkerSizes()
+
+
+def launcher_sensor(
+    specs: Mapping[str, GeneratedDatasetSpec], store: BatchStore, fleet: GpuFleet, workers: WorkerSizes = NO_SIZES
+) -> dg.SensorDefinition:
+    """One sensor for all datasets. It needs no cursor: a new process finds what is wanted in the catalog.
+
+    `workers`: CPU and memory of a run's worker by the size of its range, where runs are pods.
+    """
+    rounds, wait = Rounds(sorted(specs)), SourceWait(sorted(specs))
+    caches = {name: SnapshotCache() for name in specs}
+
+    @dg.sensor(
+        name="launcher",
+        asset_selection=dg.AssetSelection.assets(*(ledger.rows_key(name) for name in sorted(specs))),
+        minimum_interval_seconds=SECONDS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Starts runs for the batches that a refresh or re-drive of any dataset wants.",
+    )
+    def launcher(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        instance = instance_of(context)
+
+        def look(name: str) -> TickOutcome:
+            found = _look(instance, specs[name], store, fleet, caches[name])
+            sized = [
+                request.with_replaced_attrs(tags={**request.tags, **workers.tags(batches)})
+                for request, batches in zip(found.requests, found.batches, strict=True)
+            ]
+            return replace(found, requests=sized)
+
+        def tick() -> dg.SensorResult:
+            return rounds.tick(context, instance, look)
+
+        return tick() if context.code_location_origin is None else wait.tick(instance, tick)  # None: no code server
+
+    return launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A run that asked for work, and what is at work on the dataset's batches, for it or for others.
+
+    Read before the ledger. The other way round, a run that ends in between has its last batches neither in flight nor
+    in the ledger, and they are started again.
+    """
+
+    asked_by: dg.DagsterRun
+    runs: list[RangeRunRecord]
+    backfill_open: bool
+
+    @classmethod
+    def newest(cls, instance: dg.DagsterInstance, tag: str, dataset: str) -> Request | None:
+        """The newest request of this kind; None before the first."""
+        run = latest_request(instance, tag, dataset)
+        if run is None:
+            return None
+        return cls(run, range_runs(instance, dataset, run.run_id), open_backfill(instance, dataset))
+
+
+def _look(
+    instance: dg.DagsterInstance, spec: GeneratedDatasetSpec, store: BatchStore, fleet: GpuFleet, cache: SnapshotCache
+) -> TickOutcome:
+    """What one dataset wants started now."""
+    refresh = Request.newest(instance, REFRESH_TAG, spec.name)
+    redrive = Request.newest(instance, REDRIVE_TAG, spec.name)
+    if refresh is None and redrive is None:
+        return TickOutcome("nothing was requested")
+    data = store.for_sensor(spec.name)
+    snapshot, entries = cache.entries(data)
+    versions = ledger.ledger_versions(instance, spec.name)
+    missing = [entry for entry in entries if not ledger.is_current(versions.get(entry.key), entry)]
+    looks: list[TickOutcome] = []
+    if refresh is not None:
+        own = {entry.key for entry in wanted_entries(entries, refresh.asked_by.tags)}
+        wanted = [entry.key for entry in missing if entry.key in own]
+        if wanted and not _asked(instance, refresh, snapshot):
+            looks.append(TickOutcome(_NOT_ASKED.format(len(wanted), spec.name), "blocked"))
+        else:
+            looks.append(_launch(instance, spec, fleet, refresh, wanted, {}))
+    if redrive is not None and not missing:
+        dead = dead_batches(data)
+        wanted = dead if dead and _asked(instance, redrive, snapshot) else []
+        found = _launch(instance, spec, fleet, redrive, wanted, {"redrive": True})
+        looks.append(TickOutcome(f"re-drive: {found.reason}", found.state, found.requests, found.batches))
+    states = [look.state for look in looks]
+    return TickOutcome(
+        f"snapshot {snapshot}: {'; '.join(look.reason for look in looks)}",
+        next((state for state in ("open", "blocked") if state in states), "settled"),
+        [request for look in looks for request in look.requests],
+        [count for look in looks for count in look.batches],
+    )
+
+
+def _asked(instance: dg.DagsterInstance, request: Request, snapshot: str | None) -> bool:
+    """A request is for one snapshot: making `prompts` anew by hand spends nothing, a re-drive is no standing order."""
+    return snapshot_asked(instance, request.asked_by) in (None, snapshot)
+
+
+def _launch(
+    instance: dg.DagsterInstance,
+    spec: GeneratedDatasetSpec,
+    fleet: GpuFleet,
+    request: Request,
+    wanted: Sequence[str],
+    config: dict[str, bool],
+) -> TickOutcome:
+    """Run requests for the wanted batches of one request, and the reason in words."""
+    asked_by, runs = request.asked_by, request.runs
+    if not wanted:
+        return TickOutcome("nothing is missing")
+    if CANCELED_TAG in asked_by.tags:
+        return TickOutcome("this request was canceled: start it again to go on", "blocked")
+    if config.get("redrive"):
+        tried = [run.keys for run in runs if run.request == asked_by.run_id and run.outcome == "succeeded"]
+        wanted = [key for key in wanted if not any(key in keys for keys in tried)]
+    with fleet.open_database() as fleet_db:
+        target = fleet_db.target(spec.name)
+    keys = instance.get_dynamic_partitions(spec.name)
+    launch = plan_launch(
+        asked_by.run_id,
+        keys,
+        dict.fromkeys(wanted),
+        runs,
+        backfill_open=request.backfill_open,
+        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target)),
+        room=(1 if target is None else target.instances) + SPARE_RUNS,
+    )
+    own = sum(run.request == asked_by.run_id for run in runs)
+    requests = [
+        _run_request(spec.name, asked_by, found, own + number, config) for number, found in enumerate(launch.ranges)
+    ]
+    sizes = [sum(key in found for key in keys) for found in launch.ranges]
+    return TickOutcome(launch.reason, launch.state, requests, sizes)
+
+
+def _run_request(
+    dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: dict[str, bool]
+) -> dg.RunRequest:
+    """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
+    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG, ROWS_TAG, *OPTION_TAGS) if key in asked_by.tags}
+    op = ledger.rows_key(dataset).to_python_identifier()
+    return dg.RunRequest(
+        run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",
+        asset_selection=[ledger.rows_key(dataset)],
+        run_config={"ops": {op: {"config": config}}} if config else {},
+        tags={
+            REQUEST_TAG: asked_by.run_id,
+            RANGE_START_TAG: keys.first,
+            RANGE_END_TAG: keys.last,
+            **copied,
+        },
+    )
+
+
+def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: DatasetTarget | None) -> int | None:
+    """How many instances the request may come to use at once; None where nothing presses."""
+    try:
+        wanted = request_options(spec, asked_by.tags)
+    except InvalidTag:
+        return None  # its runs will say so
+    if wanted.deadline is None and wanted.objective == "cheapest":
+        return None
+    planned = target.plan.instances_wanted if target is not None and target.plan is not None else 0
+    most = wanted.max_instances or UNPLANNED_INSTANCES
+    return min(most, planned) if planned else most

@@ -1,0 +1,78 @@
+"""The sensor that ends runs whose worker is gone, and lets their retries go first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dagster as dg
+
+from batch_assets.catalog.lost_workers import lost_workers, repository_label
+from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.tags import PRIORITY_TAG, RETRY_NUMBER_TAG
+from gpu_runner.fleet.database import RunBeat
+from resources.fleet.resource import GpuFleet
+
+RETRY_PRIORITY = "10"
+QUEUE_LOOK = 100
+ALIVE = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
+
+
+def watchdog_sensor(fleet: GpuFleet) -> dg.SensorDefinition:
+    """Dagster itself never notices a worker that died together with its code server."""
+
+    @dg.sensor(
+        name="watchdog",
+        minimum_interval_seconds=SECONDS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Fails runs whose heartbeat stopped, so that they are retried and their slots and leases are free.",
+    )
+    def watchdog(context: dg.SensorEvaluationContext) -> dg.SkipReason:
+        found: list[str] = []
+        instance = instance_of(context)
+        with fleet.open_database() as fleet_db:
+            for beat in fleet_db.runs():
+                if beat.age > 2 * fleet.ttl:
+                    found += _end_silent_run(instance, beat)
+                    fleet_db.release_run(beat.run_id)
+                    fleet_db.declare_dead(beat.run_id)
+            beating = {beat.run_id for beat in fleet_db.runs()}
+        for run, pid in lost_workers(instance, repository_label(context), beating):
+            found += _end_run(instance, run, f"process {pid} is gone, and its code server with it")
+        found += _let_retries_go_first(instance)
+        alive = len(beating)
+        return dg.SkipReason("; ".join(found) or f"{alive} runs, all of them alive")
+
+    return watchdog
+
+
+def _let_retries_go_first(instance: dg.DagsterInstance) -> Iterator[str]:
+    """A retry continues work that is half done; Dagster gives it the priority of the run that was lost."""
+    for run in instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED]), limit=QUEUE_LOOK):
+        if RETRY_NUMBER_TAG in run.tags and PRIORITY_TAG not in run.tags and _is_ours(run):
+            instance.add_run_tags(run.run_id, {PRIORITY_TAG: RETRY_PRIORITY})
+            yield f"retry {run.run_id[:8]} goes first"
+
+
+def _is_ours(run: dg.DagsterRun) -> bool:
+    return any(key.path[-1] == "rows" for key in run.asset_selection or ())
+
+
+def _end_silent_run(instance: dg.DagsterInstance, beat: RunBeat) -> Iterator[str]:
+    run = instance.get_run_by_id(beat.run_id)
+    if run is None or run.status not in ALIVE:
+        return
+    seen = f"no heartbeat for {beat.age:.0f} s (last: {beat.state}, {beat.rows_done} rows)"
+    if instance.run_launcher.supports_check_run_worker_health:
+        # It knows whether the worker is gone, and fails the run then: a retry must not begin beside it. What the worker
+        # held is taken from it all the same.
+        yield f"run {run.run_id[:8]}: {seen}; the run launcher looks for its worker"
+    else:
+        yield from _end_run(instance, run, f"{seen}; the worker is gone")
+
+
+def _end_run(instance: dg.DagsterInstance, run: dg.DagsterRun, message: str) -> Iterator[str]:
+    if run.status == dg.DagsterRunStatus.CANCELING:
+        instance.report_run_canceled(run, message)
+    else:
+        instance.report_run_failed(run, message)
+    yield f"run {run.run_id[:8]}: {message}"

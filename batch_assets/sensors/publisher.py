@@ -1,0 +1,89 @@
+"""The sensor that publishes a table when every batch of its snapshot is in the ledger at its data version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+import dagster as dg
+
+from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import range_runs
+from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, publish_job, publish_runs
+from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
+from batch_assets.sensors.instance import SECONDS, instance_of
+from batch_assets.sensors.many_datasets import Rounds, TickOutcome
+from batch_assets.snapshot.cache import SnapshotCache
+from batch_assets.tags import PUBLISH_TAG, PUBLISH_VOID_TAG, REFRESH_TAG
+from resources.store.dataset_store import BatchStore
+
+
+def publisher_sensor(
+    jobs: Mapping[str, UnresolvedAssetJobDefinition], store: BatchStore, *, expecting_news: Collection[str] = ()
+) -> dg.SensorDefinition:
+    """One sensor for all datasets; `jobs`: what publishes each.
+
+    `expecting_news`: a new table of these is awaited after each refresh, also of one that changed nothing.
+    """
+    rounds = Rounds(sorted(jobs))
+    caches = {name: SnapshotCache() for name in jobs}
+
+    @dg.sensor(
+        name="publisher",
+        jobs=list(jobs.values()),
+        minimum_interval_seconds=SECONDS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Publishes the table of any dataset when every batch of its snapshot is there.",
+    )
+    def publisher(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        instance = instance_of(context)
+        return rounds.tick(
+            context, instance, lambda name: _look(instance, name, store, caches[name], name in expecting_news)
+        )
+
+    return publisher
+
+
+def _look(
+    instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: SnapshotCache, news: bool
+) -> TickOutcome:
+    """Whether one dataset's table is to be published now."""
+    snapshot, entries = cache.entries(store.for_sensor(dataset))
+    if snapshot is None:
+        return TickOutcome("no snapshot yet")
+    # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
+    under_way = [run for run in range_runs(instance, dataset, "") if run.outcome == "unfinished"]
+    versions = ledger.ledger_versions(instance, dataset)
+    missing = sum(not ledger.is_current(versions.get(entry.key), entry) for entry in entries)
+    if missing:
+        return TickOutcome(f"snapshot {snapshot}: {missing} of {len(entries)} batches are missing")
+    if under_way:
+        return TickOutcome(
+            f"snapshot {snapshot} is complete; {len(under_way)} runs over its batches are under way", "open"
+        )
+    state = ledger_state(snapshot, entries, versions)
+    runs = _publishing(instance, dataset, state, since_refresh=news)
+    if any(run.dagster_run.status == dg.DagsterRunStatus.SUCCESS for run in runs):
+        return TickOutcome(f"snapshot {snapshot} is published")
+    if any(not run.dagster_run.is_finished or ledger.will_be_retried(run, time.time()) for run in runs):
+        return TickOutcome(f"snapshot {snapshot} is being published", "open")
+    if len(runs) >= PUBLISH_ATTEMPTS:
+        said = f"publishing snapshot {snapshot} failed {len(runs)} times: see job {publish_job(dataset)}"
+        return TickOutcome(said, "blocked")
+    number = instance.get_runs_count(publish_runs(dataset, state))
+    request = dg.RunRequest(
+        run_key=f"{dataset}:{state}:{number}", job_name=publish_job(dataset), tags={PUBLISH_TAG: state}
+    )
+    return TickOutcome(f"snapshot {snapshot} is complete: publishing it", "open", [request])
+
+
+def _publishing(instance: dg.DagsterInstance, dataset: str, state: str, *, since_refresh: bool) -> list[dg.RunRecord]:
+    """Newest runs that published this state. `since_refresh`: only those since the last refresh. Where a table is
+    awaited on a schedule, a refresh that changed nothing publishes it again, so that Dagster calls it fresh."""
+    records = instance.get_run_records(publish_runs(dataset, state), limit=PUBLISH_ATTEMPTS)
+    since = 0.0
+    if since_refresh:
+        done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
+        since = max((found.end_time or 0.0 for found in instance.get_run_records(done, limit=1)), default=0.0)
+    found_since = [found for found in records if found.create_timestamp.timestamp() >= since]
+    return [found for found in found_since if PUBLISH_VOID_TAG not in found.dagster_run.tags]

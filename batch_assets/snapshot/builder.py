@@ -1,0 +1,288 @@
+"""Source to snapshot: reads every row once, renders its prompt, and writes what changed (DESIGN sections 2, 4 and 6).
+
+Every row of the source ends in exactly one place: a batch, the duplicates, or the rejects. An unchanged source gives
+the same snapshot id, and then nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batch_assets.snapshot.files import Buckets, ShardWriter
+from batch_assets.snapshot.ingest import Ingested, ingest, source_name
+from batch_assets.snapshot.integrity import FoundSnapshot, damaged_files, find_snapshot, unlike_checksums
+from batch_assets.snapshot.placement import DUPLICATE, Counts, PlacedRows, Placement, Places
+from batch_assets.snapshot.row_index import previous_file
+from batch_assets.snapshot.source.errors import Reject, SourceError
+from batch_assets.spec.models import GeneratedDatasetSpec
+from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
+from resources.store.integrity import StoredFile
+from resources.store.objects import CorruptObject
+
+DUPLICATE_ROWS = 500_000
+
+
+def build_snapshot(
+    spec: GeneratedDatasetSpec, store: DatasetStore, *, now: float, workdir: Path, base: Path | None = None
+) -> SnapshotManifest:
+    """Make the snapshot of the source as it is now the current one, and return its manifest.
+
+    `workdir` is an empty folder for temporary files of about the size of the source; `base` is where relative source
+    paths start (default: the current folder). Returns the manifest there is when nothing changed. Raises SourceError;
+    whatever fails, the snapshot before stays the current one.
+    """
+    try:
+        return _build(spec, store, now, workdir, base or Path.cwd())
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            free = "set BATCH_ASSETS_WORKDIR to a folder on a larger one"
+            raise SourceError(f"{workdir}: the disk is full; {free}") from error
+        raise
+
+
+def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path) -> SnapshotManifest:
+    previous = find_snapshot(store)
+    workdir.mkdir(parents=True, exist_ok=True)
+    read = ingest(spec, base, workdir)
+    rows_before = None
+    if previous is not None:
+        with_id = spec.id is not None
+        path = workdir / "previous.parquet"
+        rows_before = previous_file(
+            path, store, previous.manifest, previous.entries, with_id=with_id, damaged=previous.damaged
+        )
+    with Placement(
+        workdir, read.index, with_id=spec.id is not None, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
+    ) as placement:
+        _refuse_repeated_ids(read, placement)
+        counts = placement.place(rows_before)
+        if read.source_rows != counts.rows + counts.duplicates + read.rejects.count:
+            raise RuntimeError("snapshot: rows of the source are neither placed, nor duplicates, nor rejected")
+        if not counts.rows:
+            raise SourceError(f"{source_name(spec)}: expected at least one row, found none that can be used")
+        unchanged = previous is not None and counts.unchanged == counts.rows and not counts.removed
+        if previous is not None and unchanged:
+            snapshot = _snapshot_id(spec, read, counts, previous.entries)
+            if snapshot == previous.manifest.snapshot and not previous.damaged:
+                if not _is_current(store, snapshot):
+                    store.set_current_snapshot(snapshot)
+                return previous.manifest
+        places = placement.places()
+    files = _write_files(read, places, counts, workdir)
+    snapshot = _snapshot_id(spec, read, counts, files.entries)
+    manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
+    return _upload(store, manifest, read, files, workdir)
+
+
+def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
+    """Rows whose id was there before become rejects."""
+    for places in placement.repeated_ids():
+        read.rejects.add(
+            [
+                Reject(read.files[file], line, f"id: the same as in {read.files[first_file]}, line {first_line}")
+                for file, line, first_file, first_line in places
+            ]
+        )
+    read.rejects.close()
+
+
+def _snapshot_id(spec: GeneratedDatasetSpec, read: Ingested, counts: Counts, entries: Sequence[BatchEntry]) -> str:
+    """Hash of all that a reader of the snapshot can see; it does not depend on the order of the source."""
+    seen = [
+        asdict(spec.generation()),
+        [(entry.key, entry.data_version) for entry in entries],
+        [(item.name, str(item.type)) for item in read.keep_fields],
+        [f"{half:016x}" for half in read.content],
+        counts.duplicates,
+        f"{read.rejects.sum:x}",
+    ]
+    return hashlib.sha256(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class _Files:
+    """What was written into the work folder."""
+
+    shards: list[Shard]
+    entries: list[BatchEntry]
+    duplicates: list[Shard]
+
+
+def _write_files(read: Ingested, places: Places, counts: Counts, workdir: Path) -> _Files:
+    """Shards and duplicates as local files."""
+    writer = ShardWriter(workdir)
+    buckets: Buckets | None = None
+    duplicates = _Duplicates(workdir)
+    if (last := places.last_batch_if_unsorted()) is not None:
+        buckets = Buckets(workdir, last, read.stage.bytes)
+    for batch in read.stage.read():
+        placed = places.next(batch.num_rows)
+        table = _table(read, batch, placed)
+        duplicates.add(table, placed)
+        if (placed.fate != 0).any():
+            kept = np.flatnonzero(placed.fate == 0)
+            table, numbers, order = table.take(kept), placed.batch[kept], placed.place[kept]
+        else:
+            numbers, order = placed.batch, placed.place
+        if not table.num_rows:
+            continue
+        if buckets is None:
+            writer.add(table, numbers)
+        else:
+            buckets.add(table, numbers, order)
+    for table, numbers in buckets.read() if buckets is not None else ():
+        writer.add(table, numbers)
+    writer.close()
+    duplicates.close()
+    if (
+        sum(e.rows for e in writer.entries) != counts.rows
+        or sum(s.rows for s in duplicates.shards) != counts.duplicates
+    ):
+        raise RuntimeError("snapshot: the files hold another number of rows than were placed")
+    return _Files(writer.shards, writer.entries, duplicates.shards)
+
+
+def _table(read: Ingested, batch: pa.RecordBatch, placed: PlacedRows) -> pa.Table:
+    """Staged rows with the columns of a shard."""
+    keys = batch.column("row_key")
+    if "row_id" in batch.schema.names:
+        ids = batch.column("row_id")
+    else:
+        ids = pc.binary_join_element_wise(keys, pa.array(placed.occurrence).cast(pa.string()), "#")
+    names = ["row_id", "row_key", "prompt", *(item.name for item in read.keep_fields)]
+    return pa.table([ids, keys, batch.column("prompt"), *read.kept(batch)], names=names)
+
+
+class _Duplicates:
+    """Rows that are not asked because another asks the same: row_id, of_row_id and the kept columns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.shards: list[Shard] = []
+        self._writer: pq.ParquetWriter | None = None
+        self._rows = 0
+
+    def add(self, table: pa.Table, placed: PlacedRows) -> None:
+        """Write the duplicates among these rows."""
+        rows = np.flatnonzero(placed.fate == DUPLICATE)
+        if not len(rows):
+            return
+        part = table.take(rows)
+        of_ids = [placed.of_id.get(i) for i in rows.tolist()]
+        if of_ids[0] is None:  # without an id column the first of equal rows is the one that is asked
+            of_ids = [f"{key}#0" for key in part.column("row_key").to_pylist()]
+        part = part.drop_columns(["row_key", "prompt"]).add_column(1, "of_row_id", pa.array(of_ids, pa.string()))
+        if self._writer is None:
+            name = f"duplicates-{len(self.shards):05d}.parquet"
+            self.shards.append(Shard(path=name, rows=0))
+            self._writer = pq.ParquetWriter(self._folder / name, part.schema, compression="zstd")
+        self._writer.write_table(part)
+        self._rows += len(rows)
+        if self._rows >= DUPLICATE_ROWS:
+            self.close()
+
+    def close(self) -> None:
+        """Finish the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self.shards[-1] = Shard(path=self.shards[-1].path, rows=self._rows)
+            self._writer, self._rows = None, 0
+
+
+def _manifest(
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    read: Ingested,
+    counts: Counts,
+    files: _Files,
+    snapshot: str,
+    previous: FoundSnapshot | None,
+    now: float,
+) -> SnapshotManifest:
+    return SnapshotManifest(
+        dataset=store.dataset,
+        snapshot=snapshot,
+        previous=_former(previous, snapshot),
+        created_at=now,
+        source=source_name(spec),
+        rows=counts.rows,
+        batches=len(files.entries),
+        batch_rows=spec.batch_rows,
+        source_rows=read.source_rows,
+        rejected=read.rejects.count,
+        duplicates=counts.duplicates,
+        added=counts.added,
+        changed=counts.changed,
+        removed=counts.removed,
+        unchanged=counts.unchanged,
+        keep_columns=[item.name for item in read.keep_fields],
+        shards=files.shards,
+        duplicate_shards=files.duplicates,
+        generation=asdict(spec.generation()),
+    )
+
+
+def _former(previous: FoundSnapshot | None, snapshot: str) -> str | None:
+    """The snapshot before this one; one that is written anew keeps its own."""
+    if previous is not None and previous.manifest.snapshot == snapshot:
+        return previous.manifest.previous
+    return previous.manifest.snapshot if previous else None
+
+
+def _upload(
+    store: DatasetStore, manifest: SnapshotManifest, read: Ingested, files: _Files, workdir: Path
+) -> SnapshotManifest:
+    """All files, then the manifest, then CURRENT: a snapshot is complete or it is not there."""
+    _write_entries(workdir / "batches.parquet", files.entries)
+    names = [shard.path for shard in files.shards] + ["batches.parquet"] + [shard.path for shard in files.duplicates]
+    if read.rejects.count:
+        names.append(read.rejects.path.name)
+    known = _complete(store, manifest.snapshot)
+    if known is not None:
+        written = {name: getattr(known, name) for name in ("shards", "duplicate_shards", "files")}
+        manifest = manifest.model_copy(update=written)
+    else:
+        manifest = manifest.model_copy(update={"files": [StoredFile.of(workdir / name) for name in names]})
+        for name in names:
+            store.objects.upload(store.snapshot_path(manifest.snapshot, name), workdir / name)
+    store.put_manifest(manifest)
+    return manifest
+
+
+def _is_current(store: DatasetStore, snapshot: str) -> bool:
+    with contextlib.suppress(CorruptObject):
+        return store.current_snapshot() == snapshot
+    return False
+
+
+def _complete(store: DatasetStore, snapshot: str) -> SnapshotManifest | None:
+    """The manifest of a snapshot that is there with all its files as they were written."""
+    with contextlib.suppress(CorruptObject):
+        manifest = store.manifest(snapshot)
+        return None if damaged_files(store, manifest) or unlike_checksums(store, manifest) else manifest
+    return None
+
+
+def _write_entries(path: Path, entries: Sequence[BatchEntry]) -> None:
+    schema = pa.schema(
+        [
+            pa.field("key", pa.string(), nullable=False),
+            pa.field("rows", pa.int64(), nullable=False),
+            pa.field("data_version", pa.string(), nullable=False),
+            pa.field("shard", pa.int32(), nullable=False),
+            pa.field("row_group", pa.int32(), nullable=False),
+        ]
+    )
+    columns = {name: [getattr(entry, name) for entry in entries] for name in schema.names}
+    pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")

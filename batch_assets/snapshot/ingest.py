@@ -1,0 +1,382 @@
+"""One pass over a source: every row becomes a rendered prompt with its key on disk, or a reject."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zoneinfo
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from batch_assets.snapshot.files import Stage
+from batch_assets.snapshot.json_types import ColumnKinds, arrow_type, to_arrow
+from batch_assets.snapshot.row_filter import Where
+from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index_file
+from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError
+from batch_assets.snapshot.source.parquet import plain, plain_type
+from batch_assets.snapshot.source.reader import read_source
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
+from gpu_runner.rows import Generation
+
+MAX_PROMPT = MAX_KEPT = 1 << 20
+MAX_ID = 1024
+# Rows rendered at once take about this much memory, however long their prompts are.
+_PART_BYTES = 8 << 20
+_SORTED = orjson.OPT_SORT_KEYS
+_KEEP = "keep"
+_REJECTS = pa.schema([("file", pa.string()), ("line", pa.int64()), ("reason", pa.string())])
+
+
+@dataclass(slots=True)
+class Rejects:
+    """Rows that cannot be used: all of them on disk, the first in memory."""
+
+    path: Path
+    skip: bool
+    count: int = 0
+    first: list[Reject] = field(default_factory=list)
+    sum: int = 0
+    _file: ColumnFile | None = None
+
+    def add(self, rejects: Sequence[Reject]) -> None:
+        """Note bad rows."""
+        self.count += len(rejects)
+        self.first += rejects[: max(0, LISTED - len(self.first))]
+        if not rejects or not self.skip:
+            return
+        for reject in rejects:
+            text = orjson.dumps([reject.file, reject.line, reject.reason])
+            self.sum += int.from_bytes(hashlib.blake2b(text, digest_size=16).digest())
+        if self._file is None:
+            self._file = ColumnFile(self.path, _REJECTS)
+        columns = zip(*((reject.file, reject.line, reject.reason) for reject in rejects), strict=True)
+        self._file.add(**dict(zip(_REJECTS.names, map(list, columns), strict=True)))
+
+    def close(self) -> None:
+        """Finish the file; raises SourceError unless bad rows are to be skipped."""
+        if self._file is not None:
+            self._file.close()
+        if self.count and not self.skip:
+            raise SourceError.of_rows(self.first, self.count)
+
+
+@dataclass(slots=True)
+class Ingested:
+    """A source as read: staged rows (row_id with an id column, row_key, prompt, kept columns), and their index."""
+
+    stage: Stage
+    index: ColumnFile
+    files: list[str]
+    rejects: Rejects
+    source_rows: int
+    content: tuple[int, int]
+    keep_fields: list[pa.Field]
+    kinds: ColumnKinds | None
+
+    def kept(self, batch: pa.RecordBatch) -> list[pa.Array]:
+        """The kept columns of staged rows in their final types."""
+        if self.kinds is None:
+            return [batch.column(f"{_KEEP}:{item.name}") for item in self.keep_fields]
+        if not self.keep_fields:
+            return []
+        rows = [orjson.loads(text) for text in batch.column(_KEEP).to_pylist()]
+        columns = zip(*rows, strict=True)
+        return [
+            to_arrow(values, self.kinds.kinds.get(item.name))
+            for item, values in zip(self.keep_fields, columns, strict=True)
+        ]
+
+
+class RowKeys:
+    """`gpu_runner.rows.row_key` for many prompts: all of the request but the prompt is encoded once."""
+
+    def __init__(self, generation: Generation) -> None:
+        before = {"json_schema": generation.json_schema, "model": generation.model}
+        after = {"sampling": dict(generation.sampling), "task": generation.task}
+        self._before = orjson.dumps(before, option=_SORTED)[:-1] + b',"prompt":'
+        self._after = b"," + orjson.dumps(after, option=_SORTED)[1:]
+
+    def digests(self, prompts: Sequence[bytes]) -> list[bytes]:
+        """Sha256 of each request; `prompts` are JSON with sorted keys."""
+        sha256, before, after = hashlib.sha256, self._before, self._after
+        return [sha256(before + prompt + after).digest() for prompt in prompts]
+
+
+class Prompts:
+    """The prompt templates of a spec, rendered to the JSON that the snapshot holds."""
+
+    def __init__(self, spec: GeneratedDatasetSpec) -> None:
+        self._chat = spec.task == "chat"
+        self._parts = [(role, Template(text)) for _, role, text in spec.prompt.templates()]
+        self.columns = sorted({name for _, template in self._parts for name in template.columns})
+        self.required = {name for _, template in self._parts for name in template.required}
+        self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
+
+    def render(self, block: Block, refused: dict[int, str]) -> list[bytes]:
+        """The prompt of every row, empty where it has none; the reason is put into `refused`."""
+        texts: list[list[Any]] = []
+        for role, template in self._parts:
+            try:
+                column: list[Any] = template.render_column(block.columns, len(block.lines))
+            except TemplateExhausted as error:
+                where = f"prompt, message {role}" if self._chat else "prompt"
+                raise SourceError(
+                    f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}"
+                ) from None
+            for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
+                reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
+                refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")
+                column[i] = ""
+            texts.append(column)
+        prompts = self._encode(texts, refused)
+        for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
+            refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
+        return prompts
+
+    def _encode(self, texts: list[list[Any]], refused: dict[int, str]) -> list[bytes]:
+        try:
+            return [self._json(row) for row in zip(*texts, strict=True)]
+        except TypeError:  # text that has no UTF-8 form
+            pass
+        prompts = []
+        for i, row in enumerate(zip(*texts, strict=True)):
+            try:
+                prompts.append(self._json(row))
+            except TypeError:
+                refused.setdefault(i, "the prompt holds lone surrogates, which UTF-8 cannot carry")
+                prompts.append(b"")
+        return prompts
+
+    def _json(self, texts: tuple[str, ...]) -> bytes:
+        if not self._chat:
+            return orjson.dumps(texts[0])
+        return orjson.dumps(
+            [{"content": text, "role": role} for (role, _), text in zip(self._parts, texts, strict=True)],
+            option=_SORTED,
+        )
+
+
+def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
+    """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
+    reading = _Reading(spec, workdir)
+    try:
+        for block in read_source(spec.source, reading.columns, base, reading.unseen):
+            if not reading.take(block):
+                break
+    except LookupError as error:
+        if not _is_unknown_zone(error):
+            raise
+        expected = "expected time zones that this machine knows (Europe/Paris, UTC)"
+        raise SourceError(f"{source_name(spec)}: {expected}, found {str(error)[:100]} in a column") from error
+    return reading.finish()
+
+
+def _is_unknown_zone(error: LookupError) -> bool:
+    """Arrow looks time zones up with pytz where that is installed, else with zoneinfo."""
+    pytz = sys.modules.get("pytz")
+    return isinstance(error, zoneinfo.ZoneInfoNotFoundError) or (
+        pytz is not None and isinstance(error, pytz.UnknownTimeZoneError)
+    )
+
+
+class _Reading:
+    """The state of one pass over a source."""
+
+    def __init__(self, spec: GeneratedDatasetSpec, workdir: Path) -> None:
+        self._spec, self._workdir = spec, workdir
+        self._prompts, self._keys = Prompts(spec), RowKeys(spec.generation())
+        self._where = Where(spec.source.where) if spec.source.where else None
+        wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
+        self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
+        self.unseen = set(self.columns) - self._prompts.required - {spec.id}
+        self._kinds = ColumnKinds(spec.keep_columns)
+        self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
+        self._index = index_file(workdir / "index.parquet", with_id=spec.id is not None)
+        self._stage: Stage | None = None
+        self._typed = False
+        self._keep_types: list[pa.Field] = []
+        self._files: dict[str, int] = {}
+        self._source_rows = 0
+        self._content = (0, 0)
+        self._row_bytes = 0
+
+    def take(self, block: Block) -> bool:
+        """Take in a block; False when the limit is reached."""
+        if self._where is not None:
+            passing, refused = self._where.split(block)
+            rejects = [Reject(block.file, block.lines[i], reason) for i, reason in refused.items()]
+            block = block.take(passing)
+            block.rejects = block.rejects + rejects
+        room = self._spec.source.limit and self._spec.source.limit - self._source_rows
+        block = block if room is None else _first(block, room)
+        self._source_rows += len(block.lines) + len(block.rejects)
+        rejects, first = list(block.rejects), 0
+        rows = self._part_rows(block)
+        while first < len(block.lines):
+            rejects += self._take_part(block.part(first, rows))
+            first += rows
+        self._rejects.add(sorted(rejects, key=lambda reject: reject.line))
+        return room is None or self._source_rows < (self._spec.source.limit or 0)
+
+    def _part_rows(self, block: Block) -> int:
+        """Rows to render at once: by the size of their values, and of the prompts made last."""
+        texts = sum(len(v) for values in block.columns.values() for v in values if type(v) in (str, bytes))
+        expected = self._prompts.constant_bytes + texts // max(1, len(block.lines))
+        return max(1, min(BLOCK_ROWS, _PART_BYTES // max(1, expected, self._row_bytes)))
+
+    def _take_part(self, part: Block) -> list[Reject]:
+        """Render and stage some rows; returns those that cannot be used."""
+        refused = self._kinds.learn(part.columns) if part.arrow is None else {}
+        ids = _row_ids(part.columns[self._spec.id], refused) if self._spec.id else None
+        prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
+        rejects = [Reject(part.file, part.lines[i], refused[i]) for i in refused]
+        if refused:
+            good = [i for i in range(len(part.lines)) if i not in refused]
+            part, prompts = part.take(good), [prompts[i] for i in good]
+            ids, kept = ids and [ids[i] for i in good], kept and [kept[i] for i in good]
+        if prompts:
+            self._row_bytes = sum(map(len, prompts)) // len(prompts)
+            self._write(part, prompts, ids, kept)
+        return rejects
+
+    def _write(self, part: Block, prompts: list[bytes], ids: list[str] | None, kept: list[bytes] | None) -> None:
+        digests = self._keys.digests(prompts)
+        if self._stage is None:
+            self._start(part)
+        stage = self._stage
+        assert stage is not None
+        columns: dict[str, Any] = {"row_key": [digest.hex() for digest in digests], "prompt": prompts}
+        if ids is not None:
+            columns["row_id"] = ids
+        if part.arrow is not None:
+            columns |= {f"{_KEEP}:{name}": plain(part.arrow[name]) for name in self._spec.keep_columns}
+        elif kept is not None:
+            columns[_KEEP] = kept
+        arrays = [_array(columns[item.name], item.type) for item in stage.schema]
+        file = self._files.setdefault(part.file, len(self._files))
+        self._add_to_index(digests, ids, file, part.lines, stage.rows)
+        self._add_to_content(digests, ids, kept)
+        stage.add(pa.record_batch(arrays, schema=stage.schema))
+
+    def _start(self, part: Block) -> None:
+        fields = [pa.field("row_key", pa.string()), pa.field("prompt", pa.binary())]
+        if self._spec.id:
+            fields.insert(0, pa.field("row_id", pa.string()))
+        self._typed = part.arrow is not None
+        if part.arrow is not None:
+            self._keep_types = [pa.field(name, plain_type(part.arrow[name].type)) for name in self._spec.keep_columns]
+            fields += [pa.field(f"{_KEEP}:{item.name}", item.type) for item in self._keep_types]
+        elif self._spec.keep_columns:
+            fields.append(pa.field(_KEEP, pa.binary()))
+        self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
+
+    def _kept_json(self, part: Block, refused: dict[int, str]) -> list[bytes] | None:
+        """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
+        if not self._spec.keep_columns:
+            return None
+        rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
+        kept = [_row_json(row, i, refused) for i, row in enumerate(rows)]
+        for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
+            refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
+        return kept
+
+    def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:
+        key_hi, key_lo = halves(b"".join(digests), 32)
+        extra: dict[str, Any] = {}
+        if ids is not None:
+            extra["id_hi"], extra["id_lo"] = halves(b"".join(map(id_digest, ids)), 16)
+            extra["row_id"] = ids
+        rows = len(digests)
+        place = {
+            "seq": np.arange(seq, seq + rows, dtype=np.int64),
+            "file": np.full(rows, file, np.int32),
+            "line": lines,
+        }
+        self._index.add(key_hi=key_hi, key_lo=key_lo, **place, **extra)
+
+    def _add_to_content(self, digests: list[bytes], ids: list[str] | None, kept: list[bytes] | None) -> None:
+        """A sum over rows, so that it does not depend on their order: equal content gives an equal sum."""
+        if ids is not None:
+            digests = [
+                hashlib.sha256(digest + row_id.encode()).digest() for digest, row_id in zip(digests, ids, strict=True)
+            ]
+        if kept is not None:
+            digests = [hashlib.sha256(digest + text).digest() for digest, text in zip(digests, kept, strict=True)]
+        high, low = halves(b"".join(digests), 32)
+        mask = (1 << 64) - 1
+        self._content = (self._content[0] + int(high.sum())) & mask, (self._content[1] + int(low.sum())) & mask
+
+    def finish(self) -> Ingested:
+        """Close the files and say what was read."""
+        self._index.close()
+        if self._stage is not None:
+            self._stage.close()
+        if self._source_rows and self.unseen:
+            missing = ", ".join(map(repr, sorted(self.unseen)))
+            raise SourceError(f"{source_name(self._spec)}: expected column {missing}, found it in no row")
+        self._rejects.close()
+        if self._stage is None:
+            why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""
+            raise SourceError(f"{source_name(self._spec)}: expected at least one row, found none that can be used{why}")
+        fields = self._keep_types
+        if not self._typed:
+            fields = [pa.field(name, arrow_type(self._kinds.kinds.get(name))) for name in self._spec.keep_columns]
+        kinds = None if self._typed else self._kinds
+        rows, content = self._source_rows, self._content
+        return Ingested(self._stage, self._index, list(self._files), self._rejects, rows, content, fields, kinds)
+
+
+def source_name(spec: GeneratedDatasetSpec) -> str:
+    """The source as shown to people."""
+    return spec.source.path or f"grid of {' × '.join(spec.source.grid or {})}"
+
+
+def _first(block: Block, room: int) -> Block:
+    """The block cut to `room` rows, rejects counted with them, in the order of their lines."""
+    if len(block.lines) + len(block.rejects) <= room:
+        return block
+    last = sorted([*block.lines, *(reject.line for reject in block.rejects)])[room - 1]
+    cut = block.take([i for i, line in enumerate(block.lines) if line <= last])
+    cut.rejects = [reject for reject in block.rejects if reject.line <= last]
+    return cut
+
+
+def _row_ids(values: list[Any], refused: dict[int, str]) -> list[str]:
+    ids = []
+    for i, value in enumerate(values):
+        row_id = str(value) if type(value) is int else value
+        if type(row_id) is not str:
+            found = "null" if value is None else f"a value of type {type(value).__name__}"
+            refused.setdefault(i, f"id: expected text or a whole number, found {found}")
+            row_id = ""
+        elif not row_id.strip():
+            refused.setdefault(i, "id: expected text or a whole number, found nothing but blanks")
+        elif len(row_id) > MAX_ID:
+            refused.setdefault(i, f"id: expected at most {MAX_ID} characters, found {len(row_id)}")
+        ids.append(row_id)
+    return ids
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def _row_json(row: tuple[Any, ...], place: int, refused: dict[int, str]) -> bytes:
+    try:
+        return orjson.dumps(row, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except orjson.JSONEncodeError as error:  # nested deeper than 254 levels, lone surrogates
+        refused.setdefault(place, f"the kept columns cannot be kept: {error}")
+        return b""
+
+
+def _plain(value: Any) -> str:
+    """Values of Parquet columns that JSON does not know (decimals, bytes, time spans)."""
+    return value.hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,78 @@
+"""The `where` condition of a source: SQL over a row's columns, evaluated by Polars a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from batch_assets.snapshot.json_types import ColumnKinds, to_arrow
+from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.parquet import plain
+
+
+class Where:
+    """A compiled condition. A null result leaves the row out, as in SQL."""
+
+    def __init__(self, condition: str) -> None:
+        self._text = condition
+        self._expression = pl.sql_expr(condition)
+        self.columns = sorted(set(self._expression.meta.root_names()))
+        self._kinds = ColumnKinds(self.columns)
+        self._worked = False
+
+    def split(self, block: Block) -> tuple[list[int], dict[int, str]]:
+        """Places of the rows that pass, and why others cannot be judged."""
+        if not block.lines:
+            return [], {}
+        refused = {} if block.arrow is not None else self._kinds.learn(block.columns)
+        judged = [i for i in range(len(block.lines)) if i not in refused]
+        part = block.take(judged) if refused else block
+        try:
+            mask = self._mask(self._frame(part))
+        except pl.exceptions.PolarsError as error:
+            mask, failed = self._each(part, error)
+            refused |= {judged[i]: reason for i, reason in failed.items()}
+        self._worked = True
+        return [judged[i] for i, passes in enumerate(mask) if passes], refused
+
+    def _frame(self, block: Block) -> pl.DataFrame:
+        arrays: Mapping[str, Any] = {
+            name: plain(block.arrow[name])
+            if block.arrow is not None
+            else to_arrow(block.columns[name], self._kinds.kinds.get(name))
+            for name in self.columns
+        }
+        return pl.DataFrame(pl.from_arrow(pa.table(arrays)))
+
+    def _mask(self, frame: pl.DataFrame) -> list[bool | None]:
+        result = frame.select(self._expression).to_series()
+        if result.dtype not in (pl.Boolean, pl.Null):
+            raise SourceError(
+                f"source.where: expected a condition (true or false), found values of type {result.dtype}"
+            )
+        mask: list[bool | None] = result.to_list()
+        return mask if len(mask) == frame.height else mask * frame.height
+
+    def _each(self, block: Block, error: Exception) -> tuple[list[bool | None], dict[int, str]]:
+        """Row by row, when some value of the block makes the condition fail."""
+        frame = self._frame(block)
+        mask: list[bool | None] = []
+        failed: dict[int, str] = {}
+        for row in range(frame.height):
+            try:
+                mask += self._mask(frame.slice(row, 1))
+            except pl.exceptions.PolarsError as reason:
+                mask.append(None)
+                failed[row] = f"source.where cannot be evaluated ({type(reason).__name__})"
+        if len(failed) == frame.height and not self._worked:
+            # The message of a failed conversion ends with the values themselves.
+            reason_text = str(error).splitlines()[0].partition(" for ")[0]
+            raise SourceError(
+                f"source.where: {self._text!r} does not fit the columns: {reason_text}. "
+                "Columns of a CSV file are text: write CAST(column AS DOUBLE)."
+            ) from error
+        return mask, failed

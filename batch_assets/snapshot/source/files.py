@@ -1,0 +1,218 @@
+"""The files that a source names: found on disk or in S3, opened, unpacked."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from batch_assets.snapshot.source.errors import SourceError
+from resources.store.objects import open_objects
+
+if TYPE_CHECKING:
+    pass
+
+
+# A text file that unpacks to more than this many times its size is no text (deflate reaches 1032 on a constant).
+MAX_RATIO, RATIO_FROM = 300, 1 << 26
+_FORMATS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source: its name for people, its size, how to open it, and what changes when it is replaced."""
+
+    name: str
+    bytes: int
+    open: Callable[[], BinaryIO]
+    stamp: Callable[[], object]
+
+
+def format_of(name: str, given: str | None) -> tuple[str, str]:
+    """(format, compression) of a file, from its ending."""
+    path = PurePosixPath(name.lower())
+    packed = path.suffix if path.suffix in (".gz", ".zst") else ""
+    kind = given or _FORMATS.get((path.with_suffix("") if packed else path).suffix)
+    if kind is None:
+        raise SourceError(
+            f"{name}: expected a file ending in {', '.join(_FORMATS)} (.gz or .zst may follow); name its format "
+            "under source.format"
+        )
+    if kind == "parquet" and packed:
+        raise SourceError(f"{name}: Parquet compresses itself; a packed Parquet file cannot be read in blocks")
+    return kind, packed
+
+
+def find_files(path: str, base: Path) -> list[SourceFile]:
+    """The files a source path names, sorted by name. Raises SourceError when there are none."""
+    remote = path.lower().startswith("s3://")
+    files = _s3_files(path) if remote else _local_files(path, base)
+    if not files:
+        raise SourceError(
+            f"{path}: no such file" + (f" below {base}" if not remote and not Path(path).is_absolute() else "")
+        )
+    return files
+
+
+def _local_files(path: str, base: Path) -> list[SourceFile]:
+    try:
+        whole = base / Path(path).expanduser()
+        if whole.is_dir():
+            raise SourceError(f"{path}: expected a file or a glob, found a folder; write for example {path}/*.parquet")
+        # A name that exists is meant as it is, also with brackets in it. Path.glob would also find hidden files.
+        found = [whole] if whole.is_file() else _matching(whole)
+        files = [file for file in found if file.is_file()]
+        for file in files:
+            _refuse_system_file(path, file)
+        return [_local_file(file, base) for file in files]
+    except RuntimeError as error:  # of expanduser
+        raise SourceError(f"{path}: expected a home folder that exists at its beginning, found none") from error
+    except (OSError, ValueError) as error:  # too long, a loop of links, a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SourceError(
+            f"{path}: expected the path of a file, found one that cannot be looked up ({reason})"
+        ) from error
+
+
+def _refuse_system_file(path: str, file: Path) -> None:
+    """Raise SourceError for what the kernel makes up: /proc has the secrets of processes, /dev has no end."""
+    if file.resolve().is_relative_to("/proc") or file.resolve().is_relative_to("/sys"):
+        raise SourceError(f"{path}: expected a file with data, found one of the operating system's own")
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """The files and folders that a glob names, sorted, each real one once.
+
+    Links to folders are followed, but not to one that was seen: they may go round in circles.
+    """
+    parts = pattern.parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    if "**" not in parts[fixed:]:
+        names = sorted(glob.glob(str(pattern)))  # noqa: PTH207 - Path.glob would find hidden files
+        return _once([Path(name) for name in names])
+    top = Path(*parts[:fixed])
+    matches = _glob_pattern("/".join(parts[fixed:])).fullmatch
+    hidden = any(part.startswith(".") for part in parts[fixed:])
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(top, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        for name in files:
+            file = Path(folder) / name
+            if (hidden or not name.startswith(".")) and matches(file.relative_to(top).as_posix()):
+                found.append(file)
+    return _once(sorted(found))
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """The files without those that are another one under the name of a link."""
+    real: dict[Path, Path] = {}
+    for file in files:
+        real.setdefault(Path(os.path.realpath(file)), file)
+    return list(real.values())
+
+
+def _local_file(file: Path, base: Path) -> SourceFile:
+    def stamp() -> object:
+        status = file.stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    name = str(file.relative_to(base)) if file.is_relative_to(base) else str(file)
+    return SourceFile(name, file.stat().st_size, lambda: file.open("rb"), stamp)
+
+
+def _s3_files(path: str) -> list[SourceFile]:
+    bucket, _, key = path[len("s3://") :].partition("/")
+    if not bucket or not key:
+        raise SourceError(f"{path}: expected s3://bucket/key or s3://bucket/folder/*.parquet")
+    objects = open_objects(f"s3://{bucket}")
+    wild = re.search(r"[*?\[]", key)
+    folder = key[: wild.start() if wild else len(key)].rpartition("/")[0]
+    matches = _glob_pattern(key).fullmatch if wild else key.__eq__
+    with _readable_store(path):
+        found = [info for info in objects.list(folder + "/" if folder else "") if matches(info.path)]
+
+    def file(name: str, size: int) -> SourceFile:
+        def stamp() -> object:
+            with objects.open(name) as stream:
+                return stream.seek(0, io.SEEK_END)
+
+        return SourceFile(f"s3://{bucket}/{name}", size, lambda: objects.open(name), stamp)
+
+    return [file(info.path, info.size) for info in found]
+
+
+@contextlib.contextmanager
+def _readable_store(path: str) -> Iterator[None]:
+    """Turns the store's own errors into a SourceError; only their first line speaks to people."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except BaseError as error:
+        reason = _s3_error_code(error) or type(error).__name__
+        raise SourceError(f"{path}: the store refuses to be read ({reason})") from error
+
+
+def _s3_error_code(error: Exception) -> str | None:
+    """The code in S3's answer (AccessDenied), which obstore only has in its text; None without one."""
+    code = re.search(r"<Code>(\w+)</Code>", str(error))
+    return code[1] if code else None
+
+
+def _glob_pattern(pattern: str) -> re.Pattern[str]:
+    """`*` and `?` stay within a folder, `**/` crosses folders, `[…]` is a set: as in Python's glob."""
+    out, at = "", 0
+    while at < len(pattern):
+        if pattern.startswith("**/", at):
+            out, at = out + "(?:.*/)?", at + 3
+        elif pattern[at] in "*?":
+            out, at = out + ("[^/]*" if pattern[at] == "*" else "[^/]"), at + 1
+        elif pattern[at] == "[" and (end := pattern.find("]", at + 2)) > 0:
+            inside = pattern[at + 1 : end].replace("\\", "\\\\")
+            out, at = out + f"[{'^' + inside[1:] if inside.startswith('!') else inside}]", end + 1
+        else:
+            out, at = out + re.escape(pattern[at]), at + 1
+    return re.compile(out)
+
+
+class _Unpacked(io.RawIOBase):
+    """A decompressed stream that stops at absurd ratios, so that a small file cannot occupy the reader for ever."""
+
+    def __init__(self, raw: BinaryIO, packed: str, name: str) -> None:
+        import pyarrow as pa
+
+        self._raw, self._name, self._given = raw, name, 0
+        codec = "gzip" if packed == ".gz" else "zstd"
+        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            data = cast(bytes, self._stream.read(size))
+        except OSError as error:
+            raise SourceError(f"{self._name}: cannot be unpacked ({error})") from error
+        self._given += len(data)
+        if self._given > RATIO_FROM and self._given > MAX_RATIO * self._raw.tell():
+            raise SourceError(
+                f"{self._name}: unpacks to more than {MAX_RATIO} times its size; unpack it yourself first"
+            )
+        return data
+
+
+def unpacked(raw: BinaryIO, packed: str, name: str) -> BinaryIO:
+    """The stream without its compression (".gz", ".zst", or "" for none)."""
+    return cast(BinaryIO, _Unpacked(raw, packed, name)) if packed else raw

@@ -1,0 +1,231 @@
+"""Parquet files, read a few rows at a time; their column types must agree from file to file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.errors import Reject, SourceError, no_column
+
+# Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
+READ_ROWS = 256
+READ_BYTES = 1 << 20
+# What a batch of rows may take when their columns are as large in memory as in the file.
+BATCH_BYTES = 16 << 20
+# A page is unpacked whole, and its values are copied out of it. Writers end a page after 1 MB, but some only look after
+# 1,024 values, so that large cells make pages of gigabytes.
+MAX_PAGE = 256 << 20
+# Columns whose values take less than this in the file are read as dictionaries, so that repeated values stay shared.
+_REPEATED_BYTES = 8
+
+
+class ParquetReader:
+    """Reads one file after the other and remembers the types of the first."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = list(columns)
+        self._types: dict[str, tuple[str, pa.DataType]] = {}
+
+    def read(self, file: str, stream: BinaryIO, optional: set[str]) -> Iterator[Block]:
+        """All rows of one file; `line` counts rows from 1."""
+        try:
+            with pq.ParquetFile(stream) as first:
+                metadata, schema = first.metadata, first.schema_arrow
+            self._check(file, schema)
+            _refuse_encryption(file, stream, metadata)
+            _refuse_large_pages(file, stream, metadata, self._columns)
+            stream.seek(0)
+            # Without the last two, pyarrow holds the whole file, or a whole row group, before it gives the first row.
+            reader = pq.ParquetFile(
+                stream,
+                read_dictionary=_repeated(metadata, schema, self._columns),
+                page_checksum_verification=True,
+                pre_buffer=False,
+                buffer_size=READ_BYTES,
+            )
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
+        optional.clear()
+        number = 1
+        batches = reader.iter_batches(_batch_rows(metadata, self._columns), columns=self._columns, use_threads=False)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise SourceError(f"{file}: broken at row {number} or after ({_first_line(error)})") from error
+            yield _block(file, number, batch, self._columns)
+            number += batch.num_rows
+        if number - 1 != metadata.num_rows:
+            raise SourceError(f"{file}: expected {metadata.num_rows} rows as its footer says, found {number - 1}")
+
+    def _check(self, file: str, schema: pa.Schema) -> None:
+        no_column(file, self._columns, schema.names)
+        for name in self._columns:
+            if len(schema.get_all_field_indices(name)) > 1:
+                raise SourceError(f"{file}: expected one column {name!r}, found several")
+            found = plain_type(schema.field(name).type)
+            first, expected = self._types.setdefault(name, (file, found))
+            if found != expected:
+                raise SourceError(f"{file}: expected {expected} in column {name!r} as in {first}, found {found}")
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type without dictionary encoding, extension or 64-bit offsets: what the snapshot keeps."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    return kind
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """An array as the snapshot keeps it: without dictionary encoding, extension or 64-bit offsets."""
+    return array.cast(plain_type(array.type))
+
+
+def _refuse_encryption(file: str, stream: BinaryIO, metadata: Any) -> None:
+    """Raise SourceError for a file with encrypted columns: Arrow aborts the process when it looks at one without a key.
+
+    Such a file has a plain footer with a signature after it, so that the footer is longer than its metadata (Parquet
+    Modular Encryption, section 5.4). An encrypted footer is refused by Arrow itself.
+    """
+    stream.seek(-8, io.SEEK_END)
+    if int.from_bytes(stream.read(4), "little") != metadata.serialized_size:
+        raise SourceError(
+            f"{file}: expected a Parquet file without encryption, found a signed footer; decrypt it first"
+        )
+
+
+def _chunks(metadata: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """The wanted columns' chunks, of nested columns each leaf's."""
+    wanted = set(columns)
+    places = [i for i in range(metadata.num_columns) if _column(metadata.schema.column(i).path, wanted) in wanted]
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        yield from (row_group.column(i) for i in places)
+
+
+def _column(path: str, wanted: set[str]) -> str:
+    """The column that a leaf belongs to."""
+    return path if path in wanted else path.partition(".")[0]
+
+
+def _batch_rows(metadata: Any, columns: Sequence[str]) -> int:
+    """Rows to read at once: fewer where the cells are large."""
+    row_bytes = 0
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        row_bytes = max(row_bytes, row_group.total_byte_size // max(1, row_group.num_rows))
+    if row_bytes * READ_ROWS > BATCH_BYTES:  # many columns that are not read do not count
+        by_rows = [chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in _chunks(metadata, columns)]
+        row_bytes = min(row_bytes, int(max(by_rows, default=0)) * len(columns))
+    return max(1, min(READ_ROWS, BATCH_BYTES // max(1, row_bytes)))
+
+
+def _refuse_large_pages(file: str, stream: BinaryIO, metadata: Any, columns: Sequence[str]) -> None:
+    """Raise SourceError where the first page of a large column chunk is larger than MAX_PAGE when unpacked."""
+    for chunk in _chunks(metadata, columns):
+        if chunk.total_uncompressed_size <= MAX_PAGE:
+            continue
+        for offset in (chunk.dictionary_page_offset, chunk.data_page_offset):
+            size = 0 if offset is None else _page_bytes(stream, offset)
+            if size > MAX_PAGE:
+                raise SourceError(
+                    f"{file}: expected pages of at most {MAX_PAGE >> 20} MiB in column {chunk.path_in_schema!r}, found "
+                    f"one of {size >> 20} MiB, which must be in memory whole; write the file again with smaller pages "
+                    "(pyarrow: write_batch_size=16; Spark: parquet.page.size.row.check.min=1)"
+                )
+
+
+def _page_bytes(stream: BinaryIO, offset: int) -> int:
+    """Unpacked size of the page at this place: the second field of its header (parquet.thrift, PageHeader), after its
+    type. Both are 32-bit whole numbers in Thrift's compact protocol: 0x15, then a zigzag varint. 0 where they are not.
+    """
+    stream.seek(offset)
+    header = stream.read(16)
+    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:  # a type takes one byte
+        return 0
+    number = 0
+    for place, byte in enumerate(header[3:8]):
+        number |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return number >> 1
+
+
+def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[str]:
+    """Text columns that were written as dictionaries, or are far smaller in the file than their values."""
+    names = []
+    for index in range(metadata.num_columns):
+        column = metadata.schema.column(index)
+        if column.path not in columns or column.physical_type != "BYTE_ARRAY":
+            continue
+        chunks = [metadata.row_group(group).column(index) for group in range(metadata.num_row_groups)]
+        rows = sum(chunk.num_values for chunk in chunks)
+        dictionary = pa.types.is_dictionary(schema.field(column.path).type)
+        if dictionary or (rows and sum(chunk.total_uncompressed_size for chunk in chunks) < _REPEATED_BYTES * rows):
+            names.append(column.path)
+    return names
+
+
+def _block(file: str, first: int, batch: pa.RecordBatch, columns: Sequence[str]) -> Block:
+    arrow: dict[str, pa.Array] = {}
+    values: dict[str, list[Any]] = {}
+    bad: dict[int, str] = {}
+    for name in columns:
+        array = batch.column(name)
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        arrow[name] = array
+        values[name] = _values(file, first, name, array, bad)
+    block = Block(file, list(range(first, first + batch.num_rows)), values, arrow)
+    if bad:
+        block = block.take([i for i in range(batch.num_rows) if i not in bad])
+        block.rejects = [Reject(file, first + i, reason) for i, reason in sorted(bad.items())]
+    return block
+
+
+def _values(file: str, first: int, name: str, array: pa.Array, bad: dict[int, str]) -> list[Any]:
+    """Python values; text that is not UTF-8 marks its row as bad."""
+    if isinstance(array, pa.DictionaryArray):
+        bad_shared: dict[int, str] = {}
+        shared = _values(file, first, name, array.dictionary, bad_shared)
+        indices = array.indices.to_pylist()
+        if bad_shared:
+            bad.update({row: bad_shared[i] for row, i in enumerate(indices) if i in bad_shared})
+        return [None if i is None else shared[i] for i in indices]
+    if pa.types.is_timestamp(array.type) and array.type.unit == "ns":
+        # Python's datetime ends at microseconds.
+        array = array.cast(pa.string())
+    try:
+        return list(array.to_pylist())
+    except UnicodeDecodeError:
+        return [_text(array[i], i, name, bad) for i in range(len(array))]
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise SourceError(
+            f"{file}, row {first} and after: values of column {name!r} ({array.type}) cannot be read "
+            f"({type(error).__name__}); cast it to another type"
+        ) from error
+
+
+def _text(value: Any, row: int, name: str, bad: dict[int, str]) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        bad[row] = f"column {name!r} is not valid UTF-8"
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,107 @@
+"""Rows of a source, as a stream of small blocks that know the file and line of every row.
+
+A source is a Parquet, JSONL or CSV file, a glob of them, the same in S3, or a grid. Only the columns asked for are
+read. Nothing here holds more than one block, whatever the size of the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.errors import SourceError, no_column
+from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
+from batch_assets.spec.source import GridColumn, SourceSpec
+
+if TYPE_CHECKING:
+    pass
+
+MAX_GRID_ROWS = 200_000_000
+
+
+def read_source(
+    source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str] | None = None
+) -> Iterator[Block]:
+    """All rows of the source, before `where` and `limit`. Relative paths are looked up below `base`.
+
+    In JSONL, a row need not have each key: columns in `optional` may be absent for long. They are taken out of that
+    set when they are found; what is left at the end was nowhere.
+
+    Raises SourceError for what makes the whole source unusable: no file, no such column, types that differ between
+    files, a file that is broken or that changes while it is read.
+    """
+    optional = set() if optional is None else optional
+    if source.grid is not None:
+        return _grid(source, columns, base, optional)
+    return _files(source, columns, base, optional)
+
+
+def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
+    from batch_assets.snapshot.source.parquet import ParquetReader
+    from batch_assets.snapshot.source.text import read_csv, read_jsonl
+
+    assert source.path is not None
+    files = find_files(source.path, base)
+    formats = [(file, *format_of(file.name, source.format)) for file in files]
+    kinds = sorted({kind for _, kind, _ in formats})
+    if len(kinds) > 1:
+        raise SourceError(f"{source.path}: expected files of one format, found {' and '.join(kinds)}")
+    parquet = ParquetReader(columns)
+    for file, kind, packed in formats:
+        with _readable(file), file.open() as raw:
+            if kind == "parquet":
+                yield from parquet.read(file.name, raw, optional)
+            else:
+                read = read_csv if kind == "csv" else read_jsonl
+                yield from read(file.name, unpacked(raw, packed, file.name), columns, optional)
+
+
+@contextlib.contextmanager
+def _readable(file: SourceFile) -> Iterator[None]:
+    """Turns what goes wrong while a file is read into a SourceError, and notices a file that was replaced."""
+    try:
+        before = file.stamp()
+        yield
+        after = file.stamp()
+    except FileNotFoundError as error:
+        raise SourceError(f"{file.name}: was there when the reading began and is gone") from error
+    except OSError as error:
+        raise SourceError(f"{file.name}: cannot be read ({error.strerror or type(error).__name__})") from error
+    if after != before:
+        raise SourceError(f"{file.name}: changed while it was read; run again when its writer has finished")
+
+
+def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
+    """One row per combination. The lists are held, the product never is."""
+    assert source.grid is not None
+    no_column("grid", columns, list(source.grid))
+    optional.clear()
+    axes = {
+        name: _csv_values(values, base) if isinstance(values, GridColumn) else values
+        for name, values in source.grid.items()
+    }
+    rows = 1
+    for name, values in axes.items():
+        if not values:
+            raise SourceError(f"grid: expected at least one value of {name!r}, found none")
+        rows *= len(values)
+    if source.limit is None and rows > MAX_GRID_ROWS:
+        raise SourceError(f"grid: expected at most {MAX_GRID_ROWS} combinations, found {rows}; set source.limit")
+    product, first = itertools.product(*axes.values()), 1
+    while part := list(itertools.islice(product, BLOCK_ROWS)):
+        by_name = dict(zip(axes, zip(*part, strict=True), strict=True))
+        yield Block("grid", list(range(first, first + len(part))), {name: list(by_name[name]) for name in columns})
+        first += len(part)
+
+
+def _csv_values(where: GridColumn, base: Path) -> list[Any]:
+    values: list[Any] = []
+    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base, set()):
+        if block.rejects:
+            raise SourceError.of_rows(block.rejects, len(block.rejects))
+        values += block.columns[where.column]
+    return values

@@ -1,0 +1,209 @@
+"""JSONL and CSV, read line by line in blocks; a line that cannot be read becomes a Reject with its number."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import orjson
+
+from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.errors import Reject, SourceError, no_column, shown
+
+MAX_LINE = 16 << 20
+READ_BYTES = 1 << 20
+# Lines that a record that is no CSV may take with it. More means that a quote was never closed: nobody can tell which
+# of the lines after it are rows.
+MAX_LOST_LINES = 100
+_BOM = b"\xef\xbb\xbf"
+# orjson reads a whole number beyond 64 bits as a float with other digits. A line without a run of 19 digits has none.
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_TOO_LONG = f"the line is longer than {MAX_LINE >> 20} MiB"
+_KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
+
+
+def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
+    """Lines without their newline, a block at a time. A line over MAX_LINE comes as None and is never held whole."""
+    rest, skipping, first = b"", False, True
+    while data := stream.read(READ_BYTES):
+        if first:
+            data, first = data.removeprefix(_BOM), False
+        lines: list[bytes | None] = [*(rest + data).split(b"\n")]
+        rest = lines.pop() or b""
+        if lines and (skipping or len(lines[0] or b"") > MAX_LINE):
+            lines[0], skipping = None, False
+        if len(rest) > MAX_LINE or skipping:
+            rest, skipping = b"", True
+        if lines:
+            yield lines
+    if rest or skipping:
+        yield [None if skipping else rest]
+
+
+def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
+    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null.
+
+    Columns that are not optional must be somewhere in the first block of each file.
+    """
+    number, checked = 0, False
+    for lines in line_blocks(stream):
+        rows: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        rejects: list[Reject] = []
+        for line in lines:
+            number += 1
+            if line is None:
+                rejects.append(Reject(file, number, _TOO_LONG))
+                continue
+            if not line or line.isspace():
+                continue
+            try:
+                row = _loads(line)
+            except ValueError as error:
+                rejects.append(Reject(file, number, _json_reason(line, error)))
+                continue
+            if type(row) is dict:
+                rows.append(row)
+                numbers.append(number)
+            else:
+                rejects.append(Reject(file, number, f"expected a JSON object, found {_KINDS[type(row)]}"))
+        if not checked and rows:
+            there = dict.fromkeys(key for row in rows for key in row)
+            no_column(file, [name for name in columns if name not in optional], list(there))
+            checked = True
+        optional -= {name for name in optional if any(name in row for row in rows)}
+        yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
+
+
+def _loads(line: bytes) -> Any:
+    """The value of a JSON text, with whole numbers of any size as they are written.
+
+    Raises ValueError: orjson's for what is no JSON, else one that says what Python cannot read.
+    """
+    value = orjson.loads(line)
+    if not _LONG_NUMBER.search(line):
+        return value
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+    except ValueError:
+        raise ValueError("a whole number of more than 4,300 digits") from None
+
+
+def _json_reason(line: bytes, error: ValueError) -> str:
+    if not isinstance(error, orjson.JSONDecodeError):
+        return str(error)
+    try:
+        line.decode()
+    except UnicodeDecodeError as bad:
+        return f"not valid UTF-8 at byte {bad.start + 1}"
+    return f"not valid JSON: {error.msg.partition(': line ')[0]} at character {error.pos + 1}"
+
+
+class _CsvLines:
+    """Text lines for csv.reader, and the numbers of those that are not to be trusted."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.number = 0
+        self.ended = False
+        self.bad: dict[int, str] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        for lines in line_blocks(self._stream):
+            for line in lines:
+                self.number += 1
+                yield self._text(line)
+        self.ended = True
+
+    def _text(self, line: bytes | None) -> str:
+        if line is None:
+            self.bad[self.number] = _TOO_LONG
+            return "\n"
+        try:
+            return line.decode() + "\n"
+        except UnicodeDecodeError as error:
+            self.bad[self.number] = f"not valid UTF-8 at byte {error.start + 1}"
+            return line.decode(errors="replace") + "\n"
+
+
+def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
+    """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null.
+
+    A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than
+    MAX_LOST_LINES, or all that is left of the file: a quote was opened and not closed.
+    """
+    csv.field_size_limit(MAX_LINE)
+    lines = _CsvLines(stream)
+    reader = csv.reader(iter(lines), strict=True)
+    header = _header(file, reader, lines)
+    if header is None:
+        return
+    no_column(file, columns, header)
+    optional.clear()
+    places = [header.index(name) for name in columns]
+    block = Block(file, [], {name: [] for name in columns})
+    for number, fields in _csv_rows(file, reader, lines, block, len(header)):
+        block.lines.append(number)
+        for name, place in zip(columns, places, strict=True):
+            block.columns[name].append(fields[place] or None)
+        if len(block.lines) + len(block.rejects) >= BLOCK_ROWS:
+            yield Block(file, block.lines, block.columns, rejects=list(block.rejects))
+            block.lines, block.columns = [], {name: [] for name in columns}
+            block.rejects.clear()
+    yield block
+
+
+def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
+    try:
+        header: list[str] = next(reader)
+    except StopIteration:
+        return None
+    except csv.Error as error:
+        raise SourceError(f"{file}, line 1: expected a header line, found text that is no CSV ({error})") from error
+    if lines.bad:
+        raise SourceError(f"{file}, line 1: expected a header line; {next(iter(lines.bad.values()))}")
+    name, times = Counter(header).most_common(1)[0] if header else ("", 0)
+    if times > 1:
+        raise SourceError(f"{file}, line 1: expected each column name once, found {shown(name)} {times} times")
+    return header
+
+
+def _csv_rows(file: str, reader: Any, lines: _CsvLines, block: Block, width: int) -> Iterator[tuple[int, list[str]]]:
+    """(line number, fields) of each record; every line of what cannot be used goes to the rejects."""
+    while True:
+        first, reason = lines.number + 1, ""
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            fields, reason = [], f"not valid CSV: {error}"
+        if lines.bad:
+            reason = next(iter(lines.bad.values()))
+            lines.bad.clear()
+        elif fields and len(fields) != width:
+            reason = f"expected {width} fields, found {len(fields)}"
+        if reason:
+            _reject_lines(file, first, lines, reason, block)
+        elif fields:
+            yield first, fields
+
+
+def _reject_lines(file: str, first: int, lines: _CsvLines, reason: str, block: Block) -> None:
+    """Reject each line of a record: those after the first may have been rows, swallowed by a quote."""
+    last = lines.number
+    if last > first and (lines.ended or last - first >= MAX_LOST_LINES):
+        raise SourceError(
+            f"{file}, line {first}: expected the quote that opens in this record to be closed, found no end of it in "
+            f"{'the rest of the file' if lines.ended else 'its place'} ({last - first + 1} lines, to line {last}); "
+            "close or double it. No row can be told from text after it, so on_bad_row: skip does not help here."
+        )
+    block.rejects.append(Reject(file, first, reason))
+    swallowed = f"within the record of line {first}, which cannot be used ({reason})"
+    block.rejects += [Reject(file, number, swallowed) for number in range(first + 1, last + 1)]

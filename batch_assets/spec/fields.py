@@ -1,0 +1,224 @@
+"""Types of single values in a dataset's YAML: what each takes, and the words for what it refuses."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import math
+import re
+import zoneinfo
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from batch_assets.spec.cron import cron_problem
+from batch_assets.spec.deadline import InvalidDeadline, known_zone, parse_deadline
+from batch_assets.spec.errors import Unusable, show
+from batch_assets.templates.prompt_template import Template, TemplateProblem
+from gpu_runner.models.names import name_problem
+
+MAX_SCHEMA_BYTES = 100_000
+# Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
+_NOT_PER_ROW = re.compile(
+    r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
+    r"|lag|lead|ntile|over)\s*\(",
+    re.IGNORECASE,
+)
+MAX_CONDITION = 20_000
+MAX_OPERATORS = 500
+MAX_PARENTHESES = 50
+MAX_JOINED = 50
+_SQL_OPERATOR = re.compile(
+    r"\b(?:AND|OR|NOT|LIKE|ILIKE|BETWEEN|CASE|WHEN|IS|XOR)\b|\|\||::|[-+*/%<>=!~^&|]", re.IGNORECASE
+)
+_SQL_CALL = re.compile(r"\b(\w+)\s*\(")
+_SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
+_SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
+_SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
+
+
+class Strict(BaseModel):
+    """A section of a spec: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise Unusable(
+            "1 to 63 characters of a-z, 0-9 and _, starting with a letter or digit",
+            show(value),
+            "It becomes the asset group, the pool and a folder in the store.",
+        )
+    return value
+
+
+def _source_path(value: str) -> str:
+    scheme = _SCHEME.match(value)
+    if scheme and scheme[1].lower() != "s3":
+        raise Unusable(
+            "a local path or s3://bucket/key",
+            f"the scheme {show(scheme[1])}",
+            "Copy the files to disk or S3, or mount their store.",
+        )
+    return value
+
+
+def _cron(value: str) -> str:
+    if problem := cron_problem(value):
+        raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
+    return value
+
+
+def _zone(value: str) -> str:
+    if not known_zone(value):
+        near = difflib.get_close_matches(value, zoneinfo.available_timezones(), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else ""
+        raise Unusable("a time zone of the IANA database, e.g. Europe/Paris", show(value), hint)
+    return value
+
+
+def _moment(value: Any) -> Any:
+    """YAML reads a timestamp without quotes as a date."""
+    return value.isoformat() if isinstance(value, datetime.datetime) else value
+
+
+def _deadline(value: str) -> str:
+    try:
+        parse_deadline(value)
+    except InvalidDeadline as error:
+        raise Unusable(error.expected, show(value), error.hint) from error
+    return value
+
+
+def _model(value: str) -> str:
+    if problem := name_problem(value):
+        raise Unusable("a model as the engine knows it, e.g. Qwen/Qwen3-8B", show(value), f"{problem.capitalize()}.")
+    return value
+
+
+def _template(value: str) -> str:
+    try:
+        Template(value)
+    except TemplateProblem as error:
+        raise Unusable("a Jinja template", show(value), f"{error}.") from error
+    return value
+
+
+def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
+    import orjson
+
+    from gpu_runner.client.json_schemas.output_schema import compile_check
+    from gpu_runner.client.json_schemas.schema_limits import SchemaProblem, check_schema
+
+    try:
+        check_schema(value)
+        size = len(orjson.dumps(value))
+        if size > MAX_SCHEMA_BYTES:
+            raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
+        compile_check(value)
+    except SchemaProblem as error:
+        raise Unusable(error.expected, error.found, error.hint) from error
+    except TypeError as error:
+        raise Unusable("a JSON schema", show(value), f"It holds what JSON cannot: {error}.") from error
+    return value
+
+
+def _where(value: str) -> str:
+    import polars as pl
+
+    bare = _SQL_TEXT.sub("''", value)
+    _check_condition_size(value, bare)
+    if found := _NOT_PER_ROW.search(bare):
+        raise Unusable("a condition on one row at a time", show(value), f"{found[1]}() looks at many rows.")
+    try:
+        columns = pl.sql_expr(value).meta.root_names()
+    except Exception as error:  # Polars has no one class for what its SQL parser refuses
+        reason = f"{str(error).splitlines()[0][:200]}." if str(error) else type(error).__name__
+        raise Unusable("a SQL condition over the row's columns", show(value), reason) from error
+    if not columns:
+        raise Unusable("a SQL condition that names a column", show(value))
+    return value
+
+
+def _check_condition_size(value: str, bare: str) -> None:
+    """Polars walks a condition recursively, in native code: a long chain of OR overflows its stack."""
+    if len(value) > MAX_CONDITION:
+        raise Unusable(f"a SQL condition of at most {MAX_CONDITION:,} characters", f"{len(value):,}")
+    operators = len(_SQL_OPERATOR.findall(bare))
+    if operators > MAX_OPERATORS:
+        raise Unusable(
+            f"at most {MAX_OPERATORS} operators", str(operators), "Write column IN (…) for a list of values."
+        )
+    depth = deepest = 0
+    for sign in bare:
+        depth += (sign in "([") - (sign in ")]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_PARENTHESES:
+        raise Unusable(f"at most {MAX_PARENTHESES} parentheses in each other", str(deepest))
+    for called in _SQL_CALL.findall(bare):
+        if called.lower() in _SWELLING:
+            raise Unusable("functions whose result is not longer than a row", f"{called}()")
+    calls = [called.lower() for called in _SQL_CALL.findall(bare)]
+    shrinking = [len(new) <= len(old) for old, new in _SQL_REPLACE.findall(value)]
+    if calls.count("replace") != sum(shrinking):
+        raise Unusable("replace(column, 'text', 'no longer text')", "a replace() that may make it longer")
+    joins = bare.count("||") + (bare.count(",") if {"concat", "concat_ws", "array_to_string"} & {*calls} else 0)
+    if joins > MAX_JOINED:
+        raise Unusable(f"at most {MAX_JOINED} texts joined by || or concat()", str(joins + 1))
+
+
+def encodable(value: Any) -> Any:
+    import orjson
+
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise Unusable("what JSON can carry", show(value), f"{error}.") from error
+    if not _finite(value):
+        raise Unusable("finite numbers", show(value), "JSON has no nan and no infinity.")
+    return value
+
+
+def _finite(value: Any) -> bool:
+    """Whether JSON can carry every number in it; orjson would make null of the others."""
+    level = [value]
+    while level:
+        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
+            return False
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [part for parts in inner for part in parts]
+    return True
+
+
+def _scalar(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise Unusable("a whole number of at most 64 bits", show(value), "Quote it to make it text.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unusable("a finite number", show(value), "Quote it to make it text.")
+    if isinstance(value, str) and not value.isascii():
+        encodable(value)
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=1 << 20), AfterValidator(_template)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Column = Annotated[str, Field(min_length=1, max_length=255)]
+Scalar = Annotated[
+    Any,
+    AfterValidator(_scalar),
+    WithJsonSchema({"type": ["string", "integer", "number", "boolean", "null"]}),
+]
+Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
+Name = Annotated[str, AfterValidator(_name)]
+SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
+Cron = Annotated[str, AfterValidator(_cron)]
+TimeZone = Annotated[str, AfterValidator(_zone)]
+Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
+Condition = Annotated[str, AfterValidator(_where)]
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
+Encodable = Annotated[dict[str, Any], AfterValidator(encodable)]

@@ -1,0 +1,343 @@
+"""What a user writes in `attributes:` of a defs.yaml, as pydantic models. Unknown keys are refused at every level.
+
+`load_spec` turns the parsed YAML into a GeneratedDatasetSpec or raises one SpecError that names every wrong place.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from batch_assets.spec.errors import SpecError, Unusable, explain, show
+from batch_assets.spec.fields import (
+    Column,
+    Cron,
+    Deadline,
+    Encodable,
+    JsonSchema,
+    Model,
+    Name,
+    Rate,
+    Strict,
+    Text,
+    TimeZone,
+)
+from batch_assets.spec.hardware import HardwareSpec
+from batch_assets.spec.sampling import check_parts, extra_fields
+from batch_assets.spec.source import SourceSpec
+from gpu_runner.market.offers import Objective
+from gpu_runner.rows import Generation, Task
+from resources.store.outcome_columns import OUTCOME_COLUMNS
+
+__all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
+
+# Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
+OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
+_TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
+_TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
+_OWNER = re.compile(r"team:\S+|[^@\s]+@[^@\s]+\.[^@\s]+")
+
+
+def _extra(value: dict[str, Any]) -> dict[str, Any]:
+    return extra_fields(value, SamplingSpec.model_fields)
+
+
+def _reuse_kind(value: Any) -> str:
+    return "list" if isinstance(value, list) else "flag"
+
+
+Reuse = Annotated[
+    Annotated[bool, Tag("flag")] | Annotated[list[Name], Field(max_length=100), Tag("list")], Discriminator(_reuse_kind)
+]
+
+
+class MessageSpec(Strict):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
+    content: Text = Field(description="Jinja template over the row's columns.")
+
+
+class PromptSpec(Strict):
+    """The prompt: Jinja templates over the row's columns."""
+
+    system: Text | None = Field(default=None, description="System message (chat).")
+    user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
+    messages: list[MessageSpec] | None = Field(
+        default=None, min_length=1, description="A whole conversation (chat), instead of system and user."
+    )
+    text: Text | None = Field(default=None, description="The whole prompt (completion and embedding).")
+
+    def templates(self) -> list[tuple[str, str, str]]:
+        """(key in the spec, role, template) of every message; the role of a plain text is empty."""
+        if self.messages is not None:
+            return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
+        parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
+        return [(key, role, template) for key, role, template in parts if template is not None]
+
+
+class SamplingSpec(Strict):
+    """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 = always the likeliest token.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Most tokens per row. Default 1024 for chat and completion."
+    )
+    min_tokens: int | None = Field(default=None, ge=0, le=1 << 20, description="Fewest tokens per row.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int | None = Field(
+        default=None, ge=-1, le=(1 << 31) - 1, description="Only the k likeliest tokens; -1 = all."
+    )
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="Least probability relative to the likeliest token."
+    )
+    seed: int | None = Field(
+        default=None, ge=0, le=(1 << 63) - 1, description="Makes a request repeatable on engines that honour it."
+    )
+    stop: list[str] | None = Field(
+        default=None, min_length=1, max_length=16, description="Texts that end the generation."
+    )
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, by count.")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
+    dimensions: int | None = Field(default=None, ge=1, le=1 << 20, description="Length of the vectors (embedding).")
+    chat_template_kwargs: Encodable | None = Field(
+        default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
+    )
+    extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(
+        default=None,
+        description="Any other request field, sent as it is: tools, tool_choice, logprobs and so on. A field whose "
+        "answer has no column is refused.",
+    )
+
+    def request(self) -> dict[str, Any]:
+        """The request fields that were set."""
+        fields = self.model_dump(exclude_none=True, exclude={"extra"})
+        return fields | dict(self.extra or {})
+
+
+class OutputSpec(Strict):
+    """What the engine must return."""
+
+    json_schema: JsonSchema | None = Field(
+        default=None, description="JSON schema of each output: sent as structured output and validated on return."
+    )
+    repair_tries: int = Field(
+        default=1, ge=0, le=5, description="Times a row is asked again when its output misses the schema."
+    )
+
+
+class ChecksSpec(Strict):
+    """Thresholds of the asset checks. Leave a rate empty (null) to switch its check off."""
+
+    max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
+    min_schema_valid_rate: Rate | None = Field(default=0.99, description="Fewest outputs that match the JSON schema.")
+    max_empty_rate: Rate | None = Field(default=0.01, description="Most outputs that are empty or blank.")
+    max_repeated_rate: Rate | None = Field(
+        default=None, description="Largest share of all outputs that one output may have."
+    )
+
+
+class GeneratedDatasetSpec(Strict):
+    """A dataset that a model writes, one output per row of a source."""
+
+    name: Name = Field(description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store.")
+    source: SourceSpec = Field(description="Where the rows come from.")
+    task: Task = Field(default="chat", description="chat, completion or embedding.")
+    prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
+    model: Model = Field(description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
+    sampling: SamplingSpec = Field(default=SamplingSpec(), description="Temperature, max_tokens and so on.")
+    output: OutputSpec = Field(default=OutputSpec(), description="Structure of the outputs.")
+    id: Column | None = Field(
+        default=None,
+        description="Column that names a row for life (text or whole numbers, unique). Without it rows are "
+        "recognised by their content, and a changed row counts as a new one.",
+    )
+    keep_columns: list[Column] = Field(
+        default=[], max_length=200, description="Source columns to carry into the table."
+    )
+    include_prompt: bool = Field(
+        default=True,
+        description="Put the rendered prompt into the table. A change counts from the next table on.",
+    )
+    show_samples: bool = Field(
+        default=True,
+        description="Show ten rows of the table in Dagster's UI, and three on its card. false: no event, log or tag "
+        "holds anything of a row.",
+    )
+    dedupe: bool | None = Field(
+        default=None, description="Ask each distinct prompt once. Default: on when the temperature is 0, off otherwise."
+    )
+    reuse: Reuse = Field(
+        default=False,
+        description="Take answers that other datasets of the store paid for, where the whole request is the same. "
+        "true: of any dataset; a list: of these, the first one that has it. Only with a temperature of 0, a seed, or "
+        "embeddings.",
+    )
+    on_bad_row: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="fail: a row that cannot be used stops the snapshot; skip: it is listed as a reject.",
+    )
+    batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
+    batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
+    checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
+    hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
+    deadline: Deadline | None = Field(
+        default=None,
+        description="When it must be done: a time after the request (6h, 90m, 2d), a cron schedule in `timezone` "
+        "(its next moment after the request), or a moment (2027-01-31T06:00:00Z).",
+    )
+    budget_usd: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="Most US dollars that one request may cost. A hard stop: the work then pauses.",
+    )
+    objective: Objective = Field(
+        default="cheapest", description="Least cost, least time, or least product of both; within deadline and budget."
+    )
+    max_instances: int | None = Field(
+        default=None, ge=1, le=999, description="Most instances at once. Default: what the fleet may have."
+    )
+    pilots: int = Field(
+        default=3,
+        ge=1,
+        le=3,
+        description="On how many kinds of instances speeds may be measured at first, where that is worth its boot.",
+    )
+    schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh, in `timezone`.")
+    timezone: TimeZone = Field(
+        default="UTC",
+        description="Time zone of `schedule`, and of a deadline that is a cron schedule: a name like Europe/Paris.",
+    )
+    owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
+    tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")
+    description: str | None = Field(
+        default=None, description="What the dataset is for; shown in the catalog and on its card."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_prompt(self.task, self.prompt)
+        _check_task(self)
+        _check_columns(self)
+        _check_labels(self)
+        _check_reuse(self)
+        return self
+
+    @property
+    def dedupe_effective(self) -> bool:
+        """Whether equal prompts are asked once: as written, else on exactly when the temperature is 0."""
+        return self.dedupe if self.dedupe is not None else self.sampling.temperature == 0
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a request has the same answer each time, as far as it says."""
+        sampling = self.sampling
+        return self.task == "embedding" or sampling.temperature == 0 or sampling.seed is not None
+
+    def generation(self) -> Generation:
+        """What all rows share: everything of a request except the prompt itself."""
+        sampling = self.sampling.request()
+        if self.task != "embedding":
+            sampling.setdefault("max_tokens", 1024)
+        return Generation(self.task, self.model, sampling, self.output.json_schema, self.output.repair_tries)
+
+
+def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
+    """The spec in a parsed YAML mapping. Raises SpecError; `file` is only named in it."""
+    try:
+        return GeneratedDatasetSpec.model_validate(attributes)
+    except ValidationError as error:
+        raise explain(error, GeneratedDatasetSpec, attributes, file) from None
+
+
+def _check_prompt(task: Task, prompt: PromptSpec) -> None:
+    given = [key for key in ("system", "user", "messages", "text") if getattr(prompt, key) is not None]
+    allowed: tuple[list[str], ...] = (["text"], ["user"])
+    expected = "prompt.text (or prompt.user) alone"
+    if task == "chat":
+        allowed = (["user"], ["system", "user"], ["messages"])
+        expected = "prompt.user, prompt.system and prompt.user, or prompt.messages"
+    if given not in allowed:
+        raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
+    if prompt.messages is not None and prompt.messages[-1].role != "user":
+        last = len(prompt.messages) - 1
+        raise Unusable("a last message of role user", prompt.messages[-1].role, key=f"prompt.messages.{last}.role")
+
+
+def _check_task(spec: GeneratedDatasetSpec) -> None:
+    sampling = spec.sampling
+    if spec.task == "embedding":
+        if spec.output.json_schema is not None:
+            raise Unusable("no JSON schema for task embedding", "a schema", key="output.json_schema")
+        for field in sorted(sampling.model_fields_set - {"dimensions", "extra"}):
+            if getattr(sampling, field) is not None:
+                raise Unusable(
+                    "only dimensions for task embedding", show(getattr(sampling, field)), key=f"sampling.{field}"
+                )
+    elif sampling.dimensions is not None:
+        raise Unusable(
+            "no dimensions unless the task is embedding", show(sampling.dimensions), key="sampling.dimensions"
+        )
+    if sampling.chat_template_kwargs is not None and spec.task != "chat":
+        raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
+    check_parts(spec.task, sampling.extra or {}, spec.output.json_schema)
+    if (sampling.min_tokens or 0) > (sampling.max_tokens or 1024):
+        raise Unusable(
+            f"at most max_tokens ({sampling.max_tokens or 1024})", show(sampling.min_tokens), key="sampling.min_tokens"
+        )
+
+
+def _check_columns(spec: GeneratedDatasetSpec) -> None:
+    seen: set[str] = set()
+    for index, column in enumerate(spec.keep_columns):
+        # DuckDB and others do not tell column names apart by case.
+        if column.lower() in OWN_COLUMNS:
+            raise Unusable(
+                "a column name that the table does not use itself",
+                show(column),
+                "Give the column another name in the source.",
+                key=f"keep_columns.{index}",
+            )
+        if column.lower() in seen:
+            raise Unusable("each column once", show(column), key=f"keep_columns.{index}")
+        seen.add(column.lower())
+
+
+def _check_reuse(spec: GeneratedDatasetSpec) -> None:
+    if not spec.reuse:
+        return
+    if not spec.repeatable:
+        raise Unusable(
+            "sampling whose answers are the same each time",
+            "no temperature of 0 and no seed",
+            "Set sampling.temperature to 0 or give a sampling.seed, or leave reuse out.",
+            key="reuse",
+        )
+    for index, name in enumerate(spec.reuse if isinstance(spec.reuse, list) else ()):
+        if name == spec.name:
+            raise Unusable(
+                "other datasets", "the dataset itself", "It keeps its own answers anyway.", key=f"reuse.{index}"
+            )
+
+
+def _check_labels(spec: GeneratedDatasetSpec) -> None:
+    for index, owner in enumerate(spec.owners):
+        if not _OWNER.fullmatch(owner):
+            raise Unusable("an e-mail address or team:name", show(owner), key=f"owners.{index}")
+    for key, value in spec.tags.items():
+        if not _TAG_KEY.fullmatch(key) or not _TAG_VALUE.fullmatch(value):
+            raise Unusable(
+                "a tag of letters, digits, _ . and -, at most 63 each", f"{show(key)}: {show(value)}", key="tags"
+            )

@@ -1,0 +1,41 @@
+"""Every tag that we write on runs, backfills and events, and Dagster's own that we read: one name for each.
+
+Dagster's stand in dagster/_core/storage/tags.py and dagster/_core/definitions/data_version.py.
+"""
+
+from __future__ import annotations
+
+# A request: a run of `prompts` that asks for its dataset, or a backfill.
+REFRESH_TAG = "batch/refresh"
+REDRIVE_TAG = "batch/redrive"
+REQUEST_TAG = "batch/request"
+ENDPOINT_TAG = "batch/endpoint"
+CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
+ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole batches
+LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
+
+# What is wanted of a request.
+DEADLINE_TAG = "batch/deadline"
+BUDGET_TAG = "batch/budget_usd"
+OBJECTIVE_TAG = "batch/objective"
+INSTANCES_TAG = "batch/max_instances"
+
+PUBLISH_TAG = "batch/publish"
+PUBLISH_VOID_TAG = "batch/publish_void"  # on a publication whose table was lost, or that failed before a new request
+
+# Dagster's. An event carries all five of these, or its staleness is wrong for ever.
+DATA_VERSION_TAG = "dagster/data_version"
+CODE_VERSION_TAG = "dagster/code_version"
+INPUT_DATA_VERSION_TAG = "dagster/input_data_version"
+INPUT_EVENT_POINTER_TAG = "dagster/input_event_pointer"
+USER_PROVIDED_TAG = "dagster/data_version_is_user_provided"
+
+BACKFILL_TAG = "dagster/backfill"
+PARTITION_TAG = "dagster/partition"
+RANGE_START_TAG = "dagster/asset_partition_range_start"
+RANGE_END_TAG = "dagster/asset_partition_range_end"
+WILL_RETRY_TAG = "dagster/will_retry"
+RETRY_RUN_TAG = "dagster/auto_retry_run_id"
+RETRY_NUMBER_TAG = "dagster/retry_number"
+PRIORITY_TAG = "dagster/priority"
+K8S_CONFIG_TAG = "dagster-k8s/config"  # read by dagster-k8s when it makes the run's Job

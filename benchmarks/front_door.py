@@ -1,0 +1,202 @@
+"""The front door beside a plain client: the same lines, the same simulated engine, the same number of requests at once.
+
+    python benchmarks/front_door.py [--lines 10000] [--slots 64] [--rounds 2] [--json FILE]
+
+Per round: an asyncio client that keeps `4 × slots` requests in flight and throws the answers away, then a batch by
+`batch-assets serve`, from its creation to `completed`. Also the time from creation to the engine's first request, by
+the engine's own log, the memory at its peak, and the CPU of the service. Goals: rows/s ≥ 0.90 of the plain client's,
+first request ≤ 1 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from gpu_runner.providers.engine_process import free_port
+
+ROOT = Path(__file__).parent.parent
+ENDED = ("completed", "failed", "expired", "cancelled")
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round's figures: seconds, and rows per second."""
+
+    plain_rate: float
+    door_rate: float
+    ratio: float
+    first_request: float
+    upload: float
+    cpu_ms: float
+    peak_mib: float
+
+
+def body(number: int) -> dict[str, Any]:
+    """The request of one line."""
+    return {"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": f"say {number}"}]}
+
+
+@contextlib.contextmanager
+def engine(slots: int, log: Path) -> Iterator[str]:
+    """The simulator, with 2 ms for a token: its address."""
+    command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "tiny", "--exit-with-parent"]
+    command += ["--max-num-seqs", str(slots), "--output-tokens", "fixed:32", "--weights-ms", "2"]
+    process = subprocess.Popen(
+        [*command, "--request-log", str(log)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        with process:  # closes its pipes
+            process.kill()
+
+
+@contextlib.contextmanager
+def service(home: Path, endpoint: str, slots: int) -> Iterator[tuple[str, psutil.Process]]:
+    """`batch-assets serve`: its address and its process."""
+    port = free_port()
+    environment = {**os.environ, "DAGSTER_HOME": str(home / "home"), "BATCH_ASSETS_STORE": str(home / "store")}
+    command = [sys.executable, "-m", "batch_assets.cli.main", "serve", "--port", str(port)]
+    command += ["--endpoint", endpoint, "--max-num-seqs", str(slots)]
+    process = subprocess.Popen(command, env=environment, cwd=ROOT)
+    try:
+        yield f"http://127.0.0.1:{port}/v1", psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+async def plain(url: str, lines: int, at_once: int) -> float:
+    """Rows per second of the plain client."""
+    numbers = iter(range(lines))
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
+
+        async def ask() -> None:
+            for number in numbers:
+                data = json.dumps(body(number)).encode()
+                headers = {"Content-Type": "application/json"}
+                async with session.post(f"{url}{CHAT}", data=data, headers=headers) as answer:
+                    assert answer.status == 200
+                    json.loads(await answer.read())
+
+        began = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(at_once)))
+        return lines / (time.perf_counter() - began)
+
+
+async def wait_up(session: aiohttp.ClientSession, base: str) -> None:
+    """Until the service answers."""
+    for _ in range(1200):
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(f"{base}/models") as answer:
+                if answer.status == 200:
+                    return
+        await asyncio.sleep(0.1)
+    raise SystemExit("the service did not start")
+
+
+async def batch(session: aiohttp.ClientSession, base: str, lines: int) -> tuple[float, float, float]:
+    """(seconds of the upload, when the batch was created, seconds from then to its end)."""
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body(n)} for n in range(lines)]
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="in.jsonl")
+    began = time.perf_counter()
+    async with session.post(f"{base}/files", data=form) as answer:
+        file = await answer.json()
+    upload = time.perf_counter() - began
+    asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    created, began = time.time(), time.perf_counter()
+    async with session.post(f"{base}/batches", json=asked) as answer:
+        found = await answer.json()
+    while found["status"] not in ENDED:
+        await asyncio.sleep(0.1)
+        async with session.get(f"{base}/batches/{found['id']}") as answer:
+            found = await answer.json()
+    took = time.perf_counter() - began
+    expected = {"total": lines, "completed": lines, "failed": 0}
+    if found["status"] != "completed" or found["request_counts"] != expected:
+        raise SystemExit(f"expected a completed batch, found {found}")
+    return upload, created, took
+
+
+def first_request(log: Path, since: float) -> float:
+    """Seconds from a moment to the engine's first request after it, by the engine's log."""
+    for _ in range(100):
+        for text in log.read_text().splitlines():
+            event = json.loads(text)
+            if event["event"] == "received" and event["t"] >= since:
+                return float(event["t"]) - since
+        time.sleep(0.1)
+    raise SystemExit("the engine's log has no request")
+
+
+def peak_mib(pid: int) -> float:
+    """The most memory that a process has had."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+
+
+async def rounds(lines: int, slots: int, number: int, home: Path) -> list[Round]:
+    """Plain and door in turn, on one engine."""
+    found: list[Round] = []
+    log = home / "requests"
+    with engine(slots, log) as url, service(home, url, slots) as (base, process):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+            await wait_up(session, base)
+            await batch(session, base, 10)  # warm
+            for _ in range(number):
+                plain_rate = await plain(url, lines, 4 * slots)
+                cpu = sum(process.cpu_times()[:2])
+                upload, created, took = await batch(session, base, lines)
+                spent = sum(process.cpu_times()[:2]) - cpu
+                peak = peak_mib(process.pid)
+                one = Round(
+                    plain_rate,
+                    lines / took,
+                    lines / took / plain_rate,
+                    first_request(log, created),
+                    upload,
+                    1e3 * spent / lines,
+                    peak,
+                )
+                print({name: round(value, 3) for name, value in asdict(one).items()}, flush=True)
+                found.append(one)
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=10_000)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="front-door-") as folder:
+        found = asyncio.run(rounds(asked.lines, asked.slots, asked.rounds, Path(folder)))
+    best = max(found, key=lambda one: one.ratio)
+    print(f"{asked.lines:,} lines: {best.door_rate:,.0f} rows/s, {best.ratio:.2f} of the plain client")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps([asdict(one) for one in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Answers to a request of several inputs: one vector for each, and what each has of the usage. Pure functions.
+
+`POST /v1/embeddings` takes a list as `input` and answers with one entry of `data` for each, named by its `index`
+(OpenAI's API; vLLM and llama.cpp do so). The usage is told for the request as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gpu_runner.client import answer_numbers
+from gpu_runner.client.protocol import Completion, Transient, error_of
+
+
+def divide(total: int, weights: Sequence[int]) -> list[int]:
+    """Whole numbers in proportion to the weights (0 or more), which add up to `total` exactly: largest remainders.
+
+    Weights of 0 in all places count as equal.
+    """
+    whole = sum(weights)
+    if not whole:
+        weights, whole = [1] * len(weights), len(weights)
+    shares = [total * weight // whole for weight in weights]
+    left = total - sum(shares)
+    if left:
+        by_rest = sorted(range(len(weights)), key=lambda place: -(total * weights[place] % whole))
+        for place in by_rest[:left]:
+            shares[place] += 1
+    return shares
+
+
+def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: Sequence[int]) -> list[Completion]:
+    """The vectors of a request, in the order of its inputs. `weights`: bytes of each input.
+
+    An input's `prompt_tokens` are its share of the request's, by its bytes: they add up to what the server counted.
+    Raises RowRejected, Transient or RequestDenied for an answer that is none, or not one of all inputs.
+    """
+    if status != 200:
+        raise error_of(status, headers, body)
+    try:
+        answer = orjson.loads(body)
+        entries = entries_in_order(answer["data"], len(weights))
+        vectors = [answer_numbers.vector_of(entry["embedding"]) for entry in entries]
+        usage = answer.get("usage") or {}
+        tokens = divide(answer_numbers.token_count(usage.get("prompt_tokens")), weights)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
+        raise Transient("garbage_body", f"{len(body)} bytes that are no vectors of {len(weights)} inputs") from error
+    return [Completion(vector, "stop", share, 0) for vector, share in zip(vectors, tokens, strict=True)]
+
+
+def entries_in_order(data: Any, count: int) -> list[Mapping[str, Any]]:
+    """The entries of `data` by their index. Raises ValueError, LookupError or TypeError unless each of 0 … count - 1 is
+    there once.
+    """
+    if type(data) is not list or len(data) != count:
+        raise ValueError("expected one entry for each input")
+    found: dict[int, Mapping[str, Any]] = {}
+    for entry in data:
+        place = entry["index"]
+        if type(place) is not int or not 0 <= place < count or place in found:
+            raise ValueError("expected each index once")
+        found[place] = entry
+    return [found[place] for place in range(count)]

@@ -1,0 +1,296 @@
+"""What goes over the wire to an OpenAI-compatible server, and what its answers mean. Pure functions.
+
+An answer becomes a `Completion` or one of the errors below; the feed decides by the error's class what
+happens to the row. Messages of servers may echo prompts: they are cut here and belong into outcomes only,
+never into logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import orjson
+
+from gpu_runner.answers import NO_PARTS, AnswerParts
+from gpu_runner.client import answer_numbers
+from gpu_runner.client.answer_parts import at_index_0, chat_parts, completion_parts
+from gpu_runner.rows import Generation, Output, Task
+
+MESSAGE_LENGTH = 500
+
+# Request fields that the client writes itself; in `sampling` they would contradict it.
+RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options", "n"})
+
+PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
+
+# vLLM ends a request with these when it did not finish the row itself (shutdown, engine error).
+BROKEN_FINISH_REASONS = frozenset({"abort", "error"})
+
+# Wordings of vLLM 0.32, OpenAI and llama.cpp of "prompt (plus max_tokens) does not fit the context".
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|maximum context length|longer than the maximum model length|max_model_len|"
+    r"context (window|length)|prompt is too long|maximum input length|input is too long|"
+    r"exceeds the available context size|exceed_context_size_error",
+    re.IGNORECASE,
+)
+
+
+# llama.cpp's status for it is 500 where a text to embed is longer than what it computes in one step.
+_REJECTED = "rejected_"
+_TOO_LONG_TO_EMBED = re.compile(r"input \(\d+ tokens\) is too large to process", re.IGNORECASE)
+
+
+class EngineError(Exception):
+    """Base of everything an engine can do instead of answering."""
+
+
+class RowRejected(EngineError):
+    """The server refuses this row for good (too long, invalid): a dead letter at once."""
+
+    def __init__(self, code: str, message: str = "") -> None:
+        super().__init__(code)
+        self.code, self.message = code, message[:MESSAGE_LENGTH]
+
+
+class Transient(EngineError):
+    """This request failed; the next one may not (408, 429, 5xx, reset, time-out, garbage).
+
+    `retry_after` is the server's wish in seconds. `taken` is False when the engine surely did not work on
+    the row (429, connection refused): such a row has no part in the engine's death.
+    """
+
+    def __init__(self, code: str, message: str = "", *, retry_after: float | None = None, taken: bool = True) -> None:
+        super().__init__(code)
+        self.code, self.message = code, message[:MESSAGE_LENGTH]
+        self.retry_after, self.taken = retry_after, taken
+
+    @property
+    def overload(self) -> bool:
+        """True when the server says that it has too much to do, which is rarely the row's fault."""
+        return self.code in ("http_429", "http_503")
+
+    @property
+    def broken(self) -> bool:
+        """True when the connection was lost or refused: the engine may be gone."""
+        return self.unreached or self.code == "connection_lost"
+
+    @property
+    def unreached(self) -> bool:
+        """True when the request never got to the server."""
+        return not self.taken and not self.overload
+
+
+class EngineRefused(EngineError):
+    """Wrong key, model or address: no row can succeed here. The text says expected, found, what to do.
+
+    `RequestDenied` is the one that still has to be proved.
+    """
+
+
+class RequestDenied(EngineRefused):
+    """One request was answered as if nothing could be had here: 401, 403, 404, 405, a redirect.
+
+    Whether that is so, or meant for this row alone (a gateway that moderates), only another request shows. The text
+    is for the case that it is so; `code` and `message` are those of the row's dead letter otherwise.
+    """
+
+    def __init__(self, code: str, refusal: str, message: str = "") -> None:
+        super().__init__(refusal)
+        self.code, self.message = code, message[:MESSAGE_LENGTH]
+
+
+class EngineLost(EngineError):
+    """The engine is gone or makes no progress. `reason` is a stable word: unreachable, not_ready, restarted,
+    stalled or no_progress.
+    """
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(f"{reason}: {message}" if message else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too.
+
+    `parts`: what it holds besides.
+    """
+
+    output: Output
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    parts: AnswerParts = NO_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A second request for an answer that did not fit the schema: what was answered and what is wrong with it."""
+
+    answer: str
+    problem: str
+    attempt: int
+
+
+class Requests:
+    """Builds request bodies of one generation; everything but the prompt is encoded once."""
+
+    def __init__(self, generation: Generation) -> None:
+        reserved = RESERVED_FIELDS | ({"response_format"} if generation.json_schema is not None else set())
+        clash = sorted(reserved & generation.sampling.keys())
+        if clash:
+            raise ValueError(f"sampling may not set {', '.join(clash)}: the client writes these request fields itself")
+        self._generation = generation
+        self._field = {"chat": b"messages", "completion": b"prompt", "embedding": b"input"}[generation.task]
+        self._head = self._encode(dict(generation.sampling))
+
+    def _encode(self, sampling: Mapping[str, Any]) -> bytes:
+        fields: dict[str, Any] = {"model": self._generation.model, **sampling}
+        if self._generation.json_schema is not None:
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": dict(self._generation.json_schema), "strict": True},
+            }
+        return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
+
+    def body(self, prompt: bytes, repair: Repair | None = None) -> bytes:
+        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise."""
+        if repair is None:
+            return self._head + prompt + b"}"
+        sampling = dict(self._generation.sampling)
+        if self._generation.task == "chat":
+            messages = [*orjson.loads(prompt), *_repair_messages(repair)]
+            return self._head + orjson.dumps(messages) + b"}"
+        sampling["seed"] = int(sampling.get("seed") or 0) + repair.attempt
+        return self._encode(sampling) + prompt + b"}"
+
+    def body_of_list(self, prompts: Sequence[bytes]) -> bytes:
+        """The body for several texts to embed."""
+        return self._head + b"[" + b",".join(prompts) + b"]}"
+
+    def canary(self, prompt: bytes | None = None) -> bytes:
+        """The smallest request that makes the engine generate: one token, no schema. `prompt` as in `body`."""
+        head = {"model": self._generation.model}
+        if self._generation.task == "embedding":
+            return orjson.dumps({**head, "input": "ping" if prompt is None else orjson.Fragment(prompt)})
+        content: Any = [{"role": "user", "content": "ping"}] if self._generation.task == "chat" else "ping"
+        asked = content if prompt is None else orjson.Fragment(prompt)
+        return orjson.dumps({**head, self._field.decode(): asked, "max_tokens": 1})
+
+
+def _repair_messages(repair: Repair) -> list[dict[str, str]]:
+    wish = f"This answer does not fit the JSON schema: {repair.problem}. Answer again with the corrected JSON only."
+    return [{"role": "assistant", "content": repair.answer}, {"role": "user", "content": wish}]
+
+
+def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes) -> Completion:
+    """The completion in an HTTP answer; raises RowRejected, Transient or RequestDenied for anything else."""
+    if status != 200:
+        raise error_of(status, headers, body)
+    try:
+        answer = orjson.loads(body)
+        if task == "embedding":
+            return _embedding(answer)
+        return _text(task, answer)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
+        raise Transient("garbage_body", f"{len(body)} bytes that are no {task} answer") from error
+
+
+def _text(task: Task, answer: Any) -> Completion:
+    choice = at_index_0(answer["choices"])
+    reason = choice.get("finish_reason")
+    if reason is None or reason in BROKEN_FINISH_REASONS:
+        raise Transient("unfinished", f"finish_reason {reason}")
+    content = choice["message"].get("content") if task == "chat" else choice["text"]
+    if content is None:  # a refusal, a tool call, or reasoning only: an empty text beside those parts
+        content = ""
+    if not isinstance(content, str):
+        raise TypeError("content is no text")
+    parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
+    return Completion(content, answer_numbers.finish_word(reason), *_usage(answer), parts)
+
+
+def _embedding(answer: Any) -> Completion:
+    vector = answer_numbers.vector_of(at_index_0(answer["data"])["embedding"])
+    return Completion(vector, "stop", _usage(answer)[0], 0)
+
+
+def _usage(answer: Any) -> tuple[int, int]:
+    """(prompt tokens, completion tokens) as the server counts them; 0 where it does not."""
+    usage = answer.get("usage") or {}
+    return (
+        answer_numbers.token_count(usage.get("prompt_tokens")),
+        answer_numbers.token_count(usage.get("completion_tokens")),
+    )
+
+
+def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
+    """What an HTTP status other than 200 means for the row or the engine."""
+    message, code = _error_text(body)
+    if status in (401, 403, 404, 405) or 300 <= status < 400:
+        return RequestDenied(rejected(status), _refusal(status), message)
+    if status == 500 and _TOO_LONG_TO_EMBED.search(message):
+        return RowRejected("context_length_exceeded", message)
+    if status in (408, 425, 429) or status >= 500 or status < 200:
+        return Transient(f"http_{status}", message, retry_after=retry_after(headers), taken=status != 429)
+    if status < 300:
+        return Transient("garbage_body", f"status {status} without an answer")
+    if _TOO_LONG.search(f"{code} {message}"):
+        return RowRejected("context_length_exceeded", message)
+    return RowRejected(rejected(status), message)
+
+
+def rejected(status: int) -> str:
+    """The error code of a row whose request was refused with this status (rejected_400)."""
+    return f"{_REJECTED}{status}"
+
+
+def is_rejection(code: str | None) -> bool:
+    """Whether a row's error code says that the engine refused the request by its status (rejected_400)."""
+    return code is not None and code.startswith(_REJECTED)
+
+
+def _refusal(status: int) -> str:
+    if status in (401, 403):
+        return f"expected the API key to be accepted, found status {status}: check the engine's key"
+    if status in (404, 405):
+        return f"expected an OpenAI-compatible endpoint with the wanted model, found status {status}: check both"
+    return f"expected an answer, found a redirect (status {status}), which is never followed: use the final address"
+
+
+def _error_text(body: bytes) -> tuple[str, str]:
+    """(message, code) of an error body: OpenAI's `{"error": {…}}`, FastAPI's `{"detail": …}`, or plain text."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:MESSAGE_LENGTH].decode("utf-8", "replace"), ""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    try:
+        if isinstance(error, dict):
+            message = error.get("message") or error.get("detail") or ""
+            return str(message)[:MESSAGE_LENGTH], f"{error.get('code')} {error.get('type')}"
+        return str(error)[:MESSAGE_LENGTH], ""
+    except RecursionError:  # lists in lists, nearly as deep as orjson reads them
+        return "", ""
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After header asks for (RFC 9110 section 10.2.3: seconds or a date), or None.
+
+    An hour at most, whatever it says.
+    """
+    value = headers.get("Retry-After")
+    if value is None:
+        return None
+    with suppress(ValueError):
+        return answer_numbers.wait_seconds(float(value))
+    try:
+        asked = parsedate_to_datetime(value) - parsedate_to_datetime(headers.get("Date", ""))
+    except (ValueError, TypeError, OverflowError):  # no date, or one with a time zone and one without
+        return None
+    return answer_numbers.wait_seconds(asked.total_seconds())

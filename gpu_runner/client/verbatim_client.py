@@ -1,0 +1,132 @@
+"""An engine client for requests that somebody else wrote: bodies go out and answers come back as they are.
+
+A row's prompt is the whole body of its request, and its output the whole body of the answer, as JSON on one line. What
+an answer means for the engine (lost, overloaded, alive) is judged as for any other row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import orjson
+
+from gpu_runner.client import answer_numbers
+from gpu_runner.client.engine_client import EngineClient
+from gpu_runner.client.protocol import (
+    BROKEN_FINISH_REASONS,
+    Completion,
+    EngineError,
+    EngineRefused,
+    Repair,
+    RequestDenied,
+    RowRejected,
+    Transient,
+    error_of,
+    rejected,
+)
+from gpu_runner.http.bounded_read import (
+    ERROR_BYTES,
+    PAGE_BYTES,
+    Admit,
+    BodyTooLarge,
+    UnaskedEncoding,
+    check_values,
+    read_beginning,
+    read_body,
+)
+
+# Of an answer that is an error, what is kept. vLLM's may repeat the prompt.
+KEPT_ERROR_BYTES = 16_384
+
+
+class VerbatimClient(EngineClient):
+    """`EngineClient` for whole requests. `generate` never repairs: what came is the answer."""
+
+    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+        """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
+        return await self._ask(prompt, admit, self._completion)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Never: a body goes out as it was written."""
+        return False
+
+    async def canary(self, prompt: bytes | None = None) -> None:
+        """One token, to a row's request if there is one. Raises like `generate`."""
+        if prompt is None:
+            await super().canary(None)
+            return
+        body = orjson.loads(prompt)
+        if self.generation.task != "embedding":
+            body = {name: value for name, value in body.items() if name != "max_completion_tokens"} | {"max_tokens": 1}
+        await self._ask(orjson.dumps(body), None, self._completion)
+
+    async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
+        try:
+            if answer.status != 200:
+                raise refusal(answer, await read_beginning(answer, ERROR_BYTES))
+            body = await read_body(answer, self._limit, admit)
+            if len(body) > PAGE_BYTES:
+                check_values(body, self._limit)
+        except (BodyTooLarge, ValueError) as error:
+            raise RowRejected("answer_too_large", f"expected at most {self._limit:,} bytes, found {error}") from error
+        except UnaskedEncoding as error:
+            raise RowRejected("content_encoding", "expected an answer without an encoding") from error
+        return read_whole(body)
+
+
+def refusal(answer: aiohttp.ClientResponse, body: bytes) -> EngineError:
+    """What a status other than 200 means. The message is the answer's body, as JSON; `code` has its status.
+
+    A request that is refused is its writer's affair: only a refused key or model says something of the engine.
+    """
+    status = answer.status
+    error = error_of(status, answer.headers, body)
+    if isinstance(error, RequestDenied) and (status == 401 or 300 <= status < 400 or _is_of_model(status, body)):
+        return EngineRefused(str(error))
+    if isinstance(error, RowRejected | RequestDenied):
+        error = RowRejected(rejected(status))
+    if isinstance(error, RowRejected | Transient):
+        error.message = error_json(body)
+    return error
+
+
+def _is_of_model(status: int, body: bytes) -> bool:
+    """A 404 that says that there is no such model: it was there when the engine was asked what it serves."""
+    return status == 404 and b"model" in body[:KEPT_ERROR_BYTES].lower()
+
+
+def error_json(body: bytes) -> str:
+    """The body of an error as JSON on one line, within bounds."""
+    try:
+        packed = orjson.dumps(orjson.loads(body))
+    except (orjson.JSONDecodeError, TypeError, RecursionError):
+        packed = b""
+    if not packed or len(packed) > KEPT_ERROR_BYTES:
+        text = body[: KEPT_ERROR_BYTES // 8].decode("utf-8", "replace")
+        packed = orjson.dumps({"error": {"message": text, "type": None, "param": None, "code": None}})
+    return packed.decode()
+
+
+def read_whole(body: bytes) -> Completion:
+    """An answer of status 200. Raises Transient for one that is no answer, or that the engine broke off."""
+    try:
+        answer = orjson.loads(body)
+        choices = answer.get("choices", [])
+        reason = _finish_reason(choices)
+        usage = answer.get("usage") or {}
+        tokens = [answer_numbers.token_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        text = orjson.dumps(answer).decode()
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Transient("garbage_body", f"{len(body)} bytes that are no answer") from error
+    return Completion(text, reason, tokens[0], tokens[1])
+
+
+def _finish_reason(choices: Any) -> str:
+    """That of the first choice; "stop" where there are none (embeddings). Raises Transient where one is unfinished."""
+    reasons = [choice.get("finish_reason") for choice in choices]
+    for reason in reasons:
+        if reason is None or reason in BROKEN_FINISH_REASONS:
+            raise Transient("unfinished", f"finish_reason {reason}")
+    return answer_numbers.finish_word(reasons[0]) if reasons else "stop"

@@ -1,0 +1,19 @@
+"""The fleet in SQL: which runs live, who holds which instance until when, what each instance cost.
+
+`database` is where to begin; its transactions are in `leases`, `instances`, `targets` and `claims`. `reaper` makes
+what is rented agree with it; `accounting` says what a bill was for and what may still be spent, and
+`reporting` what is read of it.
+"""
+
+__all__ = [
+    "accounting",
+    "capacity_plan",
+    "clock_jumps",
+    "database",
+    "heartbeat",
+    "reaper",
+    "reporting",
+    "tables",
+    "targets",
+    "wait_reason",
+]

@@ -1,0 +1,244 @@
+"""A request's budget: what was spent, what is rented will cost until it can be ended, and when to stop.
+
+A bill belongs to the datasets whose leases stood on the instance: from the moment at which a lease was taken to that at
+which the next one was, boots and idleness included, the lease's dataset pays. The first lease is written with the
+intent, so these segments add up to the bill exactly.
+
+A lease is only given or kept while what was spent, and what everything that the dataset pays for will cost if nobody
+renews it again, are within the budget. So the budget holds whatever dies: leases run out, and the next sweep ends what
+they stood on. Each function works inside a transaction that began at `now`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from gpu_runner.fleet.accounting.bill_end import bill_end
+from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
+from gpu_runner.market.offers import HOUR
+
+# From a lease's end to the machine's: a sweep comes at least every ten seconds, and its call takes time.
+END_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spend:
+    """US dollars of a dataset since its request began. Seconds are real ones.
+
+    `usd`: spent until now. `usd_per_second`: of the instances that it pays for now. `reserve_usd`: what these will cost
+    until they are ended, if from now on nobody renews a lease on them.
+    """
+
+    usd: float = 0.0
+    usd_per_second: float = 0.0
+    reserve_usd: float = 0.0
+
+    def bound(self, drain_seconds: float = 0.0) -> float:
+        """What will have been spent at the most, if all go on for `drain_seconds` and are then given up."""
+        return self.usd + self.held_back(drain_seconds)
+
+    def held_back(self, drain_seconds: float = 0.0) -> float:
+        """What is not to be spent on work: it ends what is rented."""
+        return self.reserve_usd + self.usd_per_second * drain_seconds
+
+    def rule(self, drain_seconds: float = 0.0) -> str:
+        """What was spent and what is held back, in words."""
+        held_back = _held_back_words(self.held_back(drain_seconds), drain_seconds)
+        return f"{self.usd:.2f} $ spent, what is rented costs {held_back}"
+
+
+def _held_back_words(usd: float, drain_seconds: float) -> str:
+    drain = f"{drain_seconds:.0f} s to drain, " if drain_seconds else ""
+    return f"{usd:.2f} $ until it could be ended ({drain}its lease, {END_SECONDS:.0f} s until a sweep has ended it)"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRefusal:
+    """A lease that a budget does not pay for, in US dollars since the request began.
+
+    `held_back_usd`: what all that is rented would cost with it until it could be ended, a drain of `drain_seconds`
+    included. `boot_usd`: its boot, which must fit twice; 0 for an instance that is ready.
+    """
+
+    budget_usd: float
+    spent_usd: float
+    held_back_usd: float
+    drain_seconds: float
+    boot_usd: float
+
+    def words(self) -> str:
+        """One sentence for people."""
+        boot = f" and {2 * self.boot_usd:.2f} $ for twice its boot" if self.boot_usd else ""
+        return (
+            f"budget of {self.budget_usd:.2f} $ leaves no room for another instance: {self.spent_usd:.2f} $ are spent, "
+            f"and with it {_held_back_words(self.held_back_usd, self.drain_seconds)}{boot} would be held back"
+        )
+
+
+class BudgetReached(Exception):
+    """The dataset may lease nothing more for its request; says why. `refusal`: the numbers."""
+
+    def __init__(self, refusal: BudgetRefusal) -> None:
+        super().__init__(refusal.words())
+        self.refusal = refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The budget of a dataset's request in US dollars, and since when its spending counts."""
+
+    dataset: str
+    usd: float
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that was reached, in words. `hard`: nothing more may be given; otherwise there is time to drain."""
+
+    hard: bool
+    reason: str
+
+
+def budget_of(connection: sa.Connection, dataset: str) -> Budget | None:
+    """The budget that holds now; None without a request or without a budget."""
+    found = connection.execute(_BUDGETS.where(DATASETS.c.dataset == dataset)).first()
+    return None if found is None else Budget(*found)
+
+
+def refuse_beyond(
+    connection: sa.Connection, now: float, dataset: str, drain_seconds: float, boot_usd: float = 0.0
+) -> None:
+    """Raises BudgetReached when a lease that was just written would not fit into the dataset's budget.
+
+    It must leave room for a drain, and for a new instance for twice its boot: else it could not earn what it costs.
+    """
+    if (budget := budget_of(connection, dataset)) is None:
+        return
+    spend = _count(connection, now, budget)
+    if spend.bound(drain_seconds) + 2 * boot_usd > budget.usd:
+        held_back = spend.held_back(drain_seconds)
+        raise BudgetReached(BudgetRefusal(budget.usd, spend.usd, held_back, drain_seconds, boot_usd))
+
+
+def line_reached(connection: sa.Connection, now: float, instance: str, ttl: float, drain_seconds: float) -> Line | None:
+    """What the dataset that pays for the instance has reached, now that a lease on it was renewed for `ttl` seconds.
+
+    Far from the budget this is one row to read: since it was last added up, spending grew by no more than its rate.
+    """
+    if (budget := _payers_budget(connection, instance)) is None:
+        return None
+    counted = DATASETS.c.counted_usd + DATASETS.c.counted_rate * (now - DATASETS.c.counted_at + ttl + END_SECONDS)
+    most = counted + DATASETS.c.counted_rate * drain_seconds
+    bound = connection.execute(sa.select(most).where(DATASETS.c.dataset == budget.dataset)).scalar()
+    if bound is not None and bound <= budget.usd:
+        return None
+    spend = _count(connection, now, budget)
+    if spend.bound() > budget.usd:
+        return Line(True, f"budget of {budget.usd:.2f} $ reached ({spend.rule()})")
+    if spend.bound(drain_seconds) > budget.usd:
+        return Line(False, f"budget of {budget.usd:.2f} $ is nearly reached ({spend.rule(drain_seconds)})")
+    return None
+
+
+def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
+    """Datasets whose instances may not stand idle until the next sweep, with the reason."""
+    found = [Budget(*line) for line in connection.execute(_BUDGETS).all()]
+    spends = [(budget, _count(connection, now, budget)) for budget in found]
+    return {
+        budget.dataset: f"budget of {budget.usd:.2f} $ reached ({spend.rule()})"
+        for budget, spend in spends
+        if spend.bound() > budget.usd
+    }
+
+
+def payer() -> sa.ScalarSelect[str]:
+    """Of an instance: the dataset of its latest lease."""
+    latest = sa.select(LEASES.c.dataset).where(LEASES.c.instance == INSTANCES.c.name)
+    return latest.order_by(LEASES.c.epoch.desc()).limit(1).correlate(INSTANCES).scalar_subquery()
+
+
+def count_anew(connection: sa.Connection) -> None:
+    """A bill turned out longer than it was: what was added up before is not the most any more."""
+    connection.execute(DATASETS.update().values(counted_at=None))
+
+
+_BUDGETS = sa.select(
+    DATASETS.c.dataset, sa.func.coalesce(DATASETS.c.budget_override, DATASETS.c.budget_usd), DATASETS.c.since
+).where((DATASETS.c.request != "") & sa.func.coalesce(DATASETS.c.budget_override, DATASETS.c.budget_usd).is_not(None))
+
+
+_PAYER = sa.select(payer()).where(INSTANCES.c.name == sa.bindparam("instance"))
+_PAYERS_BUDGET = _BUDGETS.where(DATASETS.c.dataset == _PAYER.scalar_subquery())  # at every renewal of a lease
+
+
+def _payers_budget(connection: sa.Connection, instance: str) -> Budget | None:
+    found = connection.execute(_PAYERS_BUDGET, {"instance": instance}).first()
+    return None if found is None else Budget(*found)
+
+
+def _count(connection: sa.Connection, now: float, budget: Budget) -> Spend:
+    """Add up what was spent, and keep it."""
+    spend = spend_of(connection, now, budget.dataset, budget.since)
+    kept = {"counted_at": now, "counted_usd": spend.usd, "counted_rate": spend.usd_per_second}
+    connection.execute(DATASETS.update().where(DATASETS.c.dataset == budget.dataset).values(**kept))
+    return spend
+
+
+def spend_of(connection: sa.Connection, now: float, dataset: str, since: float) -> Spend:
+    """What the dataset spent from `since` on."""
+    found = connection.execute(_SPEND, {"now": now, "since": since, "dataset": dataset}).one()
+    usd, rate, reserve = (float(value or 0.0) for value in found)
+    return Spend(usd, rate, reserve + rate * END_SECONDS)
+
+
+def _later(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+    return sa.case((one > other, one), else_=other)
+
+
+def _earlier(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+    return sa.case((one < other, one), else_=other)
+
+
+_NOW, _SINCE = sa.bindparam("now", type_=sa.Float), sa.bindparam("since", type_=sa.Float)
+
+
+def _segments() -> sa.Select[Any]:
+    """Of every instance that was billed after `since`: whose dataset paid from when to when, and US dollars per second.
+
+    `running`: it pays now. `held_until`: when the last live lease on the instance runs out.
+    """
+    open_bill = INSTANCES.c.ended_at.is_(None)
+    bill_ends = bill_end(_NOW)
+    following = sa.func.lead(LEASES.c.acquired_at).over(partition_by=LEASES.c.instance, order_by=LEASES.c.epoch)
+    runs_out = sa.case((LEASES.c.released_at.is_(None), LEASES.c.expires_at))
+    return (
+        sa.select(
+            LEASES.c.dataset,
+            _later(_later(LEASES.c.acquired_at, INSTANCES.c.created_at), _SINCE).label("began"),
+            _earlier(sa.func.coalesce(following, bill_ends), bill_ends).label("stopped"),
+            (INSTANCES.c.price_per_hour / HOUR * INSTANCES.c.clock).label("rate"),
+            (open_bill & following.is_(None)).label("running"),
+            sa.func.max(runs_out).over(partition_by=LEASES.c.instance).label("held_until"),
+        )
+        .join(INSTANCES, INSTANCES.c.name == LEASES.c.instance)
+        .where(open_bill | (INSTANCES.c.ended_at > _SINCE))
+    )
+
+
+def _spend() -> sa.Select[Any]:
+    """Three sums over a dataset's segments: spent, dollars per second now, dollars until its leases run out."""
+    part = _segments().subquery()
+    seconds = part.c.stopped - part.c.began
+    spent = sa.case((seconds > 0, part.c.rate * seconds), else_=0.0)
+    pays = sa.case((part.c.running, part.c.rate), else_=0.0)
+    held = part.c.running & (part.c.held_until > _NOW)
+    rest = sa.case((held, part.c.rate * (part.c.held_until - _NOW)), else_=0.0)
+    sums = (sa.func.sum(spent), sa.func.sum(pays), sa.func.sum(rest))
+    return sa.select(*sums).where(part.c.dataset == sa.bindparam("dataset", type_=sa.String))
+
+
+_SPEND = _spend()

@@ -1,0 +1,373 @@
+"""One engine serving a feed: its rows in flight.
+
+A freed slot takes its next row at once, in the task that freed it. Where the engine takes lists, a slot takes several
+rows for one request; they are counted, judged and kept one by one. A list that is refused is cut in halves until the
+rows at fault are alone (micro_batches/bisection.py). What becomes of rows: row_outcomes.py of those that were
+answered, failed_requests.py of those whose request failed, engine_death.py of those that the engine still had at its
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from gpu_runner.client.protocol import (
+    Completion,
+    EngineError,
+    EngineLost,
+    EngineRefused,
+    RequestDenied,
+    RowRejected,
+    Transient,
+)
+from gpu_runner.cost_meter import CostMeter
+from gpu_runner.inference.engine_death import return_rows
+from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog
+from gpu_runner.inference.failed_requests import FailedRequests
+from gpu_runner.inference.poison_rows import Group
+from gpu_runner.inference.policy import FeedPolicy
+from gpu_runner.inference.row_outcomes import RowOutcomes
+from gpu_runner.inference.row_queue import Work, end_tasks
+from gpu_runner.inference.row_state import Item, RowState
+from gpu_runner.inference.windows.concurrency_window import Window
+from gpu_runner.inference.worker_state import WorkerLife
+from gpu_runner.micro_batches.bisection import RefusedList, halves
+from gpu_runner.micro_batches.list_limits import ListSize, take_list
+from gpu_runner.rows import Origin
+
+# New connections are opened in bursts that a listening socket's backlog holds (uvicorn: 2,048): beyond it they
+# are dropped or reset. Slots that are already at work take their next row without this.
+BURST = 256
+BURST_SECONDS = 0.02
+# Rows of a request take the places of rows of requests: a list is sent when so large a part of the window is free, so
+# that many small lists do not go on as many small lists.
+FREE_SHARE = 4
+
+
+class EngineWorker:
+    """One `serve` call. `wake` is called when rows may move: something became ready, or complete."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        origin: Origin,
+        work: Work,
+        policy: FeedPolicy,
+        rng: random.Random,
+        window: Window,
+        wake: Callable[[], None],
+        spending: CostMeter,
+    ) -> None:
+        self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
+        self.spending = spending
+        self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
+        self.failures = FailedRequests(self, work, policy, rng, window, wake)
+        self._answered_rows = 0  # in flight, though only for want of room here
+        self.group: Group[Item] | None = None
+        self.life = WorkerLife()
+        self.watchdog = Watchdog(engine, self, window, policy, rng)
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._filling: asyncio.TimerHandle | None = None
+        self._list_engine = engine if isinstance(engine, ListEngine) and engine.takes_lists else None
+        self._lists = ListSize(policy.lists)
+        self.outcomes = RowOutcomes(self, engine.generation, origin, work, spending, wake)
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Begins to take rows."""
+        self.life.start()
+        self._spawn(self.watchdog.run(self._wake, self._spawn))
+        self.fill()
+
+    def drain(self) -> None:
+        """Takes no more rows; the worker ends when the last one in flight is answered."""
+        if self.life.drain():
+            self.work.memory.let_all_in()
+            self._end_if_drained()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Stops taking rows; `serve` then closes the worker. The first call counts."""
+        self.life.end(error)
+
+    async def close(self) -> None:
+        """Cancels every request and gives the rows back; rows of a lost engine bear its death."""
+        self.end()
+        if self._filling is not None:
+            self._filling.cancel()
+        try:
+            await end_tasks(self._tasks)
+        finally:
+            self.spending.lose(self._loop.time())
+            failed, taken = self.failures.give_up()
+            held, blamed = [*self.in_flight, *failed], [*self.in_flight, *taken]
+            self.in_flight.clear()
+            return_rows(self.work, self.policy, self.outcomes, self.life.error, self.group, held, blamed)
+            self.group = None
+            self.work.end_trial(self)
+            self.work.count_canaries(self.watchdog.canaries)
+            self.life.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- rows ---
+
+    def fill(self) -> None:
+        """Gives every free slot a row, some hundreds at a time."""
+        if self._filling is not None:
+            return
+        for _ in range(BURST):
+            rows = self._take()
+            if not rows:
+                return
+            self._begin(rows)
+        self._filling = self._loop.call_later(BURST_SECONDS, self._fill_on)
+
+    def _fill_on(self) -> None:
+        self._filling = None
+        self.fill()
+
+    def _begin(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
+        slot = self._spawn(self._work(rows, refused))
+        for item in rows:
+            self.in_flight[item] = slot
+
+    async def _work(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
+        """One slot: rows one after the other, or lists of them, until there is none to take."""
+        slot = asyncio.current_task()
+        try:
+            while rows:
+                await (self._try(rows[0], refused) if len(rows) == 1 else self._try_list(rows, refused))
+                rows, refused = self._take(), None
+                for item in rows:
+                    self.in_flight[item] = slot
+        except Exception as error:
+            self.end(error)
+        self._end_if_drained()
+
+    def _take(self) -> Sequence[Item]:
+        """The rows of the next request; empty where none is to be sent now."""
+        free = self.window.size - self._slots_taken
+        if not self.life.serving or free <= 0:
+            return ()
+        now = self._loop.time()
+        if now < self.watchdog.resting_until:
+            return ()
+        in_trial = self.group is not None or self.work.may_begin_trial(self)
+        if in_trial and not self._in_trial():
+            return ()
+        source = self.work if self.group is None else self.group
+        if self._list_engine is not None:
+            if self.in_flight and not in_trial and free < min(self._lists.most, self.window.size // FREE_SHARE):
+                return ()
+            rows: Sequence[Item] = take_list(
+                source.take,
+                source.put_first,
+                self._lists,
+                most=free,
+                bytes_of=_prompt_bytes,
+                companions=self._companions,
+            )
+        else:
+            rows = () if (item := source.take()) is None else (item,)
+        for item in rows:
+            item.send(now)
+            self.in_flight[item] = None
+        if rows:
+            self.spending.begin(now)
+        return rows
+
+    def _companions(self, item: Item) -> int:
+        return self._lists.with_tries_left(item.tries, self.policy.retry.max_tries)
+
+    def _in_trial(self) -> bool:
+        """Whether suspects may be sent now: they wait until nothing else is in flight."""
+        self.work.begin_trial(self)
+        if self.group is None:
+            if self.in_flight or self.failures:
+                self.work.memory.let_all_in()
+                return False
+            self.group = self.work.next_group()
+            self._loop.call_soon(self.fill)
+        return True
+
+    async def _try_list(self, rows: Sequence[Item], refused: RefusedList | None) -> None:
+        """One request for several rows."""
+        assert self._list_engine is not None
+        for item in rows:
+            self.work.start(item, time.time())
+        try:
+            admit = partial(self._admit, rows)
+            completions = await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
+        except (RowRejected, RequestDenied):
+            pass
+        except Transient as error:
+            self._note(refused, None, len(rows))
+            self.failures.failed(rows, error, self._answered(*rows))
+            return
+        except (EngineLost, EngineRefused) as error:
+            self.end(error)
+            return
+        else:
+            self._note(refused, completions, len(rows))
+            self._list_answered(rows, completions)
+            return
+        finally:
+            self._done_reading(rows)
+        self.watchdog.answered(self._loop.time())
+        first, second = halves(rows)
+        refused = refused or RefusedList(len(rows))
+        self._begin(second, refused)
+        await (self._try(first[0], refused) if len(first) == 1 else self._try_list(first, refused))
+
+    def _list_answered(self, rows: Sequence[Item], completions: Sequence[Completion]) -> None:
+        now = self._loop.time()
+        self.watchdog.answered(now)
+        tokens = sum([completion.prompt_tokens for completion in completions])
+        self._lists.counted(tokens, sum([len(item.row.prompt) for item in rows]))
+        self.outcomes.answered_together = len(rows)
+        try:
+            for item, completion in zip(rows, completions, strict=True):
+                self.outcomes.answered_together -= 1
+                self._answered(item)
+                self.window.refusals.on_served()
+                item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
+                self.outcomes.completed(item, completion)
+        finally:
+            self.outcomes.answered_together = 0
+        self.failures.answered(rows[-1], now)
+
+    def _note(self, refused: RefusedList | None, answer: Sequence[Completion] | EngineError | None, rows: int) -> None:
+        """What became of a part of a refused list: answered, refused (alone), or failed (None)."""
+        if refused is None:
+            return
+        if answer is None:
+            refused.failed(rows)
+        elif isinstance(answer, EngineError):
+            refused.refused_alone()
+        else:
+            refused.answered(rows)
+        if refused.most_taken is not None:
+            self._lists.refuses_more_than(refused.most_taken)
+
+    async def _try(self, item: Item, refused: RefusedList | None = None) -> None:
+        self.work.start(item, time.time())
+        try:
+            admit = partial(self._admit, (item,))
+            completion = await self.engine.generate(item.row.prompt, repair=item.repair, admit=admit)
+        except RowRejected as error:
+            # No proof of life: the API server refuses a row without asking the engine behind it.
+            self._note(refused, error, 1)
+            self.watchdog.answered(self._answered(item))
+            self.window.refusals.on_served()
+            self.outcomes.end_dead(item, error.code, error.message)
+        except Transient as error:
+            self._note(refused, None, 1)
+            self.failures.failed((item,), error, self._answered(item))
+        except RequestDenied as error:
+            self._note(refused, error, 1)
+            self.failures.denied(item, error, self._answered(item))
+        except (EngineLost, EngineRefused) as error:
+            self.end(error)
+        else:
+            self._note(refused, (completion,), 1)
+            now = self._answered(item)
+            self.watchdog.answered(now)
+            self.window.refusals.on_served()
+            item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
+            self.outcomes.completed(item, completion)
+            self.failures.answered(item, now)
+        finally:
+            self._done_reading((item,))
+
+    async def _admit(self, rows: Sequence[Item], size: int) -> None:
+        """A large answer has come: waits until there is room for it. The engine has done its part meanwhile.
+
+        The row of the oldest batch waits for all: another's room may depend on that batch's commit.
+        """
+        oldest = min(rows, key=_order)
+        for item in rows:
+            item.wait_for_room()
+        self._answered_rows += len(rows)
+        admitted = 0
+        try:
+            at_once = not self.life.serving or oldest.group is not None
+            await self.work.memory.admit(oldest.batch.bytes, size, at_once=at_once)
+            admitted = size
+        finally:
+            for item in rows:
+                item.read_answer(admitted if item is oldest else 0)
+            self._answered_rows -= len(rows)
+        self.watchdog.answered(self._loop.time())
+
+    def _done_reading(self, rows: Sequence[Item]) -> None:
+        memory = self.work.memory
+        was_full = memory.full
+        for item in rows:
+            if item.reading:
+                memory.done_reading(item.batch.bytes, item.done_reading())
+        if was_full and not memory.full:
+            self._loop.call_soon(self._wake)
+
+    def _answered(self, *rows: Item) -> float:
+        now = self._loop.time()
+        for item in rows:
+            del self.in_flight[item]
+            item.add_seconds(now)
+        if not self.in_flight:
+            self.spending.rest(now)
+        return now
+
+    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
+        """The row becomes a dead letter; `last` as in `RowOutcomes.dead`."""
+        self.outcomes.end_dead(item, code, message, last)
+
+    def trial_over(self) -> None:
+        """Every row of the group of suspects has its outcome."""
+        self.group = None
+        if not self.work.suspects:
+            self.work.end_trial(self)
+        self._loop.call_soon(self._wake)
+
+    # --- what the watchdog sees and does ---
+
+    @property
+    def _slots_taken(self) -> int:
+        return self.rows_in_flight + self.failures.slots_kept
+
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows that the server is to answer; not those whose answers wait for room here."""
+        return len(self.in_flight) - self._answered_rows
+
+    def abort_rows(self, sent_before: float) -> None:
+        """Ends requests that hang on an engine which answers others; each is a failure like any other."""
+        for item, slot in list(self.in_flight.items()):
+            if item.sent <= sent_before and slot is not None and item.state is RowState.IN_FLIGHT:
+                slot.cancel()
+                error = Transient("timeout", "no answer while others were answered")
+                self.failures.failed((item,), error, self._answered(item))
+        self._end_if_drained()
+
+    def _end_if_drained(self) -> None:
+        if self.life.draining and not self.in_flight:
+            self.end()
+
+
+def _prompt_bytes(item: Item) -> int:
+    return len(item.row.prompt)
+
+
+def _order(item: Item) -> int:
+    return item.order

@@ -1,0 +1,349 @@
+"""The row feed: rows of many open batches flow through engines continuously; full batches are handed on.
+
+The durable unit is the batch, never the scheduling unit. State survives the loss of an
+engine: call `serve` again with the next one, or with two at once.
+
+Who does what: `row_state.py` has the states of a row and what may follow on what, `row_queue.py` holds the rows that
+no engine has, `engine_worker.py` brings rows through one engine, `failed_requests.py` keeps those that failed there
+until they are judged, this module reads batches, hands complete ones on, and ends the engine workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gpu_runner.client.connections import allow_open_files
+from gpu_runner.client.protocol import EngineLost
+from gpu_runner.client.vector_length import VectorLength
+from gpu_runner.cost_meter import CostMeter
+from gpu_runner.inference.answer_memory import AnswerMemory
+from gpu_runner.inference.engine_monitor import Engine
+from gpu_runner.inference.engine_worker import EngineWorker
+from gpu_runner.inference.policy import FeedPolicy
+from gpu_runner.inference.row_queue import Counts, Work, end_tasks
+from gpu_runner.inference.row_state import OpenBatch
+from gpu_runner.inference.windows.concurrency_window import Window
+from gpu_runner.inference.windows.first_token_window import InteractiveShare
+from gpu_runner.rows import Batch, Origin, Outcome
+
+# Open files that are no connection to an engine: store, database, logs.
+OTHER_FILES = 256
+
+__all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedProgress:
+    """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted.
+
+    `mean_seconds`: how long a row was with an engine. `last_rows`: every row is in flight or done; an engine may take
+    other work beside what is left.
+    """
+
+    rows_done: int
+    known: int
+    ok: int
+    dead: int
+    in_flight: int
+    queued: int
+    open_batches: int
+    batches_done: int
+    prompt_tokens: int
+    completion_tokens: int
+    requests: int
+    engine_deaths: int
+    window: int
+    mean_seconds: float
+    last_rows: bool
+    finished: bool
+
+
+class Feed:
+    """Brings every row of `batches` to exactly one outcome.
+
+    `batches` is read in a thread, only as far ahead as the windows need. `on_row(batch key, outcome)` is called
+    on the loop for every outcome of an engine and must be quick. `on_batch(batch key, outcomes in row order)`
+    may wait: a bounded number run at once, and reading stops while too many batches wait for it. It is called
+    again for a batch whose call was cancelled.
+
+    An outcome's `tries` are its charged failures and the request that ended it; repairs of an answer that did
+    not fit the schema, and failures that were the engine's, are no tries. Its `seconds` are those of all its
+    requests that were answered, without waiting between them.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        *,
+        on_row: Callable[[str, Outcome], None],
+        on_batch: Callable[[str, list[Outcome]], Awaitable[None]],
+        policy: FeedPolicy | None = None,
+        rng: random.Random | None = None,
+        vectors: VectorLength | None = None,
+    ) -> None:
+        self._batches = batches
+        self._on_batch = on_batch
+        self._policy = policy or FeedPolicy()
+        self._rng = rng or random.Random()
+        memory = AnswerMemory(self._policy.open_bytes, self._policy.batch_bytes)
+        self._work = Work(on_row, memory, vectors or VectorLength())
+        self._work.on_low = self._check_room
+        self._work.call_below(self._policy.ahead)
+        self._failure: BaseException | None = None
+        self._workers: list[EngineWorker] = []
+        self._reading: Future[Batch | None] | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._read_task: asyncio.Task[None] | None = None
+        self._room = asyncio.Event()
+        self._commits: dict[asyncio.Task[None], OpenBatch] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True when every row has its outcome and every batch was handed on."""
+        return self._work.exhausted and self._work.open_batches == 0
+
+    @property
+    def counts(self) -> Counts:
+        """Counters since the feed began."""
+        return self._work.counts
+
+    def progress(self) -> FeedProgress:
+        """Where the feed stands; cheap."""
+        counts, work = self._work.counts, self._work
+        return FeedProgress(
+            rows_done=counts.known + counts.ok + counts.dead,
+            known=counts.known,
+            ok=counts.ok,
+            dead=counts.dead,
+            in_flight=sum(len(worker.in_flight) for worker in self._workers),
+            queued=work.queued,
+            open_batches=work.open_batches,
+            batches_done=counts.batches,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            requests=counts.requests,
+            engine_deaths=counts.engine_deaths,
+            window=sum(worker.window.size for worker in self._workers),
+            mean_seconds=counts.seconds / max(1, counts.ok + counts.dead),
+            last_rows=self._work.exhausted and work.queued == 0,
+            finished=self.finished,
+        )
+
+    async def serve(
+        self,
+        engine: Engine,
+        origin: Origin,
+        max_num_seqs: int | None = None,
+        *,
+        stop: asyncio.Event | None = None,
+        spending: CostMeter | None = None,
+        share: InteractiveShare | None = None,
+    ) -> None:
+        """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
+
+        `spending` keeps the fleet's database of the engine's time, and prices the rows. `share`: interactive requests
+        on the same engine, to which rows give way.
+
+        Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
+        EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
+        Cancel at any moment: no request, task or thread hand-over is left behind.
+        """
+        self._raise_failure()
+        if self.finished:
+            return
+        window = Window(self._policy.window, max_num_seqs, most=max(1, allow_open_files() - OTHER_FILES), share=share)
+        worker = EngineWorker(
+            engine, origin, self._work, self._policy, self._rng, window, self._wake, spending or CostMeter()
+        )
+        self._workers.append(worker)
+        watcher = None if stop is None else asyncio.create_task(_drain_at(stop, worker))
+        in_order = False
+        try:
+            worker.start()
+            self._start_reading()
+            self._wake()
+            await worker.life.ended.wait()
+            in_order = worker.life.error is None or isinstance(worker.life.error, EngineLost)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            await self._leave(worker, in_order)
+        if worker.life.error is not None and not self.finished:
+            raise worker.life.error
+
+    async def prepare(self) -> bool:
+        """Reads up to the first row that needs an engine, handing on batches that are complete without one.
+
+        Returns False when nothing is left to do: no engine need be rented. Not to be called beside `serve`.
+        """
+        try:
+            while not self._work.queued and not self._work.exhausted:
+                if self._has_room():
+                    self._take_in(await self._next_batch())
+                    self._start_commits()
+                else:
+                    await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+            in_order = True
+        except BaseException:
+            in_order = False
+            raise
+        finally:
+            await self._rest(in_order)
+        return not self.finished
+
+    async def _leave(self, worker: EngineWorker, in_order: bool) -> None:
+        try:
+            await worker.close()
+        finally:
+            self._workers.remove(worker)
+            if self._workers:
+                self._wake()
+            else:
+                await self._rest(in_order)
+
+    async def _rest(self, in_order: bool) -> None:
+        """Nobody is served any more: stops reading. Complete batches are still handed on, or, when we are
+        cancelled or failed, their calls are cancelled.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        reading, self._read_task = self._read_task, None
+        try:
+            await end_tasks([] if reading is None else [reading])
+            while in_order and (self._commits or self._work.complete) and self._failure is None:
+                self._start_commits()
+                await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._reader is not None:
+                self._reader.shutdown(wait=False)
+                self._reader = None
+            await end_tasks(self._commits)
+        if in_order:
+            self._raise_failure()
+
+    # --- movement ---
+
+    def _wake(self) -> None:
+        """Moves whatever can move: due rows, free slots, complete batches, room to read."""
+        if not self._workers:
+            return
+        loop = asyncio.get_running_loop()
+        self._work.promote(loop.time())
+        for worker in self._workers:
+            worker.fill()
+        self._start_commits()
+        self._work.call_below(max(self._policy.ahead, sum(worker.window.size for worker in self._workers) // 4))
+        self._check_room()
+        self._arm_timer(loop)
+        if self.finished:
+            for worker in self._workers:
+                worker.end()
+
+    def _arm_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = self._work.next_due
+        if self._timer is not None and (due is None or self._timer.when() != due or self._timer.cancelled()):
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and self._timer is None:
+            self._timer = loop.call_at(due, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for worker in self._workers:
+            worker.end(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- reading ---
+
+    def _has_room(self) -> bool:
+        work, policy = self._work, self._policy
+        window = sum(worker.window.size for worker in self._workers)
+        return (
+            len(work.ready) < work.low
+            and work.open_rows < max(policy.open_rows, policy.open_windows * window)
+            and len(work.complete) + len(self._commits) < policy.commit_backlog
+            and not work.memory.full
+        )
+
+    def _check_room(self) -> None:
+        if self._has_room():
+            self._room.set()
+
+    def _start_reading(self) -> None:
+        if self._read_task is None and not self._work.exhausted:
+            self._read_task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while not self._work.exhausted:
+                while not self._has_room():
+                    self._room.clear()
+                    await self._room.wait()
+                self._take_in(await self._next_batch())
+                self._wake()
+        except Exception as error:
+            self._fail(error)
+
+    def _take_in(self, batch: Batch | None) -> None:
+        if batch is None:
+            self._work.no_more_batches()
+        else:
+            self._work.open(batch)
+
+    async def _next_batch(self) -> Batch | None:
+        """The source's next batch; a read that a cancel interrupted is taken up again by the next call."""
+        if self._reading is None or self._reading.cancelled():
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+            self._reading = self._reader.submit(next, self._batches, None)
+        batch = await asyncio.wrap_future(self._reading)
+        self._reading = None
+        return batch
+
+    # --- handing on ---
+
+    def _start_commits(self) -> None:
+        complete = self._work.complete
+        while complete and len(self._commits) < self._policy.commits and self._may_commit(complete[0]):
+            batch = self._work.take_complete()
+            task = asyncio.create_task(self._commit(batch))
+            self._commits[task] = batch
+            task.add_done_callback(self._committed)
+
+    def _may_commit(self, batch: OpenBatch) -> bool:
+        """A batch is written from a copy or two of its answers: large ones one after the other."""
+        writing = sum(other.bytes.held for other in self._commits.values())
+        return not self._commits or writing + batch.bytes.held <= self._policy.commit_bytes
+
+    async def _commit(self, batch: OpenBatch) -> None:
+        await self._on_batch(batch.key, [outcome for outcome in batch.outcomes if outcome is not None])
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        batch = self._commits.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._work.put_back(batch)
+            if error is not None:
+                self._fail(error)
+            return
+        self._work.close(batch)
+        self._wake()
+
+
+async def _drain_at(stop: asyncio.Event, worker: EngineWorker) -> None:
+    await stop.wait()
+    worker.drain()

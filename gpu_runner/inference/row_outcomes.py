@@ -1,0 +1,133 @@
+"""What becomes of rows that one engine answered: an outcome, a request once more, or a dead letter.
+
+An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text matches the
+schema. One that misses the schema is asked again (`_repair`), with the answer and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sized
+from dataclasses import replace
+from sys import getsizeof
+from typing import Protocol
+
+from gpu_runner.answers import NO_PARTS
+from gpu_runner.client.json_schemas.output_schema import Check, compile_check
+from gpu_runner.client.protocol import Completion, EngineRefused, Repair
+from gpu_runner.cost_meter import CostMeter
+from gpu_runner.inference.answer_memory import bytes_of
+from gpu_runner.inference.row_queue import Work
+from gpu_runner.inference.row_state import Item
+from gpu_runner.rows import Generation, Origin, Outcome, Output
+
+BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
+
+
+class Slots(Protocol):
+    """What is needed of the engine worker whose rows these are. `in_flight`: rows that have no answer yet."""
+
+    @property
+    def in_flight(self) -> Sized: ...
+    def trial_over(self) -> None: ...
+
+
+class RowOutcomes:
+    """Those of one engine. `wake` is called when rows may move.
+
+    `answered_together`: rows in flight whose answers have come with the one that is settled now.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        generation: Generation,
+        origin: Origin,
+        work: Work,
+        spending: CostMeter,
+        wake: Callable[[], None],
+    ) -> None:
+        self._slots, self._origin, self._work, self._spending, self._wake = slots, origin, work, spending, wake
+        self._loop = asyncio.get_running_loop()
+        self._repair_tries = generation.repair_tries
+        schema = generation.json_schema
+        self._check: Check | None = None if schema is None else compile_check(schema)
+        self.answered_together = 0
+
+    def completed(self, item: Item, completion: Completion) -> None:
+        """The row's answer has come, and its tokens are counted. Raises EngineRefused for vectors of another length."""
+        if not self._work.memory.fits(item.batch.bytes, bytes_of(completion)[1]):
+            self.end_dead(item, "answer_too_large", BATCH_FULL.format(item.batch.bytes.most >> 20))
+            return
+        if isinstance(completion.output, tuple) and (problem := self._check_vector(item, len(completion.output))):
+            self.end_dead(item, "vector_length", problem)
+            return
+        if self._check is not None and isinstance(completion.output, str):
+            problem = self._check(completion.output)
+            if problem is not None:
+                if completion.finish_reason == "length":
+                    problem += "; the answer was cut at the token limit"
+                self._repair(item, completion.output, problem)
+                return
+        answered = self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1)
+        self._settle(item, answered if completion.parts is NO_PARTS else replace(answered, parts=completion.parts))
+
+    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
+        """The row becomes a dead letter; `last` as in `dead`."""
+        self._settle(item, self.dead(item, code, message, last))
+
+    def dead(self, item: Item, code: str, message: str, last: int) -> Outcome:
+        """A dead letter; `last` counts the requests to charge that are not among the row's tries yet."""
+        return self._outcome(item, None, None, code, message, item.tries + last)
+
+    def _check_vector(self, item: Item, length: int) -> str | None:
+        try:
+            return self._work.vectors.check(length)
+        except EngineRefused:
+            self._work.soon(item)
+            raise
+
+    def _repair(self, item: Item, answer: str, problem: str) -> None:
+        attempt = 1 if item.repair is None else item.repair.attempt + 1
+        if attempt > self._repair_tries:
+            self.end_dead(item, "schema_invalid", problem)
+            return
+        self._work.repair(item, Repair(answer, problem, attempt), getsizeof(answer))
+
+    def _settle(self, item: Item, outcome: Outcome) -> None:
+        group = item.group
+        self._work.settle(item, outcome)
+        if group is not None and self._work.suspects.row_ended(group):
+            self._slots.trial_over()
+        if item.batch.left == 0:
+            self._loop.call_soon(self._wake)
+
+    def _outcome(
+        self,
+        item: Item,
+        output: Output | None,
+        finish_reason: str | None,
+        error: str | None,
+        message: str | None,
+        tries: int,
+    ) -> Outcome:
+        return Outcome(
+            item.row.row_id,
+            item.row.row_key,
+            output,
+            finish_reason,
+            item.prompt_tokens,
+            item.completion_tokens,
+            tries,
+            error,
+            message,
+            self._origin,
+            item.started_at,
+            item.seconds,
+            self._usd(item),
+        )
+
+    def _usd(self, item: Item) -> float | None:
+        now, together = self._loop.time(), self.answered_together
+        others = len(self._slots.in_flight) - together
+        return self._spending.settle(item.prompt_tokens, item.completion_tokens, others, now, together=together)

@@ -1,0 +1,286 @@
+"""The rows that a feed still has to bring through an engine, and the batches they belong to.
+
+Plain bookkeeping on the event loop's thread: no tasks, no clock, no I/O. A row is in exactly one place: ready,
+waiting for its next try, among the suspects, or held by an engine worker; row_state.py says which states these are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from gpu_runner.client.protocol import Repair
+from gpu_runner.client.vector_length import VectorLength
+from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
+from gpu_runner.inference.poison_rows import Group, PoisonBisector
+from gpu_runner.inference.row_state import Item, OpenBatch
+from gpu_runner.rows import Batch, Outcome
+
+CANCEL_AGAIN_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far. `requests` counts row requests, not canaries; `seconds` adds up those of all outcomes."""
+
+    known: int = 0
+    ok: int = 0
+    dead: int = 0
+    batches: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    requests: int = 0
+    failures: int = 0
+    charged: int = 0
+    voided: int = 0
+    repairs: int = 0
+    canaries: int = 0
+    engine_deaths: int = 0
+    seconds: float = 0.0
+
+
+class Work:
+    """All open rows. `on_row` hears of every outcome that an engine gave."""
+
+    def __init__(self, on_row: Callable[[str, Outcome], None], memory: AnswerMemory, vectors: VectorLength) -> None:
+        self.memory, self.vectors = memory, vectors
+        self.ready: deque[Item] = deque()
+        self.suspects: PoisonBisector[Item] = PoisonBisector()
+        self._trial: object | None = None  # the engine worker that tries suspects now: one at a time
+        self.complete: deque[OpenBatch] = deque()
+        self.open_batches = 0
+        self.exhausted = False  # every batch is open or closed: no row comes but those that are here
+        self.open_rows = 0
+        self.counts = Counts()
+        self._later: list[tuple[float, int, Item]] = []
+        self.low = 0  # `take` calls `on_low` while fewer rows are ready
+        self.on_low: Callable[[], None] = _nothing
+        self._order = 0
+        self._on_row = on_row
+
+    @property
+    def queued(self) -> int:
+        """Rows that no worker holds."""
+        return len(self.ready) + len(self._later) + self.suspects.size
+
+    def open(self, batch: Batch) -> None:
+        """Takes a batch in; one without unknown rows is complete at once."""
+        outcomes = [batch.known.get(row.row_id) for row in batch.rows]
+        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), self.memory.open(len(outcomes)))
+        for outcome in outcomes:
+            if outcome is not None:
+                self.memory.keep(opened.bytes, *bytes_of(outcome))
+                if self.vectors.expected is None and isinstance(outcome.output, tuple):
+                    self.vectors.expected = len(outcome.output)
+        for index, row in enumerate(batch.rows):
+            if outcomes[index] is None:
+                self.ready.append(Item(row, opened, index, self._order))
+                self._order += 1
+        self.counts.known += len(outcomes) - opened.left
+        self.open_batches += 1
+        self.open_rows += len(outcomes)
+        if opened.left == 0:
+            self.complete.append(opened)
+
+    def no_more_batches(self) -> None:
+        """The source has ended."""
+        self.exhausted = True
+
+    def call_below(self, low: int) -> None:
+        """Sets how many ready rows are few: `take` then calls `on_low`."""
+        self.low = low
+
+    def take_complete(self) -> OpenBatch:
+        """The next batch to commit; `close` or `put_back` must follow."""
+        return self.complete.popleft()
+
+    def put_back(self, batch: OpenBatch) -> None:
+        """The batch was not committed: it is the next one again."""
+        self.complete.appendleft(batch)
+
+    def close(self, batch: OpenBatch) -> None:
+        """The batch is committed."""
+        self.memory.close(batch.bytes)
+        self.open_batches -= 1
+        self.open_rows -= len(batch.outcomes)
+        self.counts.batches += 1
+
+    def settle(self, item: Item, outcome: Outcome) -> None:
+        """The row has its outcome, unless `on_row` raises: then it has none."""
+        batch = item.batch
+        item.check_end(outcome)
+        self._on_row(batch.key, outcome)
+        item.end(outcome)
+        self.memory.keep(batch.bytes, -item.kept)
+        self.memory.keep(batch.bytes, *bytes_of(outcome))
+        counts = self.counts
+        if outcome.error is None:
+            counts.ok += 1
+        else:
+            counts.dead += 1
+        counts.seconds += outcome.seconds
+        counts.prompt_tokens += outcome.prompt_tokens
+        counts.completion_tokens += outcome.completion_tokens
+        if batch.left == 0:
+            self.complete.append(batch)
+
+    def take(self) -> Item | None:
+        """The next ready row; while the memory is full, the next one of the oldest batch."""
+        item = self._take_of_the_oldest() if self.memory.full else self._take_first()
+        if len(self.ready) < self.low:
+            self.on_low()
+        return item
+
+    def _take_first(self) -> Item | None:
+        return self.ready.popleft() if self.ready else None
+
+    def _take_of_the_oldest(self) -> Item | None:
+        for place, item in enumerate(self.ready):
+            if self.memory.is_oldest(item.batch.bytes):
+                del self.ready[place]
+                return item
+        return None
+
+    def put_first(self, item: Item) -> None:
+        """A row that was just taken, and not sent, is the next one again."""
+        self.ready.appendleft(item)
+
+    def repair(self, item: Item, repair: Repair, held: int) -> None:
+        """The row is to be asked again, with its answer of so many bytes."""
+        self.memory.keep(item.batch.bytes, held - item.kept)
+        item.ask_for_repair(repair, held)
+        self.counts.repairs += 1
+        self.soon(item)
+
+    def later(self, item: Item, due: float) -> None:
+        """The row, whose failure is judged, is to be tried again at `due`."""
+        item.back_off()
+        heapq.heappush(self._later, (due, item.order, item))
+
+    def soon(self, item: Item) -> None:
+        """The row is to be tried again before all others."""
+        item.ask_again()
+        if item.group is not None:
+            item.group.put_first(item)
+        else:
+            self.ready.appendleft(item)
+
+    def promote(self, now: float) -> None:
+        """Makes the rows ready whose time has come."""
+        while self._later and self._later[0][0] <= now:
+            self.soon(heapq.heappop(self._later)[2])
+
+    @property
+    def next_due(self) -> float | None:
+        """When `promote` has something to do."""
+        return self._later[0][0] if self._later else None
+
+    def give_back(self, items: Iterable[Item]) -> None:
+        """Rows of an engine that serves no longer: to the front, in their order."""
+        for item in sorted(items, key=lambda item: item.order, reverse=True):
+            item.give_back()
+            self.ready.appendleft(item)
+
+    # --- counters ---
+
+    def count_failure(self) -> None:
+        """A request failed or was denied."""
+        self.counts.failures += 1
+
+    def start(self, item: Item, at: float) -> None:
+        """A request of the row begins at this time of the clock."""
+        item.start(at)
+        self.counts.requests += 1
+
+    def charge(self, item: Item) -> None:
+        """The row's failure counts as a try."""
+        item.charge()
+        self.counts.charged += 1
+
+    def void(self, item: Item) -> None:
+        """The row's failure was the engine's."""
+        item.void()
+        self.counts.voided += 1
+
+    def count_engine_death(self) -> None:
+        """An engine was lost."""
+        self.counts.engine_deaths += 1
+
+    def count_canaries(self, canaries: int) -> None:
+        """So many canaries were sent to an engine that serves no longer."""
+        self.counts.canaries += canaries
+
+    # --- suspects ---
+
+    def suspect(self, items: Iterable[Item]) -> None:
+        """Rows that are to be tried alone, as one group."""
+        rows = sorted(items, key=lambda item: item.order)
+        for item in rows:
+            item.try_alone()
+        self.suspects.add(rows)
+
+    def may_begin_trial(self, worker: object) -> bool:
+        """Whether there are suspects for this engine worker to try: one worker at a time."""
+        return bool(self.suspects) and (self._trial is None or self._trial is worker)
+
+    def begin_trial(self, worker: object) -> None:
+        """From now on only this engine worker tries suspects."""
+        self._trial = worker
+
+    def end_trial(self, worker: object) -> None:
+        """The engine worker tries no suspects any more."""
+        if self._trial is worker:
+            self._trial = None
+
+    def next_group(self) -> Group[Item]:
+        """The suspects to try next, with nothing else in flight."""
+        group = self.suspects.next()
+        for item in group.waiting:
+            item.join_trial(group)
+        return group
+
+    def group_died(self, group: Group[Item], in_flight: list[Item], rest: list[Item]) -> None:
+        """The engine died at a trial: the rows in flight are split, the rest are tried on their own."""
+        for item in (*in_flight, *rest):
+            item.try_alone()
+        self.suspects.died(group, in_flight, rest)
+
+    def put_back_group(self, group: Group[Item], rows: list[Item]) -> None:
+        """The trial was broken off for another reason: its rows without an outcome are tried again."""
+        for item in rows:
+            item.try_alone()
+        self.suspects.put_back(group, rows)
+
+    def leave_group(self, group: Group[Item]) -> list[Item]:
+        """Takes a group's rows out of everything but the engine worker; returns those that were not submitted."""
+        rows = group.take_all()
+        rows += [item for _, _, item in self._later if item.group is group]
+        self._later = [entry for entry in self._later if entry[2].group is not group]
+        heapq.heapify(self._later)
+        return sorted(rows, key=lambda item: item.order)
+
+
+def _nothing() -> None:
+    return None
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels tasks and waits until all are gone, also when the waiting itself is cancelled meanwhile.
+
+    A task that swallowed its cancel (asyncio.wait_for does so before Python 3.12) is cancelled again.
+    """
+    pending = set(tasks)
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        pending = {task for task in pending if not task.done()}
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,255 @@
+"""The states of a row on its way through a feed, and the transitions between them.
+
+No other module writes a field of `Item` or `OpenBatch`. A transition that `TRANSITIONS` does not allow raises
+InvalidTransition, so that a row is in one place at a time and has one outcome. The states and who holds the row:
+
+    WAITING         row_queue, ready to be sent
+    SUSPECT         poison_rows, to be sent with nothing in flight but its group
+    IN_FLIGHT       engine_worker, sent to its engine
+    ANSWER_WAITING  engine_worker, the answer has come and waits for room in memory
+    UNDECIDED       failed_requests, the request failed and it is not known yet whether the engine lives
+    BACKING_OFF     row_queue, until the time of its next try
+    DENIED          denials, refused as a request that this server does not allow; keeps its slot
+    SET_ASIDE       denials, the engine answers other requests; keeps no slot
+    DONE, DEAD      its batch, with an answer or a dead letter; terminal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from gpu_runner.client.protocol import Repair
+from gpu_runner.inference.answer_memory import BatchBytes
+from gpu_runner.inference.poison_rows import Group
+from gpu_runner.rows import Outcome, Row
+
+
+class RowState(IntEnum):
+    """Where a row is; the module's docstring says what each means."""
+
+    WAITING = 0
+    SUSPECT = 1
+    IN_FLIGHT = 2
+    ANSWER_WAITING = 3
+    UNDECIDED = 4
+    BACKING_OFF = 5
+    DENIED = 6
+    SET_ASIDE = 7
+    DONE = 8
+    DEAD = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A named change of state: from any of `sources` to `target`."""
+
+    name: str
+    sources: frozenset[RowState]
+    target: RowState
+
+
+def _transition(name: str, sources: str, target: RowState) -> Transition:
+    return Transition(name, frozenset(RowState[source] for source in sources.split()), target)
+
+
+SEND = _transition("send", "WAITING SUSPECT", RowState.IN_FLIGHT)
+WAIT_FOR_ROOM = _transition("wait for room", "IN_FLIGHT", RowState.ANSWER_WAITING)
+READ_ANSWER = _transition("read answer", "ANSWER_WAITING", RowState.IN_FLIGHT)
+ASK_AGAIN = _transition("ask again", "IN_FLIGHT BACKING_OFF", RowState.WAITING)
+ASK_AGAIN_IN_TRIAL = _transition("ask again in trial", "IN_FLIGHT BACKING_OFF", RowState.SUSPECT)
+FAIL = _transition("fail", "IN_FLIGHT", RowState.UNDECIDED)
+BACK_OFF = _transition("back off", "UNDECIDED", RowState.BACKING_OFF)
+DENY = _transition("deny", "IN_FLIGHT", RowState.DENIED)
+SET_ASIDE = _transition("set aside", "DENIED", RowState.SET_ASIDE)
+GIVE_BACK = _transition("give back", "IN_FLIGHT UNDECIDED DENIED SET_ASIDE", RowState.WAITING)
+TRY_ALONE = _transition("try alone", "SUSPECT IN_FLIGHT UNDECIDED BACKING_OFF DENIED SET_ASIDE", RowState.SUSPECT)
+SUCCEED = _transition("succeed", "IN_FLIGHT", RowState.DONE)
+DIE = _transition("die", "IN_FLIGHT UNDECIDED SET_ASIDE", RowState.DEAD)
+
+TRANSITIONS = (
+    SEND,
+    WAIT_FOR_ROOM,
+    READ_ANSWER,
+    ASK_AGAIN,
+    ASK_AGAIN_IN_TRIAL,
+    FAIL,
+    BACK_OFF,
+    DENY,
+    SET_ASIDE,
+    GIVE_BACK,
+    TRY_ALONE,
+    SUCCEED,
+    DIE,
+)
+TERMINAL = frozenset({RowState.DONE, RowState.DEAD})
+
+
+class InvalidTransition(Exception):
+    """A defect of the feed: a row was to be moved from a place where it is not."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenBatch:
+    """A batch between being read and being committed. `left` counts rows without an outcome."""
+
+    key: str
+    outcomes: list[Outcome | None]
+    left: int
+    bytes: BatchBytes
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One row on its way. Only the methods below write its fields.
+
+    `tries` are charged failures, `voids` failures that nobody charged, `deaths` engine deaths it was in
+    flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests. `kept` are the
+    bytes of an answer that is to be repaired, `reading` those of one that is being read. `sent` is a time of the loop,
+    `started_at` one of the clock. `group` is the trial that the row takes part in, in whatever state.
+    """
+
+    row: Row
+    batch: OpenBatch
+    index: int
+    order: int
+    state: RowState = RowState.WAITING
+    tries: int = 0
+    voids: int = 0
+    deaths: int = 0
+    alone_deaths: int = 0
+    repair: Repair | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    sent: float = 0.0
+    started_at: float = 0.0
+    seconds: float = 0.0
+    group: Group[Item] | None = None
+    kept: int = 0
+    reading: int = 0
+
+    def check(self, transition: Transition) -> None:
+        """Raises InvalidTransition where the transition is not allowed now."""
+        if self.state not in transition.sources:
+            raise InvalidTransition(
+                f"expected a row in {' or '.join(sorted(source.name for source in transition.sources))} "
+                f"to {transition.name}, found row {self.row.row_id!r} in {self.state.name}: a defect of the feed"
+            )
+
+    def _move(self, transition: Transition) -> None:
+        if self.state not in transition.sources:
+            self.check(transition)
+        self.state = transition.target
+
+    # --- with an engine ---
+
+    def send(self, now: float) -> None:
+        """A slot has taken the row."""
+        self._move(SEND)
+        self.sent = now
+
+    def start(self, at: float) -> None:
+        """A request begins; the first one counts as the row's start."""
+        if self.started_at == 0.0:
+            self.started_at = at
+
+    def wait_for_room(self) -> None:
+        """Its answer has come and waits for room in memory."""
+        self._move(WAIT_FOR_ROOM)
+
+    def read_answer(self, size: int) -> None:
+        """Its answer of so many bytes is being read; 0 where the waiting was broken off."""
+        self._move(READ_ANSWER)
+        self.reading = size
+
+    def done_reading(self) -> int:
+        """The answer is no longer a body that is being read. Returns its bytes, 0 where there was none."""
+        size, self.reading = self.reading, 0
+        return size
+
+    def add_seconds(self, now: float) -> None:
+        """A request has ended."""
+        self.seconds += now - self.sent
+
+    def add_tokens(self, prompt: int, completion: int) -> None:
+        """A request was answered."""
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+
+    # --- failures ---
+
+    def fail(self) -> None:
+        """Its request failed: to be judged."""
+        self._move(FAIL)
+
+    def charge(self) -> None:
+        """The failure that is judged counts as a try."""
+        self.check(BACK_OFF)
+        self.tries += 1
+
+    def void(self) -> None:
+        """The failure that is judged was not the row's."""
+        self.check(BACK_OFF)
+        self.voids += 1
+
+    def back_off(self) -> None:
+        """It waits for its next try."""
+        self._move(BACK_OFF)
+
+    def deny(self) -> None:
+        """The server does not allow its request: waits until it is known whether the row or the engine is meant."""
+        self._move(DENY)
+
+    def set_aside(self) -> None:
+        """The engine answers others: waits without a slot."""
+        self._move(SET_ASIDE)
+
+    # --- back to the queue ---
+
+    def ask_again(self) -> None:
+        """It may be sent again: within its trial, where it takes part in one."""
+        self._move(ASK_AGAIN if self.group is None else ASK_AGAIN_IN_TRIAL)
+
+    def ask_for_repair(self, repair: Repair, held: int) -> None:
+        """The next request is to repair an answer of so many bytes."""
+        self.repair, self.kept = repair, held
+
+    def give_back(self) -> None:
+        """Its engine serves no longer."""
+        self._move(GIVE_BACK)
+        self.group = None
+
+    # --- engine deaths ---
+
+    def add_death(self) -> int:
+        """It was in flight, among others, at an engine's death. Returns how often so far."""
+        self.deaths += 1
+        return self.deaths
+
+    def add_alone_death(self) -> int:
+        """It was alone in flight at an engine's death. Returns how often so far."""
+        self.alone_deaths += 1
+        return self.alone_deaths
+
+    def try_alone(self) -> None:
+        """It is to be sent with nothing in flight but its group, in a trial to come."""
+        self._move(TRY_ALONE)
+        self.group = None
+
+    def join_trial(self, group: Group[Item]) -> None:
+        """The trial of its group begins."""
+        self.check(TRY_ALONE)
+        self.group = group
+
+    # --- the end ---
+
+    def check_end(self, outcome: Outcome) -> None:
+        """Raises InvalidTransition where the row may not end with this outcome now."""
+        self.check(SUCCEED if outcome.error is None else DIE)
+
+    def end(self, outcome: Outcome) -> None:
+        """The row has its outcome, which is final."""
+        self._move(SUCCEED if outcome.error is None else DIE)
+        self.group = None
+        self.batch.outcomes[self.index] = outcome
+        self.batch.left -= 1

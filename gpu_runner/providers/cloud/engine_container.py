@@ -1,0 +1,36 @@
+"""vLLM's container, the same at every cloud that runs one: its command line, its environment, and whether it answers.
+
+The words follow the image's entry point, which is `vllm serve` or the server's module; both take `--model`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from gpu_runner.providers.base import EngineOrder, ProviderError
+from gpu_runner.providers.engine_keys import engine_key
+
+ENGINE_PORT = 8000
+WORDS = ("--model", "{model}", "--host", "0.0.0.0", "--port", "{port}")
+
+# vLLM closes idle connections after 5 s by default; a client that reuses one then meets a reset.
+_KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
+
+
+def container_words(words: Sequence[str], order: EngineOrder, port: int = ENGINE_PORT) -> tuple[str, ...]:
+    """What follows the image's name: `{model}` and `{port}` filled in, then what sizing decided."""
+    filled = [word.replace("{port}", str(port)).replace("{model}", order.model) for word in words]
+    slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
+    return (*filled, *slots, *order.arguments)
+
+
+def container_environment(own: Mapping[str, str], from_ours: Sequence[str], secret: str, name: str) -> dict[str, str]:
+    """Variables of the engine of the machine `name`, its API key among them.
+
+    `from_ours`: names of variables of our environment. Raises ProviderError for one that is not set.
+    """
+    if missing := [variable for variable in from_ours if variable not in os.environ]:
+        raise ProviderError(f"environment_from: expected {', '.join(missing)} in our environment, found nothing")
+    ours = {variable: os.environ[variable] for variable in from_ours}
+    return {**_KEEP_ALIVE, **own, **ours, "VLLM_API_KEY": engine_key(secret, name)}

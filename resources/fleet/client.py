@@ -1,0 +1,387 @@
+"""A run's dealings with the fleet: get an engine, give it back, say when another one would be worth moving to.
+
+The order of choice: an engine of fleet.yaml that stands there anyway, then a warm instance, whose boot is paid, then
+the offer of least cost for the work in hand. Blocking, made for threads: `pause` is called in steps of at most half a
+second and may raise to give up, and then nothing is held any more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from gpu_runner.fleet.accounting.budget import BudgetRefusal
+from gpu_runner.fleet.database import BudgetReached, FleetDatabase, Lease
+from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.market.offers import Ranking
+from gpu_runner.market.selection import MEMORY, FailureKind, OfferFailure, choose, explain, recently_lost
+from gpu_runner.market.speed import Measurement
+from gpu_runner.market.workload import Workload
+from gpu_runner.providers.base import DiagnosingProvider, Provider
+from gpu_runner.providers.engine_process import EngineStartError, answers
+from resources.fleet.allocation import CapacityAllocation, order_by_plan
+from resources.fleet.config import EngineConfig, FleetConfig
+from resources.fleet.leased_engine import WARM, LeasedEngine, LeaseSignals, Requirement, StaticEngine, instance_offer
+from resources.fleet.migration import CurrentPlacement, Migration, assigned_move, find_move
+from resources.fleet.provisioning import Pause, Provisioner, ProvisioningFailed, Say
+from resources.fleet.warm_instances import WarmInstances
+from resources.pricing.market import Market
+
+__all__ = ["FleetClient", "NoInstanceStarted", "Pause", "ProvisioningFailed", "Say"]
+
+WAIT_SECONDS = 0.2
+BUDGET_WAITS = 10  # a budget is raised by people, and each refusal holds the fleet's lock
+FAILED_STARTS = 3
+HEALTH_TRIES = 3
+UNKNOWN_SLOTS = 256
+MEASURE_SECONDS = 10.0
+# Rows per slot before an instance's own speed is believed: those in flight count in its time and not in its rows.
+MEASURED_SLOTS = 8
+
+
+class NoInstanceStarted(EngineStartError):
+    """Several instances in a row did not come up: it is not for want of trying."""
+
+
+class FleetClient:
+    """One run's hand in the fleet. Used from the op's main thread and, while it moves, from one more."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        providers: Mapping[str, Provider],
+        market: Market,
+        fleet_db: FleetDatabase,
+        heart: Heartbeat,
+        start: Callable[[EngineConfig, Requirement, Pause], StaticEngine],
+    ) -> None:
+        self.config, self.providers, self.market, self.fleet_db, self.heart = config, providers, market, fleet_db, heart
+        self._start = start
+        self._orders = Provisioner(config, providers, market, fleet_db, heart)
+        self._warm_instances = WarmInstances(providers, market, fleet_db, self._orders)
+        self._measured: Sequence[Measurement] | None = None
+        self._measure_at = 0.0
+
+    def acquire(
+        self, need: Requirement, *, say: Say, pause: Pause, replaces: LeasedEngine | None = None
+    ) -> LeasedEngine:
+        """Wait, visibly, until an engine is ours and answers. `replaces` does not count against the dataset's limit.
+
+        Raises FleetConfigError, EngineStartError when several engines in a row did not come up, and RunEnded for a run
+        declared dead.
+        """
+        failed = 0
+
+        def tell(activity: RunActivity) -> None:
+            news = activity.note != self.heart.activity.note
+            self.heart.tell(activity.note, activity.wait)
+            if news:
+                say(activity.note)
+
+        def note(text: str) -> None:
+            tell(RunActivity(text))
+
+        while True:
+            allowed = self._allowance(need)
+            try:
+                found = self._found(need, allowed, note, pause, replaces)
+            except ProvisioningFailed as error:
+                failed += error.started
+                note(str(error))
+                if failed >= FAILED_STARTS:
+                    if shared := self._shared(need, allowed.instances, replaces):
+                        note(f"on {shared.name}")
+                        return shared
+                    raise NoInstanceStarted(f"{failed} instances in a row did not start; the last: {error}") from None
+                pause(WAIT_SECONDS)
+                continue
+            except BudgetReached as error:
+                tell(_waits(WaitKind.BUDGET, f"paused: {error}", error.refusal))
+                for _ in range(BUDGET_WAITS):
+                    pause(WAIT_SECONDS)
+                continue
+            if isinstance(found, LeasedEngine):
+                note(f"on {found.name}")
+                return found
+            tell(found)
+            pause(WAIT_SECONDS)
+
+    def _found(
+        self, need: Requirement, allowed: CapacityAllocation, note: Say, pause: Pause, replaces: LeasedEngine | None
+    ) -> LeasedEngine | RunActivity:
+        """An engine, or what is waited for."""
+        if allowed.instances < 1:
+            return _waits(allowed.wait_kind, allowed.why_none())
+        found = self._standing(need, allowed.instances, note, pause)
+        if isinstance(found, LeasedEngine) or not self.providers or need.endpoint:
+            return found
+        return self._rented(need, allowed, note, pause, replaces)
+
+    def _allowance(self, need: Requirement) -> CapacityAllocation:
+        """What the dataset may lease now."""
+        target = self.fleet_db.target(need.dataset)
+        if target is None:
+            return CapacityAllocation()
+        if (plan := target.plan) is None:
+            return CapacityAllocation(target.instances, target.offers, target.pause)
+        return CapacityAllocation(target.instances, target.offers, target.pause, True, plan.assignments, plan.reason)
+
+    def release(self, leased: LeasedEngine, *, reason: str = "", retire: bool = False, lost: bool = False) -> None:
+        """Give it back once. `retire`: the instance is of no more use, whoever asks; it is ended at once.
+
+        `lost`: its engine was, and its offer is trusted less for a while.
+        """
+        self.heart.stop_renewing(leased.lease)
+        leased.close()
+        spent = leased.spending.spent()
+        if leased.offer is None:
+            self.fleet_db.release(leased.lease)
+        elif retire:
+            # A lease that is not ours any more was ended by the reaper, which saw the loss first and remembers it.
+            if self.fleet_db.release(leased.lease, spent, reason=reason, retire=True) and lost:
+                self.fleet_db.offer_failed(leased.offer.provider, leased.offer.name, FailureKind.LOST)
+            self._orders.end(leased.name, reason)
+        else:
+            self.fleet_db.release(leased.lease, spent, reason=reason)
+            self._orders.end(leased.name, reason)  # if it was to end with this lease
+
+    def begin_handover(self, leased: LeasedEngine) -> bool:
+        """Only the last rows are with the engine: the next run may have it beside them. True once that is said."""
+        return leased.own or self.fleet_db.drain(leased.lease)
+
+    def look(self, leased: LeasedEngine) -> LeaseSignals:
+        """What is to happen to the instance."""
+        instance = self.fleet_db.instance(leased.name)
+        if instance is None:
+            return LeaseSignals()
+        retired = (instance.reason or "it is to end") if instance.retiring else None
+        why = "" if instance.notice_seconds is None else instance.reason
+        return LeaseSignals(instance.notice_seconds, instance.epoch > leased.epoch, retired, why)
+
+    def why_lost(self, leased: LeasedEngine) -> str:
+        """What is known of an engine that was lost: the fleet's record of its end, else what its provider says now."""
+        instance = self.fleet_db.instance(leased.name)
+        if instance is not None and instance.state in ("ending", "ended") and instance.reason:
+            return instance.reason
+        provider = self.providers.get(leased.provider)
+        return provider.diagnose(leased.name) if isinstance(provider, DiagnosingProvider) else ""
+
+    # engines that stand in fleet.yaml
+
+    def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
+        engines = self.config.engines_for(need.model, need.endpoint)
+        asked_at = self.heart.now()
+        for engine in engines:
+            lease = self.fleet_db.try_lease(engine.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit)
+            if lease is not None:
+                return self._start_standing(engine, need, lease, asked_at, note, pause)
+        if self.fleet_db.leases_of(need.dataset) >= limit:
+            return _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
+        notes = [f"{engine.name} is held by run {self.fleet_db.holder(engine.name)}" for engine in engines]
+        return _waits(WaitKind.ENGINES_HELD, ", ".join(notes))
+
+    def _start_standing(
+        self, engine: EngineConfig, need: Requirement, lease: Lease, asked_at: float, note: Say, pause: Pause
+    ) -> LeasedEngine:
+        self.heart.hold(lease, asked_at)
+        note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
+        try:
+            standing = self._start(engine, need, pause)
+        except BaseException:
+            self.heart.stop_renewing(lease)
+            self.fleet_db.release(lease)
+            raise
+        return LeasedEngine(
+            lease=lease,
+            endpoint=standing.endpoint,
+            api_key=os.environ.get(engine.api_key_env) if engine.api_key_env else None,
+            max_num_seqs=engine.slots,
+            provider=engine.provider,
+            instance_type=engine.instance_type,
+            request_seconds=engine.request_seconds,
+            own=standing.own,
+            close=standing.close,
+            tls=engine.tls_files,
+        )
+
+    # instances
+
+    def _rented(
+        self, need: Requirement, allowed: CapacityAllocation, note: Say, pause: Pause, replaces: LeasedEngine | None
+    ) -> LeasedEngine | RunActivity:
+        limit = allowed.instances
+        old = None if replaces is None else replaces.lease
+
+        def full() -> bool:
+            return self._held(need, old).total() >= limit
+
+        if warm := self._warm(need, limit, old, shared=full):
+            return warm
+        if self.fleet_db.leases_of(need.dataset) - (old is not None) >= limit or full():
+            return _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
+        ranking, failures = self.ranking(need, need.work()), self.fleet_db.offer_failures(MEMORY.horizon)
+        held = self._held(need, old) if allowed.offers else {}
+        avoided = recently_lost(failures, held)  # lost since the command was given
+        named = [(name, count) for name, count in allowed.offers if name not in avoided]
+        order = order_by_plan(choose(ranking, failures), named, held)
+        if not order:
+            return self._warm(need, limit, old) or _waits_for_offer(ranking, failures)
+        try:
+            leased = self._orders.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
+        except BudgetReached:  # for a boot: what stands costs less
+            if warm := self._warm(need, limit, old):
+                return warm
+            raise
+        if leased is None:
+            held_by_all = _waits(WaitKind.FLEET_LIMIT, "the fleet holds all instances that it may have")
+            return self._warm(need, limit, old) or held_by_all
+        leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
+        leased.why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
+        leased.why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
+        return leased
+
+    def _held(self, need: Requirement, without: Lease | None) -> Counter[str]:
+        """How many instances of each offer work for the dataset, without those that are to end or taken away."""
+        found = [one for one in self.fleet_db.fleet() if one.works_for == need.dataset]
+        found = [one for one in found if not one.retiring and one.notice_seconds is None]
+        return Counter(instance_offer(one).name for one in found if without is None or one.name != without.instance)
+
+    def ranking(self, need: Requirement, work: Workload, measurements: Sequence[Measurement] | None = None) -> Ranking:
+        """What can be rented now for this work, best first, and everything else with its reason."""
+        with self._orders.market_guard:
+            return self.market.ranking(
+                need.model,
+                need.task,
+                work.mix,
+                work.tokens,
+                accept=need.accept,
+                objective=need.objective,
+                measurements=self._measurements() if measurements is None else measurements,
+                longest=work.longest,
+                max_model_len=need.max_model_len,
+                declared=need.declared,
+            )
+
+    def _measurements(self) -> Sequence[Measurement]:
+        """How fast instances were; read again now and then, because all leases there ever were are added up."""
+        if self._measured is None or time.monotonic() >= self._measure_at:
+            self._measured, self._measure_at = self.fleet_db.measurements(), time.monotonic() + MEASURE_SECONDS
+        return self._measured
+
+    # moving
+
+    def better(self, need: Requirement, leased: LeasedEngine, rows_left: int) -> Migration | None:
+        """The move that the plan assigns to this instance; without a plan one that pays, or None.
+
+        `rows_left` are this run's.
+        """
+        assert leased.offer is not None
+        allowed = self._allowance(need)
+        assigned = allowed.assignment(leased.name)
+        if allowed.planned and assigned is None:
+            return None
+        work, spent = need.work(), leased.spending.spent()
+        slots = leased.max_num_seqs or UNKNOWN_SLOTS
+        speed = None
+        if spent.rows >= MEASURED_SLOTS * slots and spent.useful_seconds > 0:
+            speed = (spent.prompt_tokens + spent.completion_tokens) / (spent.useful_seconds * leased.clock)
+        standing = self._held(need, None)
+        tokens = work.tokens / max(1, min(allowed.instances, standing.total()))
+        present = CurrentPlacement(leased.name, leased.offer, speed, tokens, rows_left * work.mix.tokens)
+        warm = [instance_offer(one) for one in self._warm_instances.usable(need) if one.name != leased.name]
+        failures = self.fleet_db.offer_failures(MEMORY.horizon)
+        ranked = self.ranking(need, work)
+        if assigned is not None and assigned.successor is not None:
+            return assigned_move(present, assigned.successor, ranked, warm, failures, allowed.reason)
+        return find_move(present, ranked, self.ranking(need, work, ()), warm, failures)
+
+    def move(
+        self, need: Requirement, leased: LeasedEngine, decision: Migration, *, say: Say, pause: Pause
+    ) -> LeasedEngine:
+        """Lease what the decision names, beside the engine that is to be left. Raises ProvisioningFailed: then stay.
+
+        What failed is remembered of the offer, so that the controller's next plan counts on others.
+        """
+        allowed = self._allowance(need)
+        assigned, limit = allowed.assignment(leased.name), allowed.move_limit(leased.name)
+        if allowed.planned and (assigned is None or assigned.successor != decision.new.name):
+            raise ProvisioningFailed(f"the plan does not give {leased.name} up for {decision.new.name} any more")
+        try:
+            if decision.new.boot_seconds == 0 and decision.new.source == WARM:
+                found = self._warm(need, limit, leased.lease, decision.new.price_per_hour)
+            else:
+                found = self._orders.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
+        except BudgetReached as error:
+            raise ProvisioningFailed(str(error)) from None
+        if found is None:
+            raise ProvisioningFailed("the fleet holds all instances that it may have")
+        found.why = decision.sentence
+        return found
+
+    def _shared(self, need: Requirement, limit: int, replaces: LeasedEngine | None) -> LeasedEngine | None:
+        """One that stands, on which others end; None, too, where the budget does not pay for it."""
+        try:
+            return self._warm(need, limit, None if replaces is None else replaces.lease)
+        except BudgetReached:
+            return None
+
+    def _warm(
+        self,
+        need: Requirement,
+        limit: int,
+        old: Lease | None,
+        most_per_hour: float = math.inf,
+        shared: Callable[[], bool] = lambda: True,
+    ) -> LeasedEngine | None:
+        """The first of the warm instances that answers and takes rows as long as ours; a dead one is ended.
+
+        `shared`: whether one will do on which other runs have their last rows in flight. These come after all others.
+        """
+        for instance in self._warm_instances.usable(need):
+            if instance.price_per_hour > most_per_hour or (old is not None and instance.name == old.instance):
+                continue
+            if instance.draining and not shared():
+                return None
+            asked_at = self.heart.now()
+            lease = self.fleet_db.try_lease(
+                instance.name,
+                self.heart.run_id,
+                need.dataset,
+                self.heart.ttl,
+                limit=limit,
+                replaces=old,
+                drain_seconds=self.heart.drain_seconds(),
+            )
+            if lease is None:
+                continue
+            self.heart.hold(lease, asked_at)
+            access = self._orders.access(instance)
+            if access is not None and any(answers(access.endpoint) for _ in range(HEALTH_TRIES)):
+                leased = self._orders.leased(lease, instance, instance_offer(instance), access)
+                leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
+                return leased
+            if access is not None:
+                access.close()
+            self.heart.stop_renewing(lease)
+            self.fleet_db.give_up(lease, "its engine does not answer")
+            self._orders.end(instance.name, "its engine does not answer")
+        return None
+
+
+def _waits(kind: WaitKind, words: str, refusal: BudgetRefusal | None = None) -> RunActivity:
+    return RunActivity(f"waiting: {words}", WaitReason(kind, refusal))
+
+
+def _waits_for_offer(ranking: Ranking, failures: Sequence[OfferFailure]) -> RunActivity:
+    """Nothing can be rented, for the most frequent reasons; without times, so that it stays the same for a while."""
+    if ranking.ranked:
+        said = sorted({failure.text for failure in failures})
+        words = f"{len(ranking.ranked)} suitable offers failed a moment ago: {'; '.join(said)}"[:280]
+        return _waits(WaitKind.OFFERS_FAILED, words)
+    counts = Counter(refusal.reason for refusal in ranking.refused)
+    words = "no suitable offer" + "".join(f"; {number} × {reason}" for reason, number in counts.most_common(2))
+    return _waits(WaitKind.NO_OFFER, words)

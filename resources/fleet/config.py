@@ -1,0 +1,327 @@
+"""fleet.yaml: which engines stand somewhere, which providers rent out machines, and how the fleet behaves."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from gpu_runner.errors import ExitStatus, UserFacingError
+from gpu_runner.http.addresses import engine_url
+from gpu_runner.http.tls_files import TlsFiles
+from gpu_runner.models.names import name_problem
+from gpu_runner.providers.ec2.config import Ec2ProviderConfig
+from gpu_runner.providers.kubernetes.config import KubernetesProviderConfig
+from gpu_runner.providers.local import LocalProviderConfig
+from gpu_runner.providers.runpod.config import RunPodConfig
+from gpu_runner.providers.simulated.config import SimulatedCloudConfig
+from gpu_runner.providers.simulated.default import default_cloud
+from gpu_runner.providers.ssh.config import SshProviderConfig
+from resources import endpoints
+from resources.alerts import AlertConfig
+from resources.fleet.engine_tls import EngineTls, tls_of_environment
+from resources.pricing.sources import PricingConfig
+from resources.yaml_files import YamlProblem, load, read_text
+
+ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
+LARGEST_FILE = 1 << 20
+LLAMA_CPP_SLOTS = 16  # 61 tokens/s of a 135M model on one thread, 20 with one slot
+RENTED = ("local", "kubernetes", "ssh", "ec2", "runpod")  # keys of providers of real machines
+RentedConfig = LocalProviderConfig | KubernetesProviderConfig | SshProviderConfig | Ec2ProviderConfig | RunPodConfig
+EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
+
+VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
+
+
+class FleetConfigError(UserFacingError):
+    """fleet.yaml is not what it should be."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
+
+
+class _WholeProblem(ValueError):
+    """A validator's message that says what was found as far as it may be shown: nothing is added to it."""
+
+
+class EngineConfig(BaseModel):
+    """One engine that may be leased, by one run at a time.
+
+    `simulated`, `llama_cpp` and `process` engines are started for a lease and end with it; an `endpoint` runs already.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    kind: Literal["simulated", "process", "llama_cpp", "endpoint"]
+    url: str | None = None
+    command: list[str] = VLLM_COMMAND
+    environment: dict[str, str] = {}
+    api_key_env: str | None = None
+    models: list[str] = Field(default=[], description="only for datasets of these models; empty: for all")
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
+    request_seconds: float = Field(default=1800, gt=0, description="longest that one row may take, queueing included")
+    gguf: Path | None = Field(default=None, description="llama_cpp only: the model's file, from the folder of this one")
+    threads: int | None = Field(default=None, ge=1, description="llama_cpp only; all cores but one by default")
+    context: int | None = Field(
+        default=None, ge=64, le=1 << 20, description="llama_cpp only: tokens of one row, prompt and answer"
+    )
+    speed: float = Field(default=20.0, gt=0, description="simulated only: how much faster than the modelled GPU")
+    arguments: list[str] = Field(
+        default=[], description="further arguments of gpu_runner.simulator, or of gpu_runner.providers.llama_cpp_server"
+    )
+    tls: EngineTls | None = Field(default=None, description="endpoint of https only: certificates")
+    provider: str = "local"
+    instance_type: str = "local"
+
+    @field_validator("models")
+    @classmethod
+    def _models_are_words(cls, models: list[str]) -> list[str]:
+        for model in models:
+            if problem := name_problem(model):
+                raise _WholeProblem(f"models: expected names of models, found one of which {problem}")
+        return models
+
+    @model_validator(mode="after")
+    def _gguf_has_a_name(self) -> EngineConfig:
+        if (self.kind == "llama_cpp") != (self.gguf is not None):
+            raise _WholeProblem("gguf: expected a file for kind llama_cpp, and for no other kind")
+        if self.kind == "llama_cpp" and not self.models:
+            raise _WholeProblem("models: expected the name of the model in the gguf file, as datasets call it")
+        if self.kind != "llama_cpp" and (self.threads or self.context):
+            raise _WholeProblem("threads, context: expected for kind llama_cpp only")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_needs_https(self) -> EngineConfig:
+        if self.tls is not None and not (self.url or "").startswith("https://"):
+            raise _WholeProblem("tls: expected for kind endpoint with a url of https://, and for no other")
+        return self
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """Certificates for its connections; None: those of the system."""
+        return None if self.tls is None else self.tls.files()
+
+    @property
+    def slots(self) -> int | None:
+        """Rows at once, where they are known."""
+        return self.max_num_seqs or (LLAMA_CPP_SLOTS if self.kind == "llama_cpp" else None)
+
+    @model_validator(mode="after")
+    def _endpoint_has_url(self) -> EngineConfig:
+        if (self.kind == "endpoint") != (self.url is not None):
+            raise _WholeProblem("url: expected for kind endpoint, and for no other kind")
+        if self.url is not None:
+            try:
+                engine_url(self.url)
+            except ValueError as error:
+                raise _WholeProblem(f"url: {error}") from None
+        return self
+
+
+class FleetConfig(BaseModel):
+    """What fleet.yaml holds: engines that stand there anyway, and providers of which instances are rented."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    engines: list[EngineConfig] = Field(default=[], description="engines that are taken before anything is rented")
+    simulated: SimulatedCloudConfig | None = Field(
+        default=None,
+        description="providers that only play their machines; `default`: the three of a fleet without this file",
+    )
+    local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
+    kubernetes: list[KubernetesProviderConfig] = Field(
+        default=[], description="namespaces of Kubernetes clusters, a provider for each entry; see `docs/providers.md`"
+    )
+    ssh: list[SshProviderConfig] = Field(default=[], description="hosts of your own, reached by SSH")
+    ec2: list[Ec2ProviderConfig] = Field(default=[], description="VMs of AWS, an account for each entry")
+    runpod: list[RunPodConfig] = Field(default=[], description="pods of RunPod (experimental), an account for each")
+    prices: PricingConfig = Field(default=PricingConfig(), description="price sources, see `docs/pricing.md`")
+    alerts: AlertConfig | None = Field(default=None, description="a webhook that hears of deadlines and budgets")
+    allowed_endpoints: list[str] = Field(
+        default=[], description="further addresses that the tag `batch/endpoint` may name; no key is sent to them"
+    )
+    max_instances: int = Field(default=20, ge=1, description="most instances at once, of all datasets together")
+    idle_minutes: float = Field(default=10, ge=0, description="real; how long an instance waits for the next run")
+    start_seconds: float = Field(
+        default=1800,
+        gt=0,
+        description="how long a boot may take, by the provider's clock; never less than 60 real seconds or 3 × its "
+        "offer's `boot_seconds`",
+    )
+    move_seconds: float = Field(default=30, gt=0, description="how often a run looks for a cheaper offer")
+    _home: Path | None = PrivateAttr(default=None)  # where endpoints.json lies
+
+    @field_validator("allowed_endpoints")
+    @classmethod
+    def _addresses(cls, given: list[str]) -> list[str]:
+        try:
+            return [engine_url(one) for one in given]
+        except ValueError as error:
+            raise _WholeProblem(f"allowed_endpoints: {error}") from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_cloud(cls, given: object) -> object:
+        """A file that names no engine and no provider keeps the embedded simulated ones, as one with the word does."""
+        if not isinstance(given, dict) or not given:
+            return given
+        if not given.keys() & {"engines", "simulated", *RENTED} or given.get("simulated") == "default":
+            return {**given, "simulated": default_cloud()}
+        return given
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> FleetConfig:
+        if not self.engines and not self.rented and self.simulated is None:
+            raise _WholeProblem(f"engines: expected at least one of engines, simulated, {', '.join(RENTED)}")
+        names = [engine.name for engine in self.engines]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise _WholeProblem(f"engines: expected a name of its own for each, found twice: {', '.join(twice)}")
+        providers = [one.name for one in self.rented]
+        providers += [one.name for one in self.simulated.providers] if self.simulated else []
+        if twice := sorted({name for name in providers if providers.count(name) > 1}):
+            raise _WholeProblem(f"expected a name of its own for each provider, found twice: {', '.join(twice)}")
+        return self
+
+    @model_validator(mode="after")
+    def _idle_vms_live_on(self) -> FleetConfig:
+        """A machine that waits for the next run is asked nothing: it must not take itself for an orphan."""
+        limits = [("ec2", one.name, one.orphan_minutes) for one in self.ec2]
+        limits += [("runpod", one.name, one.orphan_minutes) for one in self.runpod]
+        for kind, name, minutes in limits:
+            if minutes <= self.idle_minutes:
+                raise _WholeProblem(
+                    f"{kind}: expected orphan_minutes of {name} above idle_minutes ({self.idle_minutes:g}), found "
+                    f"{minutes:g}"
+                )
+        return self
+
+    @property
+    def rented(self) -> list[RentedConfig]:
+        """Every provider of real machines."""
+        return [*self.local, *self.kubernetes, *self.ssh, *self.ec2, *self.runpod]
+
+    @classmethod
+    def embedded(cls) -> FleetConfig:
+        """Three simulated providers that compete: what a newcomer has."""
+        return cls(simulated=default_cloud(), idle_minutes=EMBEDDED_IDLE_MINUTES, move_seconds=2)
+
+    def engines_for(self, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
+        """Engines that may serve the model, or the one at this address. Raises FleetConfigError.
+
+        The address comes from a tag, which whoever reaches Dagster may write: it only chooses among those that the
+        environment, fleet.yaml or a command line on this home has named. A key goes to the address it was given for.
+        """
+        if endpoint:
+            return [self._engine_at(endpoint)]
+        fitting = [engine for engine in self.engines if not engine.models or model in engine.models]
+        if not fitting and self.simulated is None and not self.rented:
+            raise FleetConfigError(
+                f"fleet.yaml: expected an engine that serves {model}, found engines for "
+                f"{', '.join(sorted({model for engine in self.engines for model in engine.models}))}"
+            )
+        return fitting
+
+    def _engine_at(self, endpoint: str) -> EngineConfig:
+        try:
+            url, own = engine_url(endpoint), _engine_of_environment()
+            given = None if self._home is None else endpoints.allowed(self._home, url)
+        except (ValueError, endpoints.EndpointsError) as error:
+            raise FleetConfigError(f"address of the engine (--endpoint, tag batch/endpoint): {error}") from None
+        key = os.environ.get(KEY_VARIABLE) or None
+        if url == own or (given and given.takes(key)):
+            return _endpoint_engine(url, KEY_VARIABLE if key else None)
+        if standing := [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]:
+            return standing[0]
+        if (given and given.without_key) or url in self.allowed_endpoints:
+            return _endpoint_engine(url, None)
+        if given:
+            raise FleetConfigError(
+                f"{KEY_VARIABLE}: expected the key that was given with --endpoint, found another or none in the "
+                "environment of this Dagster; end it and start it with the key"
+            )
+        raise FleetConfigError(
+            "tag batch/endpoint: expected an address that BATCH_ASSETS_ENDPOINT, `engines` or `allowed_endpoints` in "
+            "fleet.yaml, or `batch-assets run --endpoint` has named, found another one; nothing was sent to it"
+        )
+
+    @classmethod
+    def load(cls, path: Path, home: Path | None = None) -> FleetConfig:
+        """Read fleet.yaml; `home`: where the addresses lie that were allowed by a command.
+
+        Raises FleetConfigError naming file, key, expected and found.
+        """
+        found = cls._load(path)
+        found._home = home
+        return found
+
+    @classmethod
+    def _load(cls, path: Path) -> FleetConfig:
+        if not path.exists():
+            if os.environ.get("BATCH_ASSETS_FLEET") == str(path):
+                raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
+            return cls.embedded()
+        try:
+            found = cls.model_validate(load(read_text(path, LARGEST_FILE)))
+            below: dict[str, object] = {"prices": found.prices.below(path.parent)}
+            if found.kubernetes:
+                below["kubernetes"] = [one.below(path.parent) for one in found.kubernetes]
+            if found.engines:
+                below["engines"] = [_below(engine, path.parent) for engine in found.engines]
+            if found.ssh:
+                below["ssh"] = [one.below(path.parent) for one in found.ssh]
+            return found.model_copy(update=below)
+        except ValidationError as error:
+            problems = "; ".join(_problem(found) for found in error.errors())
+            raise FleetConfigError(f"{path}: {problems}") from None
+        except YamlProblem as error:
+            raise FleetConfigError(f"{path}: {error}") from None
+        except OSError as error:
+            raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
+
+
+def _below(engine: EngineConfig, folder: Path) -> EngineConfig:
+    """The engine with the path of its file from `folder` on."""
+    update: dict[str, object] = {}
+    if engine.gguf is not None:
+        update["gguf"] = folder.resolve() / engine.gguf.expanduser()
+    if engine.tls is not None:
+        update["tls"] = engine.tls.below(folder)
+    return engine.model_copy(update=update) if update else engine
+
+
+def _engine_of_environment() -> str | None:
+    """BATCH_ASSETS_ENDPOINT in our spelling. Raises ValueError, without what it holds."""
+    found = os.environ.get(ENDPOINT_VARIABLE)
+    try:
+        return engine_url(found) if found else None
+    except ValueError as error:
+        raise ValueError(f"{ENDPOINT_VARIABLE}: {error}") from None
+
+
+def _endpoint_engine(url: str, api_key_env: str | None) -> EngineConfig:
+    name = re.sub(r"[^a-z0-9._-]+", "-", url.split("://")[-1].lower()).strip("-._")[:63]
+    own = EngineConfig(name=name or "endpoint", kind="endpoint", url=url, api_key_env=api_key_env)
+    files = tls_of_environment() if url.startswith("https://") else None
+    tls = None if files is None else EngineTls(ca=files.ca, certificate=files.certificate, key=files.key)
+    return own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint", "tls": tls})
+
+
+def _problem(error: ErrorDetails) -> str:
+    """Key, expected and found. Of what may be a secret only the type: a part, a setting of an engine's environment, an
+    address, or whatever stands under a key that we do not know (`api_key: …`).
+    """
+    keys, said, found = error["loc"], error["msg"], error["input"]
+    unknown = error["type"] == "extra_forbidden" and isinstance(found, str)
+    secret = {"environment", "alerts"} & set(keys) or unknown or {"@", "/", "?", "#"} & set(str(found))
+    plain = isinstance(found, str | int | float | bool) and not secret
+    shown = f"{found!r:.80}" if plain else type(found).__name__
+    where = ".".join(map(str, keys))
+    text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")
+    return f"{where + ': ' if where else ''}{text}" + (
+        "" if isinstance(error.get("ctx", {}).get("error"), _WholeProblem) else f", found {shown}"
+    )

@@ -1,0 +1,122 @@
+"""What a run needs of an engine, and what it has when one is leased."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gpu_runner.cost_meter import CostMeter
+from gpu_runner.fleet.database import Instance, Lease
+from gpu_runner.http.tls_files import TlsFiles
+from gpu_runner.market.offers import Objective, Offer, OfferFilter
+from gpu_runner.market.speed import LengthMix
+from gpu_runner.market.workload import Workload
+from gpu_runner.reachability import Reachability, always_open
+from gpu_runner.rows import Task
+from resources.pricing.market import ANY_OFFER
+from resources.pricing.model_catalog import DeclaredModel
+
+WARM = "fleet"  # source of an instance that stands ready, as an offer
+UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "assumed")
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`."""
+
+    dataset: str
+    model: str
+    task: Task
+    endpoint: str | None = None
+    accept: OfferFilter = ANY_OFFER
+    objective: Objective = "cheapest"
+    max_model_len: int | None = None
+    declared: DeclaredModel | None = None
+    work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
+
+    @property
+    def engine_key(self) -> str:
+        """Instances with this key serve the same: model, kind of task, and how the engine is started."""
+        kind = "embedding" if self.task == "embedding" else "generate"
+        return hashlib.sha256(f"{self.model}\0{kind}\0{self.max_model_len}".encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True, eq=False)
+class LeasedEngine:
+    """An engine that is ours now. The lease's epoch fences everything written in its name.
+
+    `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
+    this run and ends with it. `why`: one sentence on why it was chosen. Prices are per real second.
+    `reachability`: of the way to it. `tls`: certificates for an engine of https, None: those of the system.
+    """
+
+    lease: Lease
+    endpoint: str
+    api_key: str | None = field(repr=False)
+    max_num_seqs: int | None
+    provider: str
+    instance_type: str
+    spot: bool = False
+    request_seconds: float = 1800
+    offer: Offer | None = None
+    clock: float = 1.0
+    spending: CostMeter = field(default_factory=CostMeter)
+    own: bool = False
+    why: str = ""
+    close: Callable[[], None] = lambda: None
+    reachability: Callable[[], Reachability] = always_open
+    tls: TlsFiles | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the instance or of the engine."""
+        return self.lease.instance
+
+    @property
+    def epoch(self) -> int:
+        """Fencing epoch of the lease."""
+        return self.lease.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSignals:
+    """What a leased instance's row says to its holder.
+
+    `notice_seconds`: until it is taken away, if its provider gave notice, and `notice_reason` its words for why.
+    `succeeded`: another run has it now.
+    `retired`: it is to end, and the holder to leave it; why, for people. None: it stays.
+    """
+
+    notice_seconds: float | None = None
+    succeeded: bool = False
+    retired: str | None = None
+    notice_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticEngine:
+    """An engine of fleet.yaml that answers, and how it is let go."""
+
+    endpoint: str
+    own: bool = False
+    close: Callable[[], None] = lambda: None
+
+
+def instance_offer(instance: Instance) -> Offer:
+    """The offer that an instance was rented as, with its boot paid."""
+    return Offer(
+        provider=instance.provider,
+        region=instance.region,
+        instance_type=instance.instance_type,
+        gpu=instance.gpu,
+        gpus=instance.gpus,
+        gpu_memory_gib=instance.gpu_memory_gib,
+        spot=instance.spot,
+        price_per_hour=instance.price_per_hour,
+        boot_seconds=0.0,
+        reliability=1.0,
+        observed_at=time.time(),
+        source=WARM,
+    )

@@ -1,0 +1,244 @@
+"""One dataset in the store: snapshots, batch objects, journal, published tables (DESIGN section 6).
+
+A batch object is data and commit in one: it exists, whole, or it does not. Everything else here can be made again
+from the batch objects and the snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gpu_runner.rows import Outcome, Row, Task, data_version
+from resources.store.batch_objects import (
+    FOOTER_KEY,
+    BatchFooter,
+    BatchObject,
+    as_stored,
+    decode_batch,
+    encode_batch,
+    read_footer,
+)
+from resources.store.integrity import read_pointer, read_sealed
+from resources.store.journal import Journal
+from resources.store.objects import CorruptObject, ObjectInfo, Objects, open_for_sensor, open_objects
+from resources.store.outcome_tables import outcomes_from
+from resources.store.snapshot_manifest import BatchEntry, Shard, SnapshotManifest
+
+__all__ = [
+    "FOOTER_KEY",
+    "BatchEntry",
+    "BatchFooter",
+    "BatchObject",
+    "BatchStore",
+    "DatasetStore",
+    "Shard",
+    "SnapshotManifest",
+]
+
+
+class DatasetStore:
+    """The objects of one dataset. Safe to use from several threads."""
+
+    def __init__(self, objects: Objects, dataset: str) -> None:
+        self.objects = objects
+        self.dataset = dataset
+        self.journal = Journal(objects, dataset)
+
+    # snapshots
+
+    def snapshot_path(self, snapshot: str, name: str) -> str:
+        """Path of a file of a snapshot."""
+        return f"{self.dataset}/snapshots/{snapshot}/{name}"
+
+    def current_snapshot(self) -> str | None:
+        """Id of the newest complete snapshot, or None before the first. Raises CorruptObject."""
+        return read_pointer(self.objects, f"{self.dataset}/snapshots/CURRENT", self.mended_by_run)
+
+    @property
+    def mended_by_run(self) -> str:
+        """What to do about a snapshot, or a pointer, that is gone or damaged."""
+        return f"`batch-assets run {self.dataset}` mends it"
+
+    def manifest(self, snapshot: str) -> SnapshotManifest:
+        """Raises CorruptObject when the snapshot was never completed, or its manifest is gone or damaged."""
+        path = self.snapshot_path(snapshot, "manifest.json")
+        try:
+            return read_sealed(self.objects, path, SnapshotManifest, self.mended_by_run)
+        except FileNotFoundError:
+            raise CorruptObject(
+                f"{path}: expected the manifest of a snapshot, found none; {self.mended_by_run}"
+            ) from None
+
+    def snapshots(self) -> list[str]:
+        """Ids of the snapshots that have a manifest."""
+        prefix = f"{self.dataset}/snapshots/"
+        names = (info.path[len(prefix) :].partition("/") for info in self.objects.list(prefix))
+        return [snapshot for snapshot, _, name in names if name == "manifest.json"]
+
+    def put_manifest(self, manifest: SnapshotManifest) -> None:
+        """Complete a snapshot whose other files are in place, and make it the current one."""
+        path = self.snapshot_path(manifest.snapshot, "manifest.json")
+        self.objects.put(path, manifest.to_json())
+        self.set_current_snapshot(manifest.snapshot)
+
+    def set_current_snapshot(self, snapshot: str) -> None:
+        """Point at a snapshot that is complete (again)."""
+        self.objects.put(f"{self.dataset}/snapshots/CURRENT", snapshot.encode())
+
+    def entries(self, snapshot: str) -> list[BatchEntry]:
+        """Every batch of the snapshot in key order. Raises CorruptObject."""
+        path, names = (
+            self.snapshot_path(snapshot, "batches.parquet"),
+            ("key", "rows", "data_version", "shard", "row_group"),
+        )
+        with self._whole(path), pq.ParquetFile(pa.BufferReader(self.objects.get(path))) as file:
+            table = file.read(use_threads=False)
+            columns = [table.column(name).to_pylist() for name in names]
+        return [BatchEntry(*line) for line in zip(*columns, strict=True)]
+
+    @contextlib.contextmanager
+    def _whole(self, path: str) -> Iterator[None]:
+        """A file of a snapshot is read in the body: says what to do when it is gone or cannot be read."""
+        try:
+            yield
+        except (FileNotFoundError, pa.ArrowException, KeyError, OSError) as error:
+            found = (
+                "none" if isinstance(error, FileNotFoundError) else f"one that cannot be read ({type(error).__name__})"
+            )
+            raise CorruptObject(
+                f"{path}: expected a file of the snapshot, found {found}; {self.mended_by_run}"
+            ) from error
+
+    def prompt_tables(
+        self, manifest: SnapshotManifest, entries: Iterable[BatchEntry], columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[BatchEntry, pa.Table]]:
+        """The prompt rows of each batch, one row group at a time, with its shard opened once. Raises CorruptObject."""
+        with contextlib.ExitStack() as stack:
+            shard, reader, path = -1, None, ""
+            for entry in entries:
+                if entry.shard != shard:
+                    stack.close()
+                    path = self.snapshot_path(manifest.snapshot, manifest.shards[entry.shard].path)
+                    with self._whole(path):
+                        file = stack.enter_context(self.objects.open(path))
+                        reader, shard = stack.enter_context(pq.ParquetFile(file)), entry.shard
+                assert reader is not None
+                with self._whole(path):
+                    table = reader.read_row_group(entry.row_group, columns=columns)
+                yield entry, table
+
+    def rows(
+        self, manifest: SnapshotManifest, entries: Iterable[BatchEntry]
+    ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
+        for entry, table in self.prompt_tables(manifest, entries, ("row_id", "row_key", "prompt")):
+            ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
+            if data_version(zip(ids, keys, strict=True)) != entry.data_version:
+                raise CorruptObject(
+                    f"{self.dataset} snapshot {manifest.snapshot} batch {entry.key}: expected data version "
+                    f"{entry.data_version}, found other rows; materialize prompts again"
+                )
+            yield entry, tuple(Row(entry.key, *line) for line in zip(ids, keys, prompts, strict=True))
+
+    # batch objects
+
+    def batch_path(self, batch: BatchObject) -> str:
+        """Path of a batch object."""
+        return f"{self.dataset}/batches/{batch.name}"
+
+    def objects_by_batch(self, first: str = "", last: str = "~") -> dict[str, list[BatchObject]]:
+        """All objects of the batches from `first` to `last`, oldest generation first within a data version."""
+        found: dict[str, list[BatchObject]] = defaultdict(list)
+        for batch, _ in self.batch_infos(first, last):
+            found[batch.key].append(batch)
+        return {key: sorted(batch) for key, batch in found.items()}
+
+    def batch_infos(self, first: str = "", last: str = "~") -> Iterator[tuple[BatchObject, ObjectInfo]]:
+        """All objects of the batches from `first` to `last` with their sizes, in the order of a listing."""
+        prefix = f"{self.dataset}/batches/"
+        for info in self.objects.list(prefix, start_after=prefix + first if first else ""):
+            if batch := BatchObject.named(info.path[len(prefix) :]):
+                if batch.key > last:
+                    break
+                yield batch, info
+
+    def current_objects(self, entries: Sequence[BatchEntry]) -> dict[str, BatchObject]:
+        """The object with the highest generation at each entry's data version; entries without one are missing."""
+        if not entries:
+            return {}
+        found = self.objects_by_batch(entries[0].key, entries[-1].key)
+        current: dict[str, BatchObject] = {}
+        for entry in entries:
+            matching = [batch for batch in found.get(entry.key, ()) if batch.data_version == entry.data_version]
+            if matching:
+                current[entry.key] = matching[-1]
+        return current
+
+    def commit(self, footer: BatchFooter, outcomes: Sequence[Outcome], task: Task) -> tuple[BatchFooter, bool]:
+        """Write a batch object, create-only.
+
+        Returns its footer and True, or the footer of the object that was there first and False: that one holds valid
+        work of the same rows and is adopted.
+        """
+        batch = BatchObject(footer.key, footer.data_version, footer.generation)
+        path = self.batch_path(batch)
+        data = encode_batch(path, footer, outcomes, task)
+        if self.objects.create(path, data):
+            return as_stored(footer, data), True
+        return self.read_batch(batch)[1], False
+
+    def footer(self, batch: BatchObject) -> BatchFooter:
+        """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
+        path = self.batch_path(batch)
+        with self.objects.open(path) as file:
+            return read_footer(path, batch, file)
+
+    def read_batch(self, batch: BatchObject) -> tuple[pa.Table, BatchFooter]:
+        """The whole object and its footer in one read, page checksums verified.
+
+        Raises CorruptObject, FileNotFoundError.
+        """
+        path = self.batch_path(batch)
+        return decode_batch(path, batch, self.objects.get(path))
+
+    def batch_table(self, batch: BatchObject) -> pa.Table:
+        """The rows of a batch object. Raises CorruptObject, FileNotFoundError."""
+        return self.read_batch(batch)[0]
+
+    def outcomes(self, batch: BatchObject) -> list[Outcome]:
+        """The outcomes of a batch object in row order."""
+        return list(outcomes_from(self.batch_table(batch)))
+
+    # published tables
+
+    def published_path(self, version: str, name: str) -> str:
+        """Path of a file of a published table."""
+        return f"{self.dataset}/published/{version}/{name}"
+
+    def current_published(self) -> str | None:
+        """Version that readers see, or None before the first publication. Raises CorruptObject."""
+        return read_pointer(self.objects, f"{self.dataset}/published/CURRENT", self.mended_by_run)
+
+    def publish(self, version: str) -> None:
+        """Switch readers to a version whose files are all in place."""
+        self.objects.put(f"{self.dataset}/published/CURRENT", version.encode())
+
+
+class BatchStore(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's generic has no use here
+    """The store as a Dagster resource. `root` is a folder or s3://bucket/prefix; keys come from the environment."""
+
+    root: str
+
+    def dataset(self, name: str) -> DatasetStore:
+        """The objects of one dataset."""
+        return DatasetStore(open_objects(self.root), name)
+
+    def for_sensor(self, name: str) -> DatasetStore:
+        """The same for a sensor's tick: a call of a store that does not answer ends after some 20 s."""
+        return DatasetStore(open_for_sensor(self.root), name)

@@ -1,0 +1,156 @@
+"""Objects as files below a folder.
+
+A create is a hard link to a file that was synced before: the file system refuses the second one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from resources.store.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
+from resources.store.store_folder import MARKER, FolderGone, StoreFolder
+
+_TEMPORARY = ".writing-"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file is written: the descriptor of its folder, its temporary name there, and its own."""
+
+    folder: int
+    temporary: str
+    name: str
+
+    def taken(self) -> bool:
+        """An object of this name is there."""
+        try:
+            os.stat(self.name, dir_fd=self.folder)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def link(self) -> bool:
+        """Give it its name, unless that is taken."""
+        try:
+            os.link(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        except FileExistsError:
+            return False
+        os.fsync(self.folder)
+        return True
+
+    def replace(self) -> None:
+        """Give it its name, in place of what had it."""
+        os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.fsync(self.folder)
+
+
+class LocalObjects:
+    """Objects as files below a folder. It is made once: one that is gone later is not mounted (`StoreFolder`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser().resolve()
+        self.root = str(self.folder)
+        self._folder = StoreFolder(self.folder)
+
+    def _file(self, path: str) -> Path:
+        file = self.folder / path
+        if ".." in Path(path).parts or Path(path).is_absolute():
+            raise StoreError(f"object path: expected a path below the root, found {path!r}")
+        return file
+
+    @contextlib.contextmanager
+    def _written(self, path: str) -> Iterator[tuple[_Place, BinaryIO]]:
+        """A temporary file beside its destination, removed at the end whatever happened."""
+        self._file(path)
+        folder, _, name = path.rpartition("/")
+        temporary = f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with (
+                self._folder.new_file(folder, temporary) as (parent, descriptor),
+                os.fdopen(descriptor, "wb") as file,
+            ):
+                yield _Place(parent, temporary, name), file
+        except FolderGone as error:
+            raise StoreError(str(error)) from error
+
+    @staticmethod
+    def _sync(file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    def create(self, path: str, data: bytes) -> bool:
+        with self._written(path) as (place, file):
+            if place.taken():
+                return False
+            file.write(data)
+            self._sync(file)
+            return place.link()
+
+    def put(self, path: str, data: bytes) -> None:
+        with self._written(path) as (place, file):
+            file.write(data)
+            self._sync(file)
+            place.replace()
+
+    def upload(self, path: str, file: Path) -> None:
+        with self._written(path) as (place, copy):
+            with file.open("rb") as source:
+                while block := source.read(1 << 22):
+                    copy.write(block)
+            self._sync(copy)
+            place.replace()
+
+    def get(self, path: str, most: int = LARGEST_OBJECT) -> bytes:
+        with self._file(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read() if size <= most else refuse_large(path, size, most)
+
+    def exists(self, path: str) -> bool:
+        return self._file(path).is_file()
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        folder = self._file(prefix)
+        if folder.is_dir():
+            yield from self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after)
+
+    def _walk(self, folder: Path, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
+        except FileNotFoundError:  # emptied and removed while we listed
+            return
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_dir():
+                if path + "/" > start_after or start_after.startswith(path + "/"):
+                    yield from self._walk(Path(entry.path), path + "/", start_after)
+            elif path > start_after and not entry.name.startswith((_TEMPORARY, MARKER)):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat()
+                    yield ObjectInfo(path, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}")
+
+    def delete(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            file = self._file(path)
+            file.unlink(missing_ok=True)
+            if file.parent != self.folder:
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()
+
+    def open(self, path: str) -> BinaryIO:
+        import pyarrow as pa
+
+        # Not Python's own file: a thread of Arrow that lets go of one while the interpreter ends aborts the process.
+        return cast(BinaryIO, pa.OSFile(str(self._file(path)), "rb"))
+
+    def uri(self, path: str) -> str:
+        return str(self._file(path))
+
+    def storage_options(self) -> dict[str, str]:
+        return {}

@@ -1,0 +1,26 @@
+"""Names of the columns of outcomes. Without Arrow, which takes a fifth of a second to import."""
+
+from __future__ import annotations
+
+PART_COLUMNS = ("tool_calls", "reasoning", "refusal", "logprobs")  # parts of an answer, see part_columns.py
+REUSED_FROM = "reused_from"
+OPTIONAL_COLUMNS = (*PART_COLUMNS, REUSED_FROM)  # of a batch object: written only where a row has one
+PROVENANCE = ("model", "engine", "provider", "instance_type", "spot", "run_id")
+
+OUTCOME_COLUMNS: tuple[str, ...] = (
+    "row_id",
+    "row_key",
+    "output",
+    "finish_reason",
+    *PART_COLUMNS,
+    "prompt_tokens",
+    "completion_tokens",
+    "tries",
+    "error",
+    "error_message",
+    *PROVENANCE,
+    "started_at",
+    "seconds",
+    "usd",
+    REUSED_FROM,
+)

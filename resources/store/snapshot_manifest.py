@@ -1,0 +1,64 @@
+"""What a snapshot says of itself: the source as read once, its batches and the files that hold their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpu_runner.rows import Generation
+from resources.store.integrity import Sealed, StoredFile
+
+
+class Shard(BaseModel):
+    """One Parquet file of a snapshot: path below the snapshot's folder, and its rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    rows: int
+
+
+class SnapshotManifest(Sealed):
+    """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete.
+
+    `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = 1
+    dataset: str
+    snapshot: str
+    previous: str | None
+    created_at: float
+    source: str
+    rows: int
+    batches: int
+    batch_rows: int
+    source_rows: int
+    rejected: int
+    duplicates: int
+    added: int
+    changed: int
+    removed: int
+    unchanged: int
+    keep_columns: list[str]
+    shards: list[Shard]
+    duplicate_shards: list[Shard] = Field(default_factory=list)
+    files: list[StoredFile] = Field(default_factory=list)
+    generation: dict[str, Any]
+
+    def settings(self) -> Generation:
+        """What all rows of the snapshot share."""
+        return Generation(**self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """One batch of a snapshot: where its rows lie, and the data version that a current object must have."""
+
+    key: str
+    rows: int
+    data_version: str
+    shard: int
+    row_group: int

@@ -1,0 +1,262 @@
+"""Batches that come, go and come back to the feed of their model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from support.api_site import CHAT, jsonl, line
+from support.simulated_engine import SimulatedEngine, simulated_engine
+from support.timing import PATIENCE
+
+from batch_assets.api.batches.snapshot import check_input
+from batch_assets.api.billing.prices import TokenPrices
+from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
+from batch_assets.api.execution import engine_slots
+from batch_assets.api.execution.batch_run import BatchRun
+from batch_assets.api.execution.engines import EndpointSupply, EngineAway, ServingEngine
+from batch_assets.api.execution.local_journal import LocalJournal
+from batch_assets.api.execution.model_feed import ModelFeed
+from batch_assets.api.execution.open_parts import OpenParts
+from batch_assets.api.execution.stops import STOPPED
+from batch_assets.api.records.batches import BatchRecord, Held
+from batch_assets.api.settings import ApiLimits
+from gpu_runner.rows import Batch, Origin, Outcome, Task
+from resources.store.objects import LocalObjects, StoreError
+
+ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
+
+
+def run_of(objects: LocalObjects, batch_id: str = "batch_1", epoch: int = 1, lines: int = 1) -> BatchRun:
+    """A batch of so many lines, `a` and others, held for the `epoch`th time."""
+    record = BatchRecord(batch_id, "t", CHAT, "file-1", "24h", 1, 2, "d", epoch=epoch)
+    if epoch == 1:
+        objects.put("input", jsonl([line("a"), *(line(f"{number}") for number in range(1, lines))]))
+        assert check_input(objects, "input", batch_id, CHAT, None, ApiLimits()).errors == []
+    run = BatchRun(objects, record, Held(batch_id, epoch), "me")
+    run.load()
+    return run
+
+
+def test_a_batch_whose_budget_is_used_up_keeps_no_engine(tmp_path: Path) -> None:
+    """Its window may end in a week, and an engine is paid by the hour."""
+    price = TokenPrices(input=Decimal(1), output=Decimal(1))
+    feed, run = feed_of(), run_of(LocalObjects(tmp_path))
+    run.budget = BatchBudget(1, price)
+
+    async def reads() -> None:
+        feed.add(run)
+        assert not feed.idle, "nobody has seen yet what its lines may cost"
+        with pytest.raises(BudgetHolds):
+            next(run.batches())
+        assert feed.idle
+        other = run_of(LocalObjects(tmp_path / "other"), "batch_2")
+        feed.add(other)
+        assert not feed.idle
+        feed.remove(other)
+        feed.keep(math.inf)
+        assert not feed.idle
+
+    asyncio.run(reads())
+
+
+class AwayStore(LocalObjects):
+    """A store whose journal cannot be written while it is `away`."""
+
+    away = True
+
+    def put(self, path: str, data: bytes) -> None:
+        if self.away and "/journal/" in path:
+            raise StoreError("away")
+        super().put(path, data)
+
+
+def feed_of(local: Path | None = None) -> ModelFeed:
+    supply = EndpointSupply("http://127.0.0.1:9", None)
+    journal = LocalJournal(local, "me", lambda call: call())
+    return ModelFeed("tiny", "chat", supply, lambda run, footer: None, journal)
+
+
+def test_rows_of_a_batch_that_is_over_stay_on_this_disk_until_the_store_has_them(tmp_path: Path) -> None:
+    async def ends() -> None:
+        objects, feed, local = AwayStore(tmp_path / "store"), feed_of(tmp_path / "rows"), tmp_path / "rows"
+        run = run_of(objects, lines=2)
+        feed.add(run)
+        (rows,) = run.batches()
+        kept = [Outcome(row.row_id, row.row_key, "{}", "stop", 1, 1, 1, None, None, ORIGIN, 0, 1) for row in rows.rows]
+        feed._on_row(rows.key, kept[0])
+        feed.end(run)  # cancelled
+        feed._on_row(rows.key, kept[1])
+        await feed.flush()
+        (file,) = local.iterdir()
+        assert len(file.read_bytes().splitlines()) == 1
+        objects.away = False
+        await feed.flush()
+        feed.remove(run)
+        assert list(local.iterdir()) == [] and run.completed == 1
+
+    asyncio.run(ends())
+
+
+def test_rows_of_an_earlier_hold_write_nothing_for_the_later_one(tmp_path: Path) -> None:
+    async def comes_back() -> bool:
+        objects, feed = LocalObjects(tmp_path), feed_of()
+        first = run_of(objects)
+        feed.add(first)
+        rows = next(feed._parts)
+        feed.remove(first)  # another worker has taken it over
+        mark = rows.rows[0].prompt.partition(b" ")[0]
+        again = run_of(objects, epoch=2)
+        feed.add(again)
+        stopped = Outcome("a", rows.rows[0].row_key, None, None, 0, 0, 1, STOPPED, None, ORIGIN, 0.0, 0.0)
+        feed._on_row(rows.key, replace(stopped, error="rejected_500"))
+        was_stopped = feed.stops.is_stopped(mark)
+        await feed._on_batch(rows.key, [stopped])
+        own = next(iter(again.batches()))
+        assert not feed.stops.is_stopped(own.rows[0].prompt.partition(b" ")[0])
+        assert not again.done and not again.unwritten
+        return was_stopped
+
+    assert asyncio.run(comes_back())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30 * PATIENCE):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_a_batch_that_is_over_is_remembered_until_its_last_part_is_handed_on(tmp_path: Path) -> None:
+    async def ends() -> None:
+        objects, feed = LocalObjects(tmp_path), feed_of()
+        run = run_of(objects, lines=600)
+        feed.add(run)
+        parts = [next(feed._parts), next(feed._parts)]
+        feed.end(run)  # cancelled
+        feed.remove(run)
+        for open_part in parts:
+            assert feed.stops.names == 1
+            rows = [
+                Outcome(row.row_id, row.row_key, None, None, 0, 0, 1, STOPPED, None, ORIGIN, 0, 1)
+                for row in open_part.rows
+            ]
+            await feed._on_batch(open_part.key, rows)
+        assert feed.stops.names == 0
+        feed._queue.close()
+        assert list(feed._parts) == [], "its third part was not read, and is not"
+
+    asyncio.run(ends())
+
+
+def test_a_batch_of_which_nothing_was_read_is_not_remembered(tmp_path: Path) -> None:
+    async def ends() -> None:
+        feed = feed_of()
+        run = run_of(LocalObjects(tmp_path))
+        feed.add(run)
+        feed.end(run)
+        assert feed.stops.names == 0
+
+    asyncio.run(ends())
+
+
+def test_a_part_that_is_read_while_its_batch_ends_is_left_out(tmp_path: Path) -> None:
+    """What the reading thread has taken from the store when the batch ends would else be asked for."""
+    objects = LocalObjects(tmp_path)
+    run = run_of(objects, lines=300)
+
+    def parts() -> Iterator[Batch]:
+        first, second = run.batches()
+        yield first
+        assert opened.end(run)
+        yield second
+
+    opened = OpenParts(parts(), lambda name: run if name == run.name else None)
+    assert [batch.key for batch in opened] == [f"{run.name}/00000"]
+    assert not opened.handed_on(f"{run.name}/00000") and not opened.end(run)
+
+
+def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) -> None:
+    async def cancelled() -> None:
+        with simulated_engine("--max-num-seqs", "2", "--weights-ms", "50", "--output-tokens", "fixed:4") as engine:
+            supply = EndpointSupply(engine.url, None)
+            local = LocalJournal(None, "me", lambda call: call())
+            feed = ModelFeed("tiny", "chat", supply, lambda run, footer: None, local)
+            serving = asyncio.create_task(feed.serve())
+            try:
+                run = run_of(LocalObjects(tmp_path), lines=600)
+                feed.add(run)
+                await until(lambda: run.unwritten or run.completed > 0)
+                assert feed.stops.names == 1
+                feed.end(run)
+                feed.remove(run)
+                await until(lambda: feed.stops.names == 0)
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 30 * PATIENCE))
+
+
+class SimulatedSupply:
+    """Leases each of its engines once at a time. `held`: those that somebody has now."""
+
+    def __init__(self, engines: list[SimulatedEngine]) -> None:
+        self.free = list(engines)
+        self.held: dict[str, ServingEngine] = {}
+        self.most_held = 0
+
+    @contextlib.asynccontextmanager
+    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+        while not self.free:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        own = self.free.pop(0)
+        if own.process.returncode is not None:
+            raise EngineAway("it was killed")
+        self.held[own.url] = engine = ServingEngine(own.url, None, 4, "sim", "h100", leased=True)
+        self.most_held = max(self.most_held, len(self.held))
+        try:
+            yield engine
+        finally:
+            del self.held[own.url]
+            self.free.append(own)
+
+
+@pytest.mark.slow
+def test_a_feed_takes_more_engines_loses_one_and_gives_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slots, "SURPLUS_SECONDS", 0.0)
+    answered: Counter[str] = Counter()
+
+    async def works(engines: list[SimulatedEngine]) -> None:
+        supply, local = SimulatedSupply(engines), LocalJournal(None, "me", lambda call: call())
+        monkeypatch.setattr(local, "note", lambda batch, part, outcome: answered.update([outcome.row_id]))
+        feed = ModelFeed("tiny", "chat", supply, lambda run, footer: None, local)
+        run = run_of(LocalObjects(tmp_path), lines=1_500)
+        serving, done = asyncio.create_task(feed.serve()), feed.add(run)
+        await until(lambda: len(answered) > 20)
+        assert len(supply.held) == 1
+        feed.want_engines(3)
+        await until(lambda: len(supply.held) == 3)
+        engines[0].process.kill()
+        await until(lambda: engines[0].url not in supply.held and len(answered) > 200)
+        feed.want_engines(1)
+        await until(lambda: len(supply.held) == 1)
+        assert not done.is_set(), "engines were given back while there was work"
+        await done.wait()
+        assert run.completed == 1_500 and run.failed == 0
+        feed.drain()
+        await serving
+        assert supply.held == {} and supply.most_held == 3
+
+    with contextlib.ExitStack() as stack:
+        options = ("--speed", "20", "--max-num-seqs", "4")
+        asyncio.run(works([stack.enter_context(simulated_engine(*options)) for _ in range(3)]))
+    assert set(answered.values()) == {1} and len(answered) == 1_500

@@ -1,0 +1,276 @@
+"""What a worker does with a batch that it holds, that it has lost, or that cannot be carried on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from support.api_site import CHAT, jsonl, line
+from support.timing import PATIENCE
+
+from batch_assets.api.batches.snapshot import Checked, check_input
+from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
+from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.prices import PriceList
+from batch_assets.api.billing.spending import SpendingRecords
+from batch_assets.api.execution import batch_lifecycle, worker
+from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
+from batch_assets.api.execution.batch_run import BatchRun
+from batch_assets.api.execution.engines import EndpointSupply
+from batch_assets.api.execution.worker import Worker
+from batch_assets.api.models import NamedModels
+from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
+from batch_assets.api.records.database import Records
+from batch_assets.api.records.files import FileRecord, FileRecords, content_path
+from batch_assets.api.records.states import ACCEPT
+from batch_assets.api.records.tables import BATCHES
+from batch_assets.api.settings import ApiLimits
+from gpu_runner.rows import Origin, Outcome, Task
+from resources.store.objects import LocalObjects, StoreError
+
+NOBODY = "http://127.0.0.1:9"
+ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
+KEY = "00000"
+
+
+@contextlib.contextmanager
+def site_of(folder: Path) -> Iterator[Site]:
+    """Records and a store of their own, and no engine."""
+    records = Records(f"sqlite:///{folder}/api.db")
+    try:
+        yield Site(
+            BatchRecords(records),
+            FileRecords(records),
+            LocalObjects(folder / "store"),
+            NamedModels(["tiny"], 0),
+            EndpointSupply(NOBODY, None),
+            ApiLimits(),
+            lambda run, footer: None,
+            BatchUsage(UsageLedger(records), BatchCharges(PriceList()), SpendingRecords(records), time.time),
+        )
+    finally:
+        records.close()
+
+
+def added(site: Site, content: bytes, window: int = 3_600) -> BatchRecord:
+    """A batch whose input file is in the store."""
+    now = int(site.clock())
+    file = FileRecord("file-1", "t", "batch", "in.jsonl", len(content), now)
+    site.files.add(file)
+    site.objects.put(content_path(file.id), content)
+    return site.batches.create(BatchRecord("batch_1", "t", CHAT, file.id, "1h", now, now + window, "d"))
+
+
+def claimed(site: Site, batch: BatchRecord, holder: str, now: float = 0.0) -> Held:
+    """Taken, if nobody has it at this time."""
+    held = site.batches.claim(batch.id, holder, now, 5.0)
+    assert held is not None
+    return held
+
+
+def checked(site: Site, batch: BatchRecord) -> Checked:
+    async def check() -> Checked:
+        return BatchLifecycle(site)._check(batch, None, {})
+
+    return asyncio.run(check())
+
+
+def held_until(site: Site, batch: BatchRecord) -> float | None:
+    with site.batches._records.reading() as connection:
+        return connection.scalar(sa.select(BATCHES.c.held_until).where(BATCHES.c.id == batch.id))
+
+
+def answered(name: str) -> Outcome:
+    return Outcome(name, f"key-{name}", "{}", "stop", 1, 1, 1, None, None, ORIGIN, 0.0, 1.0)
+
+
+def test_a_worker_that_lost_its_batch_leaves_the_journal_to_the_next(tmp_path: Path) -> None:
+    async def lost(site: Site) -> int:
+        batch = added(site, jsonl([line("a"), line("b")]))
+        held = claimed(site, batch, "old")
+        assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
+        assert site.batches.move(held, ACCEPT, 1, total=2, model="tiny")
+        record = site.batches.current(held)
+        assert record is not None
+        run = BatchRun(site.objects, record, held, "old")
+        run.load()
+        run.note(KEY, answered("a"))
+        run.flush()
+        claimed(site, batch, "new", 10.0)
+        await BatchLifecycle(site).deliver(Carried(held, record), run, "batch_expired")
+        return len(list(run.store.journal.segments((KEY, KEY))))
+
+    with site_of(tmp_path) as site:
+        assert asyncio.run(lost(site)) == 1
+
+
+def test_a_batch_that_is_done_completes_whatever_an_older_look_has_seen(tmp_path: Path) -> None:
+    async def delivered(site: Site) -> None:
+        batch = added(site, jsonl([line("a")]))
+        held = claimed(site, batch, "me")
+        assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
+        assert site.batches.move(held, ACCEPT, 1, total=1, model="tiny")
+        record = site.batches.current(held)
+        assert record is not None
+        run = BatchRun(site.objects, record, held, "me")
+        run.load()
+        (rows,) = run.batches()
+        run.commit(KEY, [replace(answered("a"), row_key=rows.rows[0].row_key)])
+        await BatchLifecycle(site).deliver(Carried(held, batch), run, "")  # `batch`: as before its validation
+        found = site.batches.get("t", batch.id)
+        assert found is not None and (found.status, found.completed) == ("completed", 1)
+
+    with site_of(tmp_path) as site:
+        asyncio.run(delivered(site))
+
+
+@pytest.mark.parametrize(("end", "status"), [("cancel", "cancelled"), ("expire", "expired"), ("", "validating")])
+def test_a_batch_whose_validation_raises_ends_when_it_is_cancelled_or_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, status: str
+) -> None:
+    def defect(*arguments: object) -> None:
+        raise TypeError("defect")
+
+    async def carried(site: Site) -> None:
+        batch = added(site, jsonl([line("a")]), window=0 if end == "expire" else 3_600)
+        held = claimed(site, batch, "me")
+        if end == "cancel":
+            site.batches.cancel("t", batch.id, 1)
+        with contextlib.nullcontext() if end else pytest.raises(TypeError):
+            await Worker(site)._carry(Carried(held, batch))
+        found = site.batches.get("t", batch.id)
+        assert found is not None and found.status == status and (found.errors is not None) == bool(end)
+
+    monkeypatch.setattr(batch_lifecycle, "check_input", defect)
+    with site_of(tmp_path) as site:
+        asyncio.run(carried(site))
+
+
+def test_a_batch_waits_for_a_store_that_is_away_and_is_refused_once_its_file_is_gone(tmp_path: Path) -> None:
+    with site_of(tmp_path) as site:
+        batch = added(site, jsonl([line("a")]))
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        with pytest.raises(InputAway):
+            checked(site, batch)
+        site.files.forget(batch.input_file_id)
+        assert [error.code for error in checked(site, batch).errors] == ["invalid_input_file"]
+
+
+def test_a_feed_in_place_of_one_that_failed_keeps_the_reserve_of_its_model(tmp_path: Path) -> None:
+    async def fails(site: Site) -> None:
+        working = Worker(replace(site, reserve={"tiny": 1}))
+        first = working._feed("tiny", "chat")
+        working._feeds["tiny", "chat"][1].cancel()
+        await asyncio.gather(working._feeds["tiny", "chat"][1], return_exceptions=True)
+        second = working._feed("tiny", "chat")
+        other = working._feed("tiny", "embedding")
+        assert second is not first and not first.idle and not second.idle and other.idle
+        await working._end()
+
+    with site_of(tmp_path) as site:
+        asyncio.run(fails(site))
+
+
+def test_feeds_follow_the_plan_and_keep_it_while_it_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "PLAN_SECONDS", 0.01)
+    asked: list[tuple[list[str], list[str]]] = []
+
+    def planned(found: Sequence[BatchRecord], mine: Collection[str]) -> Mapping[tuple[str, Task], int]:
+        asked.append(([one.id for one in found], list(mine)))
+        if len(asked) % 2 == 0:
+            raise StoreError("away")
+        return {("tiny", "chat"): 3} if mine else {}
+
+    async def works(site: Site) -> list[int]:
+        working = Worker(replace(site, capacity=planned, reserve={"tiny": 2}))
+        seen, running = [2], asyncio.create_task(working.run())
+        try:
+            async with asyncio.timeout(10 * PATIENCE):
+                while len(asked) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                batch = added(site, jsonl([line("a")]))
+                while seen[-1] != 3 or len(asked) % 2:
+                    seen.append(working._feeds["tiny", "chat"][0]._slots.wanted)
+                    await asyncio.sleep(0.005)
+            assert ([batch.id], [batch.id]) in asked
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return seen
+
+    with site_of(tmp_path) as site:
+        assert set(asyncio.run(works(site))) == {2, 3}
+
+
+def test_a_worker_shows_that_it_lives_while_its_look_and_its_plan_wait_for_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "RENEW_SECONDS", 0.01)
+    go, waiting = threading.Event(), [threading.Event(), threading.Event()]
+
+    def waits(number: int) -> None:
+        waiting[number].set()
+        go.wait()
+
+    async def works(site: Site) -> set[float | None]:
+        batch = added(site, jsonl([line("a")]))
+        working = Worker(replace(site, capacity=lambda found, mine: {}, clock=itertools.count(1_000).__next__))
+        assert site.batches.claim(batch.id, working._name, 0.0, 5.0) is not None
+        monkeypatch.setattr(site.batches, "open_batches", lambda: waits(0))
+        monkeypatch.setattr(site.batches, "open_records", lambda: waits(1))
+        running = asyncio.create_task(working.run())
+        try:
+            async with asyncio.timeout(4 * PATIENCE):
+                while not all(one.is_set() for one in waiting):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                seen = {held_until(site, batch)}
+                while len(seen) < 4:
+                    await asyncio.sleep(0.01)
+                    seen.add(held_until(site, batch))
+        finally:
+            go.set()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return seen
+
+    with site_of(tmp_path) as site:
+        assert len(asyncio.run(works(site))) == 4
+
+
+def test_a_worker_shows_that_it_lives_while_calls_of_the_store_hold_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "RENEW_SECONDS", 0.01)
+    go = threading.Event()
+
+    async def works(site: Site) -> set[float | None]:
+        batch = added(site, jsonl([line("a")]))
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        stuck = loop.run_in_executor(None, go.wait)
+        working = asyncio.create_task(Worker(replace(site, clock=itertools.count(1_000).__next__)).run())
+        try:
+            async with asyncio.timeout(4 * PATIENCE):
+                seen: set[float | None] = {None}
+                while len(seen) < 3:  # claimed, and renewed
+                    await asyncio.sleep(0.01)
+                    seen.add(held_until(site, batch))
+        finally:
+            working.cancel()
+            go.set()
+            await asyncio.gather(working, stuck, return_exceptions=True)
+        return seen
+
+    with site_of(tmp_path) as site:
+        assert len(asyncio.run(works(site))) == 3

@@ -1,0 +1,122 @@
+"""A consumer that is told to end, ends; what an engine answered is charged whatever becomes of the storing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batch_assets.api.interactive.event_stream import Usage
+from batch_assets.api.online.consumer import Consumer
+from batch_assets.api.online.dispatcher import DispatchAnswer
+from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.queues.protocol import Claim, QueueAway
+from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult
+
+
+class SwallowingQueue:
+    """Takes a cancel for the end of its own wait, as a client library may."""
+
+    def __init__(self) -> None:
+        self.claims = 0
+        self.asked = asyncio.Event()
+
+    async def claim(self, consumer: str, most: int, wait: float) -> list[Any]:
+        self.claims += 1
+        self.asked.set()
+        if self.claims > 1:
+            await asyncio.Event().wait()  # it never comes back
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return []
+
+
+async def settle(tenant: str, more: int) -> None: ...
+
+
+def test_a_cancel_that_the_queue_swallows_ends_the_consumer() -> None:
+    async def scenario() -> None:
+        queue: Any = SwallowingQueue()
+        requests: Any = None
+        figures = OnlineFigures(CollectorRegistry())
+        consumer = Consumer(
+            queue, requests, figures, name="c", concurrency=2, clock=lambda: 0.0, uniform=lambda: 0.5, settle=settle
+        )
+        work = asyncio.create_task(consumer.run())
+        await queue.asked.wait()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(10):
+                await asyncio.shield(work)
+        assert queue.claims == 1
+
+    asyncio.run(scenario())
+
+
+class LosingQueue:
+    """Has one task, stores its result, and goes away before it says so, as a queue whose reply is lost."""
+
+    def __init__(self, said: list[str]) -> None:
+        task = OnlineTask("task_1", "acme", "c", "m", TaskKind.CHAT, b"{}", 0.0, 60.0, False, 9, "")
+        self._said, self._claims, self._stored = said, [Claim(task, "c", "1", 0, 0, 1, 60.0)], False
+        self.ended = asyncio.Event()
+
+    async def claim(self, consumer: str, most: int, wait: float) -> list[Claim]:
+        if not self._claims:
+            await asyncio.Event().wait()
+        return [self._claims.pop()]
+
+    async def acknowledge(self, claim: Claim, result: TaskResult) -> bool:
+        self._said.append("stored")
+        if not self._stored:
+            self._stored = True
+            raise QueueAway
+        self.ended.set()
+        return False  # another result is there: its own
+
+    async def extend(self, claims: list[Claim]) -> None: ...
+
+    async def reclaim(self, consumer: str, silent: float, most: int) -> list[Claim]:
+        return []
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_answer_is_charged_before_it_is_stored(cached: bool) -> None:
+    async def scenario() -> list[str]:
+        said: list[str] = []
+        queue: Any = LosingQueue(said)
+
+        class Requests:
+            async def ask(self, *arguments: object, reusable: bool) -> tuple[DispatchAnswer, bool]:
+                message = b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}],'
+                return DispatchAnswer(message + b'"usage":{"prompt_tokens":3,"completion_tokens":4}}', None), cached
+
+        def charge(task: OnlineTask, usage: Usage | None) -> None:
+            assert usage is not None
+            said.append(f"charged {task.task_id} {usage.total}")
+
+        requests: Any = Requests()
+        figures = OnlineFigures(CollectorRegistry())
+        consumer = Consumer(
+            queue,
+            requests,
+            figures,
+            name="c",
+            concurrency=1,
+            clock=lambda: 0.0,
+            uniform=lambda: 0.0,
+            settle=settle,
+            charge=charge,
+        )
+        work = asyncio.create_task(consumer.run())
+        async with asyncio.timeout(30):
+            await queue.ended.wait()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+        return said
+
+    assert asyncio.run(scenario()) == ([] if cached else ["charged task_1 7"]) + ["stored", "stored"]

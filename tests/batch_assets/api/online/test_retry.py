@@ -1,0 +1,50 @@
+"""Waits between tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from batch_assets.api.online.retry import RetryPolicy
+from batch_assets.api.online.settings import OnlineSettings, cache_groups, online_settings
+from batch_assets.settings import SettingError
+
+
+def test_waits_grow_with_jitter_and_are_bounded() -> None:
+    policy = RetryPolicy(first_seconds=0.25, longest_seconds=5.0)
+    assert [policy.wait(number, lambda: 1.0) for number in (1, 2, 3, 4)] == [0.25, 0.5, 1.0, 2.0]
+    assert policy.wait(1, lambda: 0.0) == pytest.approx(0.025)
+    assert policy.wait(10_000, lambda: 1.0) == 5.0
+
+
+def test_three_failed_tries_are_the_end() -> None:
+    assert [RetryPolicy().exhausted(failures) for failures in range(5)] == [False, False, False, True, True]
+
+
+def test_groups_of_tenants() -> None:
+    assert cache_groups("") == {}
+    assert cache_groups("a+b, c+d-x") == {"a": "a+b", "b": "a+b", "c": "c+d-x", "d-x": "c+d-x"}
+
+
+@pytest.mark.parametrize("text", ["a", "a+", "a+A", "a+b,b+c", "a+a b"])
+def test_groups_that_cannot_be(text: str) -> None:
+    with pytest.raises(SettingError, match="CACHE_GROUPS"):
+        cache_groups(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BATCH_ASSETS_ONLINE_REDIS", "localhost:6379"),
+        ("BATCH_ASSETS_ONLINE_REDIS", "redis://"),
+        ("BATCH_ASSETS_ONLINE_CONCURRENCY", "-1"),
+        ("BATCH_ASSETS_ONLINE_MOST_WAITING", "0"),
+    ],
+)
+def test_wrong_settings_are_named_without_their_secret(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=name):
+        online_settings()
+
+
+def test_an_address_is_not_shown() -> None:
+    assert "secret" not in repr(OnlineSettings(redis="redis://user:secret@host/0"))

@@ -1,0 +1,67 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_assets.catalog.ranges import ATTEMPTS, KeyRange, RangeRunRecord, pack
+from batch_assets.orchestration.launch_plan import plan_launch
+
+KEYS = [f"{i:05d}" for i in range(40)]
+
+
+def test_sparse_gaps_are_packed_into_few_ranges():
+    wanted = set(KEYS[::4])
+    assert pack(KEYS, wanted, [], batches_per_run=10) == [KeyRange("00000", "00036")]
+
+
+def test_a_range_never_bridges_more_than_its_spread():
+    assert pack(KEYS, {KEYS[0], KEYS[39]}, [], batches_per_run=2, spread=3) == [
+        KeyRange("00000", "00000"),
+        KeyRange("00039", "00039"),
+    ]
+
+
+@given(
+    wanted=st.sets(st.sampled_from(KEYS)),
+    busy=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 6)), max_size=4),
+    batches_per_run=st.integers(1, 12),
+)
+def test_every_free_wanted_key_is_covered_once_and_no_busy_key_is(wanted, busy, batches_per_run):
+    running = [KeyRange(KEYS[start], KEYS[min(39, start + length)]) for start, length in busy]
+    ranges = pack(KEYS, wanted, running, batches_per_run=batches_per_run)
+    covered = [key for found in ranges for key in KEYS if key in found]
+    assert len(covered) == len(set(covered))
+    assert not [key for key in covered if any(key in run for run in running)]
+    free = {key for key in wanted if not any(key in run for run in running)}
+    assert free <= set(covered)
+    assert all(sum(key in wanted for key in KEYS if key in found) <= batches_per_run for found in ranges)
+
+
+def launch(runs, **given):
+    options = {"backfill_open": False, "batches_per_run": 10, "room": 4} | given
+    return plan_launch("r", KEYS, dict.fromkeys(KEYS), runs, **options)
+
+
+def test_nothing_is_started_beside_an_open_backfill():
+    assert launch([], backfill_open=True).ranges == []
+
+
+def test_nothing_is_started_after_a_cancel_of_this_request():
+    canceled = RangeRunRecord("a", KeyRange("00000", "00009"), "canceled", "r")
+    assert launch([canceled]).ranges == []
+    assert launch([RangeRunRecord("a", KeyRange("00000", "00009"), "canceled", "another")]).ranges
+
+
+def test_a_batch_in_flight_is_never_started_twice():
+    running = RangeRunRecord("a", KeyRange("00000", "00019"), "unfinished", None)
+    assert launch([running]).ranges == [KeyRange("00020", "00029"), KeyRange("00030", "00039")]
+
+
+def test_a_batch_that_failed_often_enough_is_left_alone():
+    failed = [RangeRunRecord(str(i), KeyRange("00000", "00019"), "failed", "r") for i in range(ATTEMPTS)]
+    assert launch(failed).ranges == [KeyRange("00020", "00029"), KeyRange("00030", "00039")]
+    assert launch(failed[1:]).ranges[0].first == "00000"
+    retries = [RangeRunRecord(str(i), KeyRange("00000", "00019"), "failed", "r", "root") for i in range(ATTEMPTS)]
+    assert launch(retries).ranges[0].first == "00000"
+
+
+def test_no_more_runs_than_there_is_room_for():
+    assert len(launch([], room=2).ranges) == 2

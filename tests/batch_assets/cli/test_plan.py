@@ -1,0 +1,191 @@
+"""`batch-assets plan`: what to rent, by when it is done, for how much; and the same in the metadata of `prompts`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+from support.capacity_site import SPEC, fleet_yaml, instance
+from support.sensor_site import Site
+from typer.testing import CliRunner
+
+from batch_assets.cli.main import app
+from batch_assets.cli.plan import report, wanted_words
+from batch_assets.planning.planner_input import FleetView, propose, wanted_of
+from batch_assets.planning.workload_estimate import WorkloadEstimator
+from batch_assets.spec.models import load_spec
+from gpu_runner.fleet.accounting.budget import Spend
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.planner.types import Target
+
+QUESTIONS = 3000
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with two simulated providers at the speed of real ones, and a dataset of 3,000 rows."""
+    declare(tmp_path)
+    lines = "".join(json.dumps({"question": f"What is {i}?"}) + "\n" for i in range(QUESTIONS))
+    (tmp_path / "defs" / "d" / "questions.jsonl").write_text(lines)
+    fleet_yaml(tmp_path)
+    for variable, value in {
+        "DAGSTER_HOME": str(tmp_path),
+        "BATCH_ASSETS_DEFS": str(tmp_path / "defs"),
+        "BATCH_ASSETS_STORE": str(tmp_path / "store"),
+        "BATCH_ASSETS_FLEET": str(tmp_path / "fleet.yaml"),
+    }.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("BATCH_ASSETS_FLEET_DB", raising=False)
+    return tmp_path
+
+
+def declare(folder: Path, **more: Any) -> None:
+    (folder / "defs" / "d").mkdir(parents=True, exist_ok=True)
+    document = {"type": "batch_assets.GeneratedDataset", "attributes": {**SPEC, **more}}
+    (folder / "defs" / "d" / "defs.yaml").write_text(yaml.safe_dump(document))
+
+
+def plan(*words: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of the command."""
+    found = CliRunner().invoke(app, ["plan", "d", *words, "--json"])
+    return found.exit_code, json.loads(found.stdout) if found.stdout.startswith("{") else {"said": found.output}
+
+
+def test_the_cheapest_fleet_that_makes_the_deadline_is_chosen(home: Path) -> None:
+    status, found = plan()
+    assert (status, found["feasible"], found["rows"], found["deadline_seconds"]) == (0, True, QUESTIONS, 6 * 3600)
+    assert [one["offer"].split("/")[0] for one in found["chosen"]["fleet"]] == ["sim-one"]
+    assert found["chosen"]["finish_seconds"]["p50"] <= found["chosen"]["finish_seconds"]["p95"] <= 6 * 3600
+    assert found["earliest"]["finish_seconds"]["p50"] < found["chosen"]["finish_seconds"]["p50"]
+    assert found["earliest"]["usd"]["p50"] > found["chosen"]["usd"]["p50"]
+
+
+def test_a_scaled_clock_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(plan()[1]["clocks"].values()) == {1.0}
+    monkeypatch.delenv("BATCH_ASSETS_FLEET")
+    monkeypatch.setenv("DAGSTER_HOME", str(home / "new"))  # with the simulated providers that come with the project
+    (clock,) = set(plan()[1]["clocks"].values())
+    said = CliRunner().invoke(app, ["plan", "d"]).stdout
+    assert f"run {clock:g} × as fast as real time" in " ".join(said.split())
+
+
+def test_along_the_curve_time_costs_money(home: Path) -> None:
+    curve = plan()[1]["curve"]
+    assert len(curve) > 2
+    seconds = [one["finish_seconds"]["p95"] for one in curve]
+    usd = [one["usd"]["p50"] for one in curve]
+    assert seconds == sorted(seconds) and usd == sorted(usd, reverse=True)
+
+
+def test_options_take_the_place_of_what_the_yaml_wants(home: Path) -> None:
+    _, found = plan("--deadline", "20m", "--budget-usd", "4.5", "--objective", "fastest", "--max-instances", "2")
+    assert (found["deadline_seconds"], found["budget_usd"], found["objective"]) == (1200, 4.5, "fastest")
+    assert found["max_instances"] == 2 and found["instances"] == 2
+
+
+def test_what_cannot_be_done_is_said_with_the_earliest_finish_and_ends_with_status_1(home: Path) -> None:
+    status, found = plan("--deadline", "1m")
+    assert (status, found["feasible"]) == (1, False)
+    assert found["earliest"]["finish_seconds"]["p50"] > 60
+    assert "earliest" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--deadline", "soon"], "--deadline: expected a time after the request"),
+        (["--budget-usd", "-1"], "--budget-usd: expected US dollars above 0"),
+        (["--objective", "cheap"], "--objective: expected cheapest, fastest, efficient"),
+        (["--max-instances", "0"], "--max-instances: expected a whole number from 1 to 999"),
+    ],
+)
+def test_wrong_options_are_named(home: Path, words: list[str], said: str) -> None:
+    found = CliRunner().invoke(app, ["plan", "d", *words])
+    assert found.exit_code == 2 and said in found.output
+
+
+def test_options_count_before_the_request_under_way_and_that_before_the_yaml(tmp_path: Path) -> None:
+    spec = load_spec({**SPEC, "budget_usd": 10.0, "objective": "efficient", "max_instances": 5}, "defs.yaml")
+    assert wanted_of(spec, {}, None, None, 20, 0.0) == Target(6 * 3600, 10.0, 5, "efficient")
+    tags = {"batch/deadline": "1h", "batch/budget_usd": "8"}
+    with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
+        fleet_db.begin_request(
+            "d", "r", deadline_at=fleet_db.now() + 600, budget_usd=4.0, objective="fastest", max_instances=2
+        )
+        request = fleet_db.target("d")
+    assert request is not None
+    under_way = wanted_of(spec, {}, request, Spend(1.5), 20, 0.0)
+    assert under_way == Target(pytest.approx(600, abs=5), 2.5, 2, "fastest")
+    assert wanted_of(spec, tags, request, Spend(1.5), 20, 0.0) == Target(3600, 6.5, 2, "fastest")
+    assert wanted_words(Target()) == "no deadline, no budget, cheapest, at most 20 instances"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        fleet_yaml(tmp_path)
+        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+
+
+def test_what_is_held_and_spent_already_is_part_of_the_plan(site: Site) -> None:
+    site.snapshot(1200, keys=[f"{i:05d}" for i in range(120)])
+    site.request()
+    site.tick("capacity")
+    instance(site, "ba-1", seconds=100, tokens=200_000)
+    spec = load_spec({**SPEC, "budget_usd": 9.0}, "defs.yaml")
+    work = WorkloadEstimator(spec, site.store, site.folder).look()
+    found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, spec, work, {})
+    assert [one.instance for one in found.held] == ["ba-1"] and found.held[0].ready_in == 0
+    assert found.target.deadline == pytest.approx(6 * 3600, abs=60)
+    assert isinstance(found.spend, Spend) and found.request
+    lines = [str(part) for part in report(found).renderables]
+    assert any(line.startswith("held: 1 instances") for line in lines)
+
+
+def test_prompts_show_the_plan_before_anything_is_rented(home: Path) -> None:
+    from batch_assets.component import dataset_definitions
+    from batch_assets.definitions import platform
+    from batch_assets.spec.discovery import declared
+    from resources.fleet.resource import GpuFleet
+    from resources.store.dataset_store import BatchStore
+
+    spec, folder = declared()["d"]
+    fleet = GpuFleet(database=f"sqlite:///{home}/fleet.db", home=str(home), config_path=str(home / "fleet.yaml"))
+    resources = {"store": BatchStore(root=str(home / "store")), "fleet": fleet}
+    definitions = dg.Definitions.merge(
+        dataset_definitions(spec, folder), dg.Definitions(resources=resources, executor=platform().executor)
+    )
+    with dg.DagsterInstance.ephemeral() as instance_:
+        job = definitions.resolve_job_def("d_refresh")
+        result = job.execute_in_process(instance=instance_, tags={"batch/deadline": "2h", "batch/refresh": "d"})
+        (event,) = result.get_asset_materialization_events()
+        shown = {name: one.value for name, one in event.materialization.metadata.items()}
+        with fleet.open_database() as fleet_db:
+            target = fleet_db.target("d")
+    assert shown["plan_feasible"] is True and shown["plan_instances"] == 1
+    assert "data:image/svg+xml;base64," in shown["plan_curve"]
+    assert 0 < shown["plan_usd_p50"] <= shown["plan_usd_p95"]
+    assert 0 < shown["plan_hours_p50"] <= shown["plan_hours_p95"] <= 2
+    assert target is not None and target.request == result.run_id
+    assert target.deadline_in == pytest.approx(7200, abs=60)
+
+
+def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) -> None:
+    def adjust(*words: str) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["adjust", "d", *words])
+        return found.exit_code, " ".join(found.output.split())
+
+    assert adjust("--budget-usd", "5")[0] == 2  # nothing is being made
+    assert "name what is to change" in adjust()[1]
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        fleet_db.begin_request("d", "refresh", deadline_at=fleet_db.now() + 5430, budget_usd=2.0)
+        assert adjust("--budget-usd", "5") == (0, "d: now done in 1 h 30 min, for at most 5.00 $")
+        assert adjust("--deadline", "190m") == (0, "d: now done in 3 h 10 min, for at most 5.00 $")
+        target = fleet_db.target("d")
+    assert target is not None and target.deadline_in == pytest.approx(190 * 60, abs=60) and target.budget_usd == 5.0

@@ -1,0 +1,186 @@
+"""`batch-assets preview`: rendered prompts, token counts, answers of a real engine process; and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.simulated_engine import simulated_engine
+from typer.testing import CliRunner, Result
+
+from batch_assets.cli.main import app
+from batch_assets.planning.preview_rows import first_rows
+from batch_assets.planning.token_count import token_counter, tokenizer_file
+from batch_assets.spec.models import load_spec
+
+SPEC = {
+    "name": "haiku",
+    "source": {"path": "words.jsonl"},
+    "prompt": {"system": "You write haiku.", "user": "A haiku about {{ word }}."},
+    "model": "tiny",
+    "sampling": {"temperature": 0, "max_tokens": 32},
+    "on_bad_row": "skip",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, folder in {"DAGSTER_HOME": "home", "BATCH_ASSETS_STORE": "store", "BATCH_ASSETS_DEFS": "defs"}.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    for name in ("BATCH_ASSETS_FLEET_DB", "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("BATCH_ASSETS_FLEET", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    declare(tmp_path, SPEC)
+    words = tmp_path / "defs" / "haiku" / "words.jsonl"
+    words.write_text("".join(json.dumps({"word": f"word {i}", "rank": i}) + "\n" for i in range(40)))
+    return tmp_path
+
+
+def declare(home: Path, attributes: object) -> None:
+    file = home / "defs" / "haiku" / "defs.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump({"type": "batch_assets.GeneratedDataset", "attributes": attributes}))
+
+
+def ask(*words: str) -> Result:
+    return CliRunner().invoke(app, ["preview", "haiku", *words], env={"COLUMNS": "200"})
+
+
+def nothing_is_written(home: Path) -> bool:
+    written = [file for file in (home / "store").rglob("*") if file.is_file()]
+    runs = home / "home" / "history" / "runs"
+    return not written and not list(runs.glob("*")) and not list((home / "home").rglob("event_logs*"))
+
+
+def test_prompts_are_shown_with_estimated_tokens_and_nothing_is_asked(home: Path) -> None:
+    found = ask("--rows", "2")
+    assert found.exit_code == 0, found.output
+    assert "row 2  words.jsonl, line 2" in found.stdout
+    assert "You write haiku." in found.stdout and "A haiku about word 1." in found.stdout
+    assert "word 2" not in found.stdout
+    assert "17 prompt tokens" in found.stdout  # (16 + 20 bytes) / 4, and 4 per message
+    assert "estimated, a token per 4 bytes: no tokenizer.json of tiny" in found.stdout
+    assert "nothing was asked" in found.stdout
+    assert nothing_is_written(home)
+
+
+def test_an_engine_answers_and_the_whole_is_extrapolated(home: Path) -> None:
+    with simulated_engine("--speed", "50", "--output-tokens", "fixed:12") as engine:
+        found = ask("--rows", "4", "--endpoint", engine.url, "--json")
+        assert found.exit_code == 0, found.output
+        shown = ask("--rows", "4", "--endpoint", engine.url)
+    said = json.loads(found.stdout)
+    assert [row["answer"]["completion_tokens"] for row in said["rows"]] == [12] * 4
+    assert [row["prompt"][1]["content"] for row in said["rows"]] == [f"A haiku about word {i}." for i in range(4)]
+    assert all(row["answer"]["output"] for row in said["rows"])
+    tokens = sum(row["answer"]["prompt_tokens"] for row in said["rows"]) / 4 + 12
+    assert said["dataset_rows"] == 40
+    assert said["dataset_tokens"] == round(40 * tokens)
+    assert 0 < said["usd"]["p50"] <= said["usd"]["p95"]
+    assert 0 < said["seconds_rented"]["p50"] <= said["seconds_rented"]["p95"]
+    assert said["seconds_here_at_most"] == pytest.approx(10 * said["seconds"], abs=0.06)
+    assert shown.exit_code == 0
+    for words in ("completion tokens, stop", "whole dataset: 40 rows", "rented as", "on this engine: at most"):
+        assert words in shown.stdout, words
+    assert nothing_is_written(home)
+
+
+def test_an_engine_of_the_fleet_is_taken_by_its_name(home: Path) -> None:
+    with simulated_engine("--speed", "50") as engine:
+        entry = {"name": "lab", "kind": "endpoint", "url": engine.url}
+        (home / "home").mkdir(exist_ok=True)
+        (home / "home" / "fleet.yaml").write_text(yaml.safe_dump({"engines": [entry], "simulated": None}))
+        found = ask("--rows", "1", "--engine", "lab", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["rows"][0]["answer"]["finish_reason"]
+    unknown = ask("--engine", "home")
+    assert unknown.exit_code == 2 and "known: lab" in unknown.stderr
+
+
+def test_another_model_is_refused_with_what_is_served(home: Path) -> None:
+    with simulated_engine(model="other") as engine:
+        found = ask("--endpoint", engine.url)
+    assert found.exit_code == 2
+    assert "expected model tiny, found other" in found.stderr
+
+
+def test_rows_that_cannot_be_used_are_shown_with_their_reason_and_not_asked(home: Path) -> None:
+    words = home / "defs" / "haiku" / "words.jsonl"
+    words.write_text('{"word": "rain"}\n{"word": null}\n{torn\n{"word": "snow"}\n')
+    with simulated_engine("--speed", "50") as engine:
+        found = ask("--endpoint", engine.url, "--json")
+    assert found.exit_code == 1
+    rows = json.loads(found.stdout)["rows"]
+    assert [row["line"] for row in rows] == [1, 2, 3, 4]
+    assert "column 'word' is null" in rows[1]["refused"]
+    assert rows[2]["refused"] and rows[1]["answer"] is rows[2]["answer"] is None
+    assert rows[0]["answer"] and rows[3]["answer"]
+
+
+def test_an_answer_that_the_engine_refuses_is_told_beside_its_row(home: Path) -> None:
+    with simulated_engine("--speed", "50", "--max-model-len", "10") as engine:
+        found = ask("--rows", "1", "--endpoint", engine.url, "--json")
+    assert found.exit_code == 1
+    assert "context_length_exceeded" in json.loads(found.stdout)["rows"][0]["problem"]
+
+
+def test_an_output_is_held_against_its_schema(home: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "never this"}}, "required": ["a"]}
+    declare(home, {**SPEC, "sampling": {"temperature": 0, "max_tokens": 2}, "output": {"json_schema": schema}})
+    with simulated_engine("--speed", "50") as engine:
+        found = ask("--rows", "1", "--endpoint", engine.url, "--json")
+    said = json.loads(found.stdout)["rows"][0]
+    assert found.exit_code == (1 if said["problem"] else 0)
+    if said["answer"]["finish_reason"] == "length":
+        assert "does not fit the schema" in said["problem"]
+
+
+def test_where_and_limit_choose_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "words.jsonl").write_text("".join(f'{{"word": "w{i}", "rank": {i}}}\n' for i in range(3000)))
+    spec = load_spec({**SPEC, "source": {"path": "words.jsonl", "where": "rank >= 2500", "limit": 3}}, "defs.yaml")
+    assert [row.line for row in first_rows(spec, tmp_path, 5)] == [2501, 2502, 2503]
+    assert first_rows(spec, tmp_path, 1)[0].decoded()[1] == {"role": "user", "content": "A haiku about w2500."}
+
+
+def test_texts_cannot_steer_the_terminal(home: Path) -> None:
+    words = home / "defs" / "haiku" / "words.jsonl"
+    words.write_text(json.dumps({"word": "\x1b[2J\x1b]0;title\x07 [red]x[/red]"}) + "\n")
+    found = ask()
+    assert "\x1b" not in found.stdout and "\x07" not in found.stdout
+    assert "[red]x[/red]" in found.stdout
+
+
+def test_two_engines_are_one_too_many(home: Path) -> None:
+    found = ask("--endpoint", "http://127.0.0.1:9", "--engine", "lab")
+    assert found.exit_code == 2 and "not both" in found.stderr
+
+
+def test_a_tokenizer_is_found_in_the_models_folder_and_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert tokenizer_file("Qwen/Qwen3-0.6B") is None
+    cached = tmp_path / "hf/hub/models--Qwen--Qwen3-0.6B/snapshots/abc/tokenizer.json"
+    cached.parent.mkdir(parents=True)
+    cached.write_text("{}")
+    assert tokenizer_file("Qwen/Qwen3-0.6B") == cached
+    own = tmp_path / "model" / "tokenizer.json"
+    own.parent.mkdir()
+    own.write_text("{}")
+    assert tokenizer_file(str(own.parent)) == own
+    assert token_counter(str(own.parent)).basis.startswith("estimated, a token per 4 bytes: ")
+
+
+def test_a_tokenizer_counts_words_of_its_vocabulary(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    counter = token_counter(str(tmp_path))
+    assert counter.basis == f"by {tmp_path / 'tokenizer.json'}"
+    assert counter.of("a b a") == 3
+    assert counter.of([{"role": "user", "content": "a b"}]) == 6

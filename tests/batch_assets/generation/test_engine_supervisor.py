@@ -1,0 +1,297 @@
+"""The engines of one run: replaced when lost, left on notice or for a better offer, handed on with the last rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.engine_supply import NEED, FleetClient, Heartbeat, engines
+from support.simulated_engine import SimulatedEngine, simulated_engine
+from support.snapshots import questions, write_snapshot
+from support.timing import PATIENCE
+
+from batch_assets.generation.engine_session import StepKind
+from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.loop_thread import LoopThread
+from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.providers.engine_process import EngineStartError
+from resources.fleet.client import ProvisioningFailed
+from resources.fleet.leased_engine import LeasedEngine
+from resources.fleet.migration import Migration
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import Objects, open_objects
+
+ROWS = 320
+
+
+class Job:
+    """A range of rows, a crew for it, and the log of what it said."""
+
+    def __init__(self, objects: Objects, renter: FleetClient, loop: LoopThread, rows: int) -> None:
+        self.store = DatasetStore(objects, "d")
+        manifest = write_snapshot(self.store, questions(rows))
+        entries = self.store.entries(manifest.snapshot)
+        identity = RunIdentity("run", Intent("run"), (entries[0].key, entries[-1].key))
+        self.run = RangeRun(self.store, manifest, plan_range(self.store, entries, Intent("run")), identity)
+        self.heart, self.renter = Heartbeat(), renter
+        self.said: list[str] = []
+        self.decisions: list[Migration] = []
+        self.supervisor = EngineSupervisor(
+            renter,
+            self.heart,
+            NEED,
+            self.run,
+            loop,
+            say=self.said.append,
+            warn=self.said.append,
+            decided=self.decisions.append,
+        )
+
+    def work(self, until: Callable[[], object] | None = None, seconds: float = 30) -> str | None:
+        """Steps until it ends: "", or why it cannot go on; None when something is true before."""
+        deadline = time.monotonic() + PATIENCE * seconds
+        while (result := self.supervisor.step()).kind is StepKind.CONTINUE:
+            if until is not None and until():
+                return None
+            assert time.monotonic() < deadline, self.said
+            self.supervisor.wait(0.02)
+        assert (result.kind is StepKind.DONE) == (result.failure == "")
+        return result.failure
+
+
+@contextmanager
+def a_job(folder: Path, renter: FleetClient, rows: int = ROWS) -> Iterator[Job]:
+    with LoopThread() as loop:
+        job = Job(open_objects(str(folder)), renter, loop, rows)
+        try:
+            yield job
+        finally:
+            job.supervisor.end()
+            job.run.close()
+
+
+def prompts_asked(found: list[SimulatedEngine]) -> int:
+    return sum(requests(engine) for engine in found)
+
+
+def requests(engine: SimulatedEngine) -> int:
+    return int(engine.get("/simulator/stats")["requests"])
+
+
+def test_one_engine_does_it_all_is_handed_on_with_the_last_rows_and_given_back_once(tmp_path: Path):
+    with engines(1, speed="50") as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        assert job.work() == ""
+    assert len(renter.handed_on) == 1
+    assert renter.released == [("i1", "done", False)]
+    assert job.run.missing() == []
+
+
+def test_a_better_offer_is_moved_to_while_rows_flow_and_no_row_is_asked_twice(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.offers_better = True
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+        assert all(requests(engine) > 10 for engine in found)
+    assert [decision.saved_usd for decision in job.decisions] == [1.5]
+    assert renter.released[0] == ("i1", "i1: move and save 1.50 $", True)
+    assert renter.released[1] == ("i2", "done", False)
+
+
+def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found, ProvisioningFailed("no capacity"))) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.offers_better = True
+        assert job.work() == ""
+    assert renter.released == [("i1", "done", False)]
+    assert job.decisions == []  # nothing was saved
+    assert any("stays on i1: no capacity" in text for text in job.said)
+
+
+def test_on_a_notice_another_engine_is_leased_and_the_old_one_drained_first(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.notices["i1"] = 60.0
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+    name, reason, retire = renter.released[0]
+    assert (name, retire) == ("i1", True)
+    assert "taken away in 60 s" in reason
+
+
+def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(tmp_path: Path):
+    """The old engine's shift learns late that it is over; what it says of its notice meanwhile asks for nothing."""
+
+    class Late:
+        def __init__(self, loop: LoopThread) -> None:
+            self.loop = loop
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loop, name)
+
+        def call(self, callback: Callable[[], None]) -> None:
+            threading.Timer(1.0, self.loop.call, [callback]).start()
+
+    with engines(2, speed="1") as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        job.supervisor.loop = Late(job.supervisor.loop)
+        renter.notices["i1"] = 60.0
+        job.work(until=lambda: renter.released)
+        assert renter.released[0][0] == "i1"
+        assert renter.asked == 2
+
+
+def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is_another(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.hold_on = True
+        renter.notices["i1"] = 0.5
+        job.work(until=lambda: renter.released)
+        assert renter.released[0][0] == "i1"
+        before = job.run.progress().rows_done
+        assert before < ROWS
+        renter.hold_on = False
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+
+
+def test_an_instance_that_is_to_end_is_drained_first_and_the_run_waits_for_the_next_one(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.hold_on = True
+        renter.retired["i1"] = "budget of 12.00 $ is nearly reached (11.40 $ spent)"
+        job.work(until=lambda: renter.released)
+        assert renter.released == [("i1", "budget of 12.00 $ is nearly reached (11.40 $ spent)", True)]
+        before = job.run.progress().rows_done
+        assert 20 < before < ROWS
+        job.work(until=lambda: renter.asked == 2)  # it may take long until the budget is raised
+        assert job.run.progress().rows_done == before
+        renter.hold_on = False
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+    assert "i1" not in renter.handed_on
+
+
+def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.hold_on = renter.offers_better = True
+        job.work(until=lambda: renter.asked == 2)
+        renter.retired["i1"] = "the fleet shrinks to 1"
+        job.work(until=lambda: renter.released)
+        renter.hold_on = False
+        assert job.work() == ""
+        assert prompts_asked(found) == ROWS
+    assert renter.released[0] == ("i1", "the fleet shrinks to 1", True)
+
+
+def test_the_heart_knows_how_long_the_rows_in_flight_take(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
+        assert job.heart.drain_seconds() == 2
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        mean = job.run.progress().mean_seconds
+        assert mean > 0
+        assert 2 + 2 * mean < job.heart.drain_seconds() < 2 + 6 * mean
+
+
+def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.why["i1"] = "its pod has ended: out of memory"
+        found[0].process.kill()
+        assert job.work() == ""
+    name, reason, retire = renter.released[0]
+    assert (name, retire) == ("i1", True)
+    assert reason.startswith("engine lost: ") and reason.endswith("; its pod has ended: out of memory")
+    assert any(text.endswith("; its pod has ended: out of memory; asking for another engine") for text in job.said)
+    assert job.run.missing() == []
+
+
+def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        job.heart.lost.add("i1")
+        assert job.work() == ""
+    assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
+    assert ("i1", "lease lost", False) in renter.released
+
+
+def test_engines_that_do_not_start_end_the_run_after_three(tmp_path: Path):
+    failures = [EngineStartError(f"no {i}") for i in range(3)]
+    with a_job(tmp_path, FleetClient(*failures)) as job:
+        assert job.work() == "3 engines in a row did not start; the last one: no 2"
+
+
+def test_ending_while_a_lease_is_asked_for_gives_it_back_also_when_it_comes_too_late(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        renter.hold_on = True
+        job.work(until=lambda: renter.asked)
+        job.supervisor.end()
+        assert renter.released == []  # it gave up while it waited
+    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        acquire = renter.acquire
+
+        def slow(*words: Any, **more: Any) -> LeasedEngine:
+            leased = acquire(*words, **more)
+            time.sleep(0.5)
+            return leased
+
+        renter.acquire = slow
+        job.work(until=lambda: renter.asked)
+        job.supervisor.end()
+        assert renter.released == [("i1", "the run ended", False)]
+
+
+def test_ending_in_the_middle_gives_back_every_engine_once(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.offers_better = True
+        job.work(until=lambda: len(job.supervisor.shifts) == 2)
+        job.supervisor.end()
+    assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
+
+
+def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_path: Path):
+    with simulated_engine("--speed", "4", model="another") as wrong, a_job(tmp_path, FleetClient(wrong)) as job:
+        reason = job.work()
+    assert reason is not None
+    assert "another" in reason
+
+
+def test_a_database_that_is_away_fails_nobody_whose_rows_flow(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        renter.away = True
+        job.work(until=lambda: renter.asked >= 2)
+        renter.away = False
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.away = True
+        job.work(until=lambda: job.run.progress().rows_done > 100)
+        renter.away = False
+        assert job.work() == ""
+    assert len(renter.handed_on) == 1
+
+
+def test_an_engine_that_is_being_left_is_not_handed_on(tmp_path: Path):
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 20)
+        renter.offers_better = True
+        assert job.work() == ""
+    assert "i1" not in renter.handed_on
+
+
+def test_once_another_run_has_the_engine_ours_pays_no_more(tmp_path: Path):
+    with engines(1, speed="1") as found, a_job(tmp_path, renter := FleetClient(*found), rows=60) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        spending = job.supervisor.shifts[0].leased.spending
+        renter.succeeded.add("i1")
+        job.work(until=lambda: job.supervisor.shifts and job.supervisor.shifts[0].succeeded)
+        time.sleep(0.3)
+        at, then = time.monotonic(), spending.spent().useful_seconds
+        assert job.work() == ""
+        assert time.monotonic() - at > 1
+        assert spending.spent().useful_seconds - then < 1  # what had come together is shared, nothing is added

@@ -1,0 +1,226 @@
+"""The rows op as Dagster runs it: a range in, one ledger entry per batch out, the lease given back once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.errors import DagsterExecutionInterruptedError
+from support.dataset_site import BATCH, MODEL, DatasetSite, dataset_site
+from support.simulated_engine import SimulatedEngine, simulated_engine
+
+import batch_assets.generation.op
+import batch_assets.orchestration.assets
+from batch_assets.catalog import ledger
+
+QUESTIONS = [f"What is {i} plus {i}?" for i in range(60)]
+FIVE_TAGS = {
+    "dagster/data_version",
+    "dagster/code_version",
+    "dagster/input_data_version/d/prompts",
+    "dagster/input_event_pointer/d/prompts",
+    "dagster/data_version_is_user_provided",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[SimulatedEngine]:
+    with simulated_engine("--speed", "100", "--max-num-seqs", "16", model=MODEL) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: SimulatedEngine) -> SimulatedEngine:
+    shared_engine.set_faults()
+    return shared_engine
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[DatasetSite]:
+    with dataset_site(tmp_path) as site:
+        site.source(QUESTIONS)
+        assert site.materialize("prompts").success
+        yield site
+
+
+def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00001", "00003", engine.url).success
+    events = site.events()
+    assert sorted(key for key, _, _ in events) == ["00001", "00002", "00003"]
+    versions = {entry.key: entry.data_version for entry in site.store.entries(site.manifest().snapshot)}
+    for key, tags, metadata in events:
+        assert {name for name in tags if name in FIVE_TAGS} == FIVE_TAGS
+        assert tags["dagster/data_version"] == versions[key]
+        assert tags["dagster/input_data_version/d/prompts"] == site.manifest().snapshot
+        assert tags["dagster/input_event_pointer/d/prompts"] == "NULL"
+        assert (metadata["rows"], metadata["ok"], metadata["dead"]) == (BATCH, BATCH, 0)
+        assert Path(metadata["object"]).exists()
+    assert ledger.ledger_versions(site.instance, "d").keys() == {"00001", "00002", "00003"}
+    assert site.fleet_db.runs() == []
+
+
+def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00002", engine.url).success
+    first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
+    nobody = "http://127.0.0.1:9"  # were an engine needed, this run would fail
+    assert site.run_rows("00000", "00002", nobody).success
+    again = site.events()[3:]
+    assert {key: tags["dagster/data_version"] for key, tags, _ in again} == first
+    assert site.fleet_db.history(site.instance.get_runs(limit=1)[0].run_id) == []
+    assert all(len(objects) == 1 for objects in site.store.objects_by_batch().values())
+
+
+def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00001", engine.url).success
+    (site.folder / "fleet.yaml").write_text("engines: [{name: e, kind: process, command: ['false']}]\n")
+    result = site.run_rows("00000", "00003", None)
+    assert not result.success
+    assert "2 of 4 batches are not committed: 00002, 00003. 3 engines in a row did not start" in site.reason()
+    assert site.instance.get_materialized_partitions(ledger.rows_key("d")) == {"00000", "00001"}
+    history = site.fleet_db.history(result.run_id)
+    assert [released for _, _, released in history] == [True, True, True]
+    assert site.fleet_db.runs() == []
+
+
+def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_asked_again(
+    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Dagster raises in the main thread, wherever that is: here in its wait for the engine."""
+    released: list[bool] = []
+    report = batch_assets.generation.op._report
+    done = {"rows": 0}
+
+    def interrupting(context, run, *more):
+        report(context, run, *more)
+        done["rows"] = run.progress().rows_done
+        if 15 <= done["rows"] < 60 and not released:
+            released.append(True)
+            raise DagsterExecutionInterruptedError
+
+    engine.set_faults({"kind": "hang", "match": {"contains": QUESTIONS[30]}})  # or all were done before anybody looks
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_assets.generation.op, "_report", interrupting)
+        assert not site.run_rows("00000", "00005", engine.url).success
+    run_id = site.instance.get_runs(limit=1)[0].run_id
+    assert [back for _, _, back in site.fleet_db.history(run_id)] == [True]
+    assert site.fleet_db.runs() == []
+    assert not [t for t in threading.enumerate() if t.name in ("event-loop", "heart")]
+    engine.set_faults()
+    assert site.run_rows("00000", "00005", engine.url).success
+    objects = [batch for found in site.store.objects_by_batch().values() for batch in found]
+    by_run = Counter(outcome.origin.run_id for batch in objects for outcome in site.store.outcomes(batch))
+    assert by_run[run_id] >= done["rows"] >= 15
+    assert by_run.total() == 60
+
+
+def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetSite, engine: SimulatedEngine):
+    """At the same time and with one engine: the second run waits for the engine, or for the first one's batches."""
+    before = engine.get("/simulator/stats")["requests"]
+    ended: list[bool] = []
+
+    def materialize() -> None:
+        with dg.DagsterInstance.ephemeral() as instance:  # a catalog in memory is not for two runs at once
+            instance.add_dynamic_partitions("d", [f"{i:05d}" for i in range(6)])
+            ended.append(site.run_rows("00000", "00005", engine.url, instance=instance).success)
+
+    runs = [threading.Thread(target=materialize) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert ended == [True, True]
+    assert engine.get("/simulator/stats")["requests"] - before <= 60 + 2  # a canary of each run
+
+
+def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetSite, engine: SimulatedEngine):
+    assert site.run_rows("00000", "00001", engine.url).success
+    result = site.run_rows("00000", "00001", engine.url, config={"regenerate": True})
+    assert result.success
+    assert [[b.generation for b in objects] for objects in site.store.objects_by_batch().values()] == [[0, 1], [0, 1]]
+    newest = {key: version.generation for key, version in ledger.ledger_versions(site.instance, "d").items()}
+    assert newest == {"00000": 1, "00001": 1}
+    for objects in site.store.objects_by_batch().values():
+        assert {o.origin.run_id for o in site.store.outcomes(objects[1])} == {result.run_id}
+
+
+def test_a_redrive_asks_for_dead_rows_only(site: DatasetSite, engine: SimulatedEngine):
+    engine.set_faults({"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}})
+    first = site.run_rows("00000", "00001", engine.url)
+    assert first.success
+    engine.set_faults()
+    second = site.run_rows("00000", "00001", engine.url, config={"redrive": True})
+    assert second.success
+    objects = site.store.objects_by_batch()
+    assert [b.generation for b in objects["00000"]] == [0, 1]
+    assert [b.generation for b in objects["00001"]] == [0]
+    asked = [o.row_id for o in site.store.outcomes(objects["00000"][1]) if o.origin.run_id == second.run_id]
+    assert asked == ["id-0007"]
+    assert all(o.ok for o in site.store.outcomes(objects["00000"][1]))
+
+
+def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(site: DatasetSite, engine: SimulatedEngine):
+    site.source(QUESTIONS[:50])
+    assert site.materialize("prompts").success
+    assert site.run_rows("00004", "00005", engine.url).success
+    (empty,) = [(key, metadata["rows"]) for key, tags, metadata in site.events() if metadata["rows"] == 0]
+    assert empty == ("00005", 0)
+
+
+def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
+    site: DatasetSite, monkeypatch: pytest.MonkeyPatch
+):
+    """The watchdog's word, while the worker was stopped: its successor has the range, so it must spend nothing."""
+    report = batch_assets.generation.op._report
+
+    def declared_dead(context, run, *more):
+        report(context, run, *more)
+        if run.progress().rows_done >= 5:
+            site.fleet_db.end_run(context.run.run_id)
+
+    monkeypatch.setattr(batch_assets.generation.op, "_report", declared_dead)
+    with simulated_engine("--speed", "0.5", "--max-num-seqs", "4", model=MODEL) as slow:
+        result = site.run_rows("00000", "00005", slow.url)
+    assert not result.success
+    assert "declared dead" in site.reason()
+    assert len(site.fleet_db.history(result.run_id)) == 1
+
+
+def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch):
+    assert site.run_rows("00000", "00005", engine.url).success
+    seen: list[str] = []
+    begin_run = type(site.fleet_db).begin_run
+
+    def noted(self, run_id, dataset, first, last):
+        begin_run(self, run_id, dataset, first, last)
+        seen.extend(beat.run_id for beat in self.runs())
+
+    monkeypatch.setattr(type(site.fleet_db), "begin_run", noted)
+    runs = [site.materialize(name).run_id for name in ("prompts", "dataset", "dead_letters")]
+    assert seen == runs
+    assert site.fleet_db.runs() == []
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_publication_that_was_declared_dead_deletes_no_journal(
+    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, dead: bool
+):
+    """Cut off from all while it published, it wakes up when its successor has done that, and more is under way."""
+    assert site.run_rows("00000", "00005", engine.url).success
+    path = site.store.journal.append(("00000", "00005"), "", "a-run-of-before", 1, {"00000": []}, "chat")
+    publish = batch_assets.orchestration.assets.publish
+
+    def cut_off(*words: Any, **more: Any) -> Any:
+        table = publish(*words, **more)
+        if dead:
+            (beat,) = site.fleet_db.runs()
+            site.fleet_db.declare_dead(beat.run_id)
+        return table
+
+    monkeypatch.setattr(batch_assets.orchestration.assets, "publish", cut_off)
+    site.materialize("dataset")
+    assert (path in site.store.journal.ordinary_segments()) is dead

@@ -1,0 +1,106 @@
+"""A run whose budget is reached in the middle: it drains, pays no more than it may, waits, and goes on when it may."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.machines import H100, ended_machines
+from support.snapshots import MODEL, questions, write_snapshot
+from support.timing import PATIENCE
+
+from batch_assets.generation.engine_session import StepKind
+from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.loop_thread import LoopThread
+from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.fleet.accounting.budget import END_SECONDS
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import SimulatedCloudConfig
+from resources.fleet.client import FleetClient
+from resources.fleet.config import FleetConfig
+from resources.fleet.leased_engine import Requirement
+from resources.pricing.market import Market
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import open_objects
+
+TTL, ROWS = 2.0, 8000
+CLOCK = 3.0
+PRICE = CLOCK * 3.6 / 3600  # of a real second
+TO_THE_END = PRICE * (TTL + END_SECONDS)
+
+
+def waits_for_the_budget(heart: Heartbeat) -> bool:
+    wait = heart.activity.wait
+    return wait is not None and wait.kind is WaitKind.BUDGET
+
+
+@pytest.mark.slow
+def test_a_run_drains_before_its_budget_is_reached_waits_visibly_and_goes_on_when_it_is_raised(tmp_path: Path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_machines(tmp_path))
+        fleet_db = stack.enter_context(contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")))
+        cloud = a_cloud(tmp_path)
+        providers = dict(cloud.providers)
+        heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=0.2)
+        market = Market(tuple(providers.values()), simulated=list(providers))
+        config = FleetConfig(simulated=cloud.config, start_seconds=600)
+        renter = FleetClient(config, providers, market, fleet_db, heart, lambda *_: pytest.fail("nothing stands"))
+        loop = stack.enter_context(LoopThread())
+        run = stack.enter_context(contextlib.closing(a_run(tmp_path)))
+        said: list[str] = []
+        need = Requirement("d", MODEL, "chat")
+        supervisor = EngineSupervisor(
+            renter, heart, need, run, loop, say=said.append, warn=said.append, decided=lambda _: None
+        )
+        stack.callback(supervisor.end)
+        stack.enter_context(heart.beating("d", "00000", "00009"))
+
+        budget = TO_THE_END + PRICE * 9
+        fleet_db.begin_request("d", "r", budget_usd=budget)
+        step_until(supervisor, lambda: waits_for_the_budget(heart))
+        paused = run.progress()
+        assert heart.activity.wait.refusal.budget_usd == pytest.approx(budget)
+        assert f"paused: budget of {budget:.2f} $ leaves no room for another instance" in heart.activity.note
+        assert any("is nearly reached" in text for text in said)
+        assert not any("lost" in text for text in said)
+        assert 0 < paused.rows_done < ROWS
+        assert paused.requests == paused.rows_done  # no row was asked twice
+        assert fleet_db.fleet() == []
+        assert fleet_db.spend("d").usd <= budget
+        bill = sum(one.usd for one in cloud.meter().bills())
+        assert fleet_db.spend("d").usd == pytest.approx(bill, abs=PRICE)
+
+        fleet_db.override("d", budget_usd=1000)
+        step_until(supervisor, lambda: False)
+        assert run.missing() == []
+        assert run.progress().requests == ROWS
+
+
+def a_cloud(home: Path) -> SimulatedCloud:
+    provider = {"name": "sim-a", "boot_seconds": 0.0, "offers": [{**H100, "price_per_hour": 3.6}]}
+    arguments = ["--output-tokens", "fixed:100"]
+    words = {"clock": CLOCK, "seed": 0, "providers": [provider], "arguments": arguments}
+    return SimulatedCloud(home, SimulatedCloudConfig.model_validate(words))
+
+
+def a_run(folder: Path) -> RangeRun:
+    store = DatasetStore(open_objects(str(folder / "store")), "d")
+    manifest = write_snapshot(store, questions(ROWS))
+    entries = store.entries(manifest.snapshot)
+    identity = RunIdentity("run", Intent("run"), (entries[0].key, entries[-1].key))
+    return RangeRun(store, manifest, plan_range(store, entries, Intent("run")), identity)
+
+
+def step_until(supervisor: EngineSupervisor, what: Callable[[], bool], seconds: float = 60) -> None:
+    """Until it is so, or nothing is left to do."""
+    deadline = time.monotonic() + PATIENCE * seconds
+    while not what() and (result := supervisor.step()).kind is not StepKind.DONE:
+        assert result.kind is StepKind.CONTINUE, result
+        assert time.monotonic() < deadline
+        supervisor.wait(0.02)

@@ -1,0 +1,94 @@
+"""What a run has journaled is not asked again, whatever became of the writes; and segments do not pile up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.range_runs import a_run, first_committed, generate, journaled, leased
+from support.simulated_engine import simulated_engine
+from support.snapshots import MODEL, questions, write_snapshot
+
+from batch_assets.generation.range_run import RangeRun
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import Objects
+
+
+def test_what_a_stopped_run_had_journaled_is_not_asked_again(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(300), batch_rows=100)
+
+    async def stop_in_the_middle(run: RangeRun, url: str) -> None:
+        serving = asyncio.create_task(run.serve(leased(url)))
+        while run.progress().rows_done < 120:  # noqa: ASYNC110  (progress has no event)
+            await asyncio.sleep(0.01)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await run.flush()
+
+    with simulated_engine("--speed", "10", model=MODEL) as engine:
+        first = a_run(store, manifest, "run-1")
+        asyncio.run(stop_in_the_middle(first, engine.url))
+        first.close()
+        done = first.progress().rows_done
+        second = a_run(store, manifest, "run-2")
+        asyncio.run(generate(second, engine.url))
+        second.close()
+        assert second.progress().known + first_committed(store, manifest) >= done
+        assert second.progress().ok <= 300 - done
+    assert second.missing() == []
+    assert not list(local_objects.list("d/journal/"))
+
+
+def test_a_journal_write_that_fails_costs_no_journal(local_objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(300), batch_rows=150)
+    put, failures = local_objects.put, iter(range(3))
+
+    def fails_at_first(path: str, data: bytes) -> None:
+        if "/journal/" in path and next(failures, None) is not None:
+            raise OSError("the store is away")
+        put(path, data)
+
+    monkeypatch.setattr(local_objects, "put", fails_at_first)
+
+    async def stop_in_the_middle(run: RangeRun, url: str) -> int:
+        serving = asyncio.create_task(run.serve(leased(url)))
+        while run.progress().rows_done < 100:  # noqa: ASYNC110  (progress has no event)
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(journaled(store)) < 64:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return len(journaled(store))
+
+    with simulated_engine("--speed", "2", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        before_the_end = asyncio.run(stop_in_the_middle(run, engine.url))
+        asyncio.run(run.flush())
+        run.close()
+    assert next(failures, None) is None
+    assert before_the_end >= 64
+    assert len(journaled(store)) + first_committed(store, manifest) >= run.progress().rows_done
+
+
+def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(800), batch_rows=20)
+    most = 0
+
+    async def watched(run: RangeRun, url: str) -> None:
+        nonlocal most
+        serving = asyncio.create_task(generate(run, url))
+        while not serving.done():
+            most = max(most, len(list(local_objects.list("d/journal/"))))
+            await asyncio.sleep(0.02)
+        await serving
+
+    with simulated_engine("--speed", "5", model=MODEL) as engine:
+        run = a_run(store, manifest, "run-1")
+        asyncio.run(watched(run, engine.url))
+        written = run._journal.sequence
+        run.close()
+    assert written > most > 0

@@ -1,0 +1,338 @@
+"""Following a request: every way in which it can end is noticed and said, and giving it up cancels what it started."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.test_utils import create_run_for_test
+from support.snapshots import commit, questions, write_snapshot
+
+from batch_assets.catalog import ledger
+from batch_assets.catalog.publications import ledger_state, publish_job
+from batch_assets.monitoring.dataset_status import Observer, dataset_status
+from batch_assets.monitoring.request_monitor import (
+    QUIET_SECONDS,
+    STILL_SECONDS,
+    ProgressUpdate,
+    RequestMonitor,
+    give_up,
+)
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.tags import (
+    CANCELED_TAG,
+    PUBLISH_TAG,
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    REFRESH_TAG,
+    REQUEST_TAG,
+    RETRY_RUN_TAG,
+    ROWS_TAG,
+    WILL_RETRY_TAG,
+)
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet.wait_reason import RunActivity
+from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.objects import open_objects
+
+S = dg.DagsterRunStatus
+REFRESH = {REFRESH_TAG: "d"}
+
+
+@dataclass
+class Site:
+    """A dataset of four batches; its runs are entries on an ephemeral instance, no daemon starts anything."""
+
+    instance: dg.DagsterInstance
+    fleet_db: FleetDatabase
+    store: DatasetStore
+    folder: Path
+    manifest: SnapshotManifest = field(init=False)
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.manifest = write_snapshot(self.store, questions(40))
+        self.observer = Observer(self.instance, self.fleet_db, self.store)
+
+    def run(self, status: S, tags: Mapping[str, str], **more: Any) -> str:
+        return create_run_for_test(self.instance, **{"job_name": "d_refresh", **more}, status=status, tags=tags).run_id
+
+    def batches(self, request: str, status: S, first: str = "00000", last: str = "00003") -> str:
+        """A run over batches that the launcher started for the request."""
+        tags = {REQUEST_TAG: request, RANGE_START_TAG: first, RANGE_END_TAG: last}
+        return self.run(status, tags, job_name="__ASSET_JOB", asset_selection=frozenset([ledger.rows_key("d")]))
+
+    def failing(self, message: str, tags: Mapping[str, str], job: str = "d_refresh") -> str:
+        """A run that really fails, with this message."""
+
+        @dg.op(name="step")
+        def step() -> None:
+            raise dg.Failure(message)
+
+        found = dg.GraphDefinition(job, node_defs=[step]).to_job()
+        return found.execute_in_process(instance=self.instance, tags=dict(tags), raise_on_error=False).run_id
+
+    def follow(self, request: str) -> RequestMonitor:
+        return RequestMonitor(self.observer, request, clock=lambda: self.now)
+
+    def look(self, request: str) -> ProgressUpdate:
+        return self.follow(request).look()
+
+    def commit(self, *keys: str) -> None:
+        """Commit batches and report them, as a run does."""
+        for footer in commit(self.store, self.manifest, keys=keys or None).values():
+            self.instance.report_runless_asset_event(ledger.batch_event(self.store, footer, self.manifest.snapshot))
+
+    def publish(self, checks: Sequence[dg.AssetCheckResult] = ()) -> str:
+        """Publish the table in a run that carries the publisher's tag; returns the run id."""
+        sight = self.observer.look()
+        state = ledger_state(
+            self.manifest.snapshot, sight.entries, {key: found.version for key, found in sight.current.items()}
+        )
+        key = dg.AssetKey(["d", "dataset"])
+
+        @dg.asset(key=key, check_specs=[dg.AssetCheckSpec(str(found.check_name), asset=key) for found in checks])
+        def dataset():
+            publish(self.store, self.manifest, card=Card("", [], []), now=1.0, workdir=self.folder)
+            return dg.MaterializeResult(check_results=list(checks))
+
+        job = dg.define_asset_job(publish_job("d"), selection=[dataset])
+        resolved = dg.Definitions(assets=[dataset], jobs=[job]).resolve_job_def(job.name)
+        tags = {PUBLISH_TAG: state}
+        return resolved.execute_in_process(instance=self.instance, tags=tags, raise_on_error=False).run_id
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with (
+        dg.DagsterInstance.ephemeral() as instance,
+        contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db,
+    ):
+        work = tmp_path / "work"
+        work.mkdir()
+        yield Site(instance, fleet_db, DatasetStore(open_objects(str(tmp_path / "store")), "d"), work)
+
+
+def test_the_source_is_read_first(site: Site):
+    assert site.look(site.run(S.STARTING, REFRESH)).said == "starting"
+    assert site.look(site.run(S.STARTED, REFRESH)).said == "reading the source"
+
+
+def test_a_source_that_cannot_be_used_ends_it_with_file_and_line(site: Site):
+    moment = site.look(site.failing("questions.jsonl, line 7: not valid JSON", REFRESH))
+    assert moment.ending is not None
+    assert not moment.ending.ok
+    assert moment.ending.said == "questions.jsonl, line 7: not valid JSON"
+
+
+def test_a_lost_worker_that_is_retried_is_followed_to_its_retry(site: Site):
+    retry = site.run(S.STARTED, REFRESH)
+    lost = site.run(S.FAILURE, {**REFRESH, WILL_RETRY_TAG: "true"})
+    assert site.look(lost).ending is None
+    site.instance.add_run_tags(lost, {RETRY_RUN_TAG: retry})
+    follower = site.follow(lost)
+    follower.look()
+    assert follower.request == retry
+
+
+def test_canceling_the_source_run_ends_it(site: Site):
+    ending = site.look(site.run(S.CANCELED, REFRESH)).ending
+    assert ending is not None
+    assert "canceled" in ending.said
+
+
+def test_while_batches_run_the_figures_and_the_note_of_the_run_are_shown(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    run = site.batches(request, S.STARTED)
+    site.commit("00000", "00002")
+    site.fleet_db.begin_run(run, "d", "00000", "00003")
+    site.fleet_db.beat(run, "waiting", RunActivity("waiting: embedded is held by run x"), 3)
+    moment = site.look(request)
+    assert (moment.phase, moment.ending) == ("rows", None)
+    assert moment.said == f"run {run[:8]}: waiting: embedded is held by run x"
+    assert moment.figures is not None
+    assert (moment.figures.batches_done, moment.figures.rows_committed, moment.figures.open_rows) == (2, 20, 3)
+
+
+def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit("00000")
+    tags = {REQUEST_TAG: request, RANGE_START_TAG: "00001", RANGE_END_TAG: "00003"}
+    runs = [site.failing("the engine refuses the key", tags, job="rows") for _ in range(3)]
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.said == (
+        "failed 3 times: 3 batches (00001, 00002, 00003) are not committed\nthe engine refuses the key"
+    )
+    assert set(ending.runs) == set(runs)
+
+
+def test_a_run_canceled_in_the_ui_ends_it(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    canceled = site.batches(request, S.CANCELED)
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.said.startswith("canceled: 4 batches")
+    assert ending.runs == (canceled,)
+
+
+def test_a_long_silence_names_what_may_be_off(site: Site):
+    follower = site.follow(site.run(S.SUCCESS, REFRESH))
+    assert follower.look().said == "starting a run"
+    site.now += QUIET_SECONDS + 1
+    assert "is the sensor `launcher` on" in follower.look().said
+
+
+def test_a_complete_snapshot_waits_for_its_table(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    moment = site.look(request)
+    assert (moment.phase, moment.ending) == ("publish", None)
+    assert moment.figures is not None
+    assert moment.figures.complete
+
+
+def test_a_published_table_is_the_end(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    site.publish()
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.ok
+    status = dataset_status(site.observer, now=0.0)
+    assert status.table_current
+    assert (status.rows, status.ok, status.batches_done, status.table_rows) == (40, 40, 4, 40)
+    assert status.as_json()["table"] == status.table
+
+
+@pytest.mark.parametrize("severity", list(dg.AssetCheckSeverity))
+def test_a_failed_check_of_severity_error_fails_the_request_a_warning_does_not(
+    site: Site, severity: dg.AssetCheckSeverity
+):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    site.publish([dg.AssetCheckResult(passed=False, check_name="empty_rate", severity=severity, description="3 of 40")])
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.ok == (severity == dg.AssetCheckSeverity.WARN)
+    assert "empty_rate: 3 of 40" in (ending.warnings[0] if ending.ok else ending.said)
+
+
+def test_a_table_that_is_gone_from_the_store_is_no_success_and_published_again(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    site.publish()
+    site.store.objects.delete(["d/published/CURRENT"])
+    follower = site.follow(request)
+    moment = follower.look()
+    assert moment.ending is None
+    assert "missing table" in moment.remark
+    assert (follower.look().said, site.publish() != "") == ("publishing the table", True)
+    ending = follower.look().ending
+    assert ending is not None
+    assert ending.ok
+
+
+def test_three_failed_publications_end_it_with_their_reason(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit()
+    sight = site.observer.look()
+    versions = {key: found.version for key, found in sight.current.items()}
+    tags = {PUBLISH_TAG: ledger_state(site.manifest.snapshot, sight.entries, versions)}
+    for _ in range(3):
+        site.failing("no space left", tags, job="d_publish")
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.said.endswith("the table was not published: no space left")
+
+
+class Canceling:
+    """A Dagster that cancels a run when it is asked for the second time, as a busy one does."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.asked = site, []
+
+    def terminate(self, run_ids: Sequence[str]) -> None:
+        for run_id in run_ids:
+            run = self.site.instance.get_run_by_id(run_id)
+            assert run is not None
+            if run_id in self.asked:
+                self.site.instance.report_run_canceled(run)
+            self.asked.append(run_id)
+
+
+def test_giving_up_cancels_the_requests_runs_and_waits_for_their_leases(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    mine, other = site.batches(request, S.STARTED), site.batches("another", S.STARTED)
+    lease = site.fleet_db.try_lease("embedded", mine, "d", 60)
+    assert lease is not None
+    dagster, pauses = Canceling(site), []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        site.now += seconds
+        if len(pauses) == 8:
+            site.fleet_db.release(lease)
+
+    left = give_up(dagster, site.observer, request, every_request=False, pause=pause, clock=lambda: site.now)
+    assert left == []
+    assert len(pauses) >= 8 + STILL_SECONDS / 0.25
+    assert set(dagster.asked) == {mine}
+    statuses = {run.run_id: run.status for run in site.instance.get_runs()}
+    assert (statuses[mine], statuses[other]) == (S.CANCELED, S.STARTED)
+    marked = site.instance.get_run_by_id(request)
+    assert marked is not None
+    assert CANCELED_TAG in marked.tags
+
+
+def test_giving_up_with_our_own_dagster_takes_in_what_earlier_requests_started(site: Site):
+    request = site.run(S.STARTED, REFRESH)
+    other = site.batches("another", S.STARTING)
+    dagster = Canceling(site)
+
+    def pause(seconds: float) -> None:
+        site.now += seconds
+
+    assert give_up(dagster, site.observer, request, every_request=True, pause=pause, clock=lambda: site.now) == []
+    assert set(dagster.asked) == {request, other}
+
+
+def test_a_run_that_does_not_end_is_named(site: Site):
+    request = site.run(S.STARTED, REFRESH)
+
+    class Deaf:
+        def terminate(self, run_ids: Sequence[str]) -> None:
+            pass
+
+    def pause(seconds: float) -> None:
+        site.now += 10 * seconds
+
+    left = give_up(Deaf(), site.observer, request, every_request=True, pause=pause, clock=lambda: site.now)
+    assert left == [f"run {request} is still STARTED"]
+
+
+def test_a_trial_ends_when_its_batches_are_there_and_says_what_it_has(site: Site):
+    request = site.run(S.SUCCESS, {REFRESH_TAG: "d", ROWS_TAG: "15"})
+    moment = site.look(request)
+    assert moment.figures is not None and (moment.figures.rows, moment.figures.batches) == (20, 2)
+    site.commit("00000")
+    assert site.look(request).ending is None
+    site.commit("00001")
+    ending = site.look(request).ending
+    assert ending is not None and ending.ok
+    assert ending.trial is not None and (ending.trial.rows_committed, ending.trial.batches_done) == (20, 2)
+
+
+def test_a_trial_that_completes_the_snapshot_is_followed_to_its_table(site: Site):
+    request = site.run(S.SUCCESS, {REFRESH_TAG: "d", ROWS_TAG: "15"})
+    site.commit()
+    assert site.look(request).phase == "publish"
+    site.publish()
+    ending = site.look(request).ending
+    assert ending is not None and ending.ok and ending.trial is None

@@ -1,0 +1,125 @@
+"""A request that its budget paused and an operator raises: the next tick of the capacity sensor starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import sqlalchemy as sa
+import yaml
+from support.sensor_site import KEYS, S, Site
+
+from batch_assets.monitoring.dataset_status import Observer, dataset_status
+from batch_assets.monitoring.display import request_lines
+from batch_assets.orchestration.request_summary import request_status
+from gpu_runner.fleet.accounting.budget import BudgetRefusal
+from gpu_runner.fleet.capacity_plan import Pause, PauseKind
+from gpu_runner.fleet.connection import DATASETS
+from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+
+SPEC = {
+    "name": "d",
+    "source": {"path": "questions.jsonl"},
+    "prompt": {"user": "{{ question }}"},
+    "model": "Qwen/Qwen3-8B",
+    "sampling": {"max_tokens": 400},
+    "deadline": "20m",
+    "budget_usd": 0.3,
+}
+OFFERS = [
+    {"instance_type": "eight", "gpu": "H100", "gpus": 8, "price_per_hour": 24.0, "capacity": 4},
+    {"instance_type": "one", "gpu": "A100-80GB", "price_per_hour": 1.5, "capacity": 4},
+]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    provider = {"name": "sim-a", "boot_seconds": 480, "offers": OFFERS}
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"simulated": {"clock": 1.0, "providers": [provider]}}))
+    with contextlib.ExitStack() as stack:
+        found = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+        found.snapshot(12_000, keys=KEYS, batch_rows=1000)
+        found.request()
+        yield found
+
+
+def past_its_deadline(site: Site) -> None:
+    with site.fleet_db.engine.begin() as connection:
+        moved = {"since": DATASETS.c.since - 3600, "deadline_at": DATASETS.c.deadline_at - 3600}
+        connection.execute(sa.update(DATASETS).values(**moved))
+
+
+def target(site: Site) -> Any:
+    found = site.fleet_db.target("d")
+    assert found is not None
+    return found
+
+
+def paused(site: Site) -> str:
+    return target(site).pause.describe()
+
+
+def says(site: Site) -> str:
+    status = dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time())
+    return "\n".join(request_lines(status, time.time()))
+
+
+def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_money_pays_for(site: Site) -> None:
+    site.tick("capacity")
+    assert (target(site).instances, target(site).plan.kind) == (0, "paused")
+    assert "0.30 $ are left, and the next instance needs 0.46 $" in paused(site)
+    assert "LATE" in says(site) and "paused: budget reached" in says(site)
+    past_its_deadline(site)
+    assert site.fleet_db.override("d", budget_usd=4.69)
+    site.tick("capacity")
+    assert target(site).instances >= 1 and target(site).pause is None
+    assert {name.split("/")[1] for name, _ in target(site).offers} == {"one"}
+    assert target(site).plan.on_time is False and "LATE" in says(site)
+
+
+def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site: Site) -> None:
+    assert site.fleet_db.begin_request("d", "r")
+    run = site.batches(S.STARTED, KEYS[0], KEYS[3])
+    site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
+    refused = BudgetRefusal(0.6, spent_usd=0.1, held_back_usd=0.3, drain_seconds=5.0, boot_usd=0.2)
+    site.fleet_db.beat(run, "waiting", RunActivity("any words", WaitReason(WaitKind.BUDGET, refused)), 0)
+    site.tick("capacity")
+    request = target(site).request
+    (line,) = dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()).runs
+    assert (line.note, line.wait) == ("any words", WaitKind.BUDGET)
+    site.fleet_db.override("d", budget_usd=0.6)
+    site.tick("capacity")
+    assert paused(site) == (
+        "budget of 0.60 $ leaves no room for another instance: 0.10 $ are spent, and with it 0.30 $ until it could be "
+        "ended (5 s to drain, its lease, 15 s until a sweep has ended it) and 0.40 $ for twice its boot would be held "
+        "back"
+    )
+    site.fleet_db.override("d", budget_usd=5.0)
+    site.tick("capacity")
+    assert (target(site).request, target(site).pause) == (request, None) and target(site).instances >= 1
+
+
+@pytest.mark.parametrize("why", ["past its deadline", "no instances", "paused"])
+def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(site: Site, why: str) -> None:
+    """Also when the sensor that expected it has not looked again since."""
+    site.fleet_db.override("d", budget_usd=100.0)
+    site.tick("capacity")
+    site.fleet_db.override("d", budget_usd=100.0, deadline_at=site.fleet_db.now() + 7200)
+    site.tick("capacity")
+    assert target(site).plan.on_time is True and "on time" in says(site)
+    told = target(site)
+    if why == "past its deadline":
+        site.fleet_db.override("d", deadline_at=site.fleet_db.now() - 1)
+    else:
+        pause = Pause(PauseKind.BUDGET_REACHED, why) if why == "paused" else None
+        site.fleet_db.command("d", told.request, 1 if pause else 0, pause=pause, memory=told.memory, plan=told.plan)
+    status = request_status(site.fleet_db, "d")
+    assert status.on_time is False
+    assert "LATE" in says(site) and "on time" not in says(site)
+    if why == "no instances":
+        assert (status.finish_p50, status.finish_p95) == (None, None) and "(P50)" not in says(site)

@@ -1,0 +1,203 @@
+"""The documentation says what the code does: keys, variables, examples, links."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import dagster as dg
+import polars as pl
+import pytest
+import yaml
+from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, README, REPOSITORY, Block, blocks
+from support.fleet_databases import intended
+
+from batch_assets.catalog import ledger
+from batch_assets.cli import docs_reference
+from batch_assets.cli.fleet_commands.fleet import CostLine, cost_json, instance_json
+from batch_assets.generation.op import RowsConfig
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.templates.prompt_template import Template
+from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.providers.simulated.config import FaultKind
+from resources.fleet.resource import FleetConfig, GpuFleet
+from resources.store.dataset_store import DatasetStore
+from resources.store.objects import Objects
+
+CODE = ["batch_assets", "resources", "gpu_runner"]
+ROWS = 3
+
+
+def code() -> str:
+    return "\n".join(file.read_text() for folder in CODE for file in sorted((REPOSITORY / folder).rglob("*.py")))
+
+
+def test_every_block_says_how_it_is_tested() -> None:
+    for block in blocks():
+        assert block.mark in MARKS, f"{block.name}: expected <!-- test: … --> before the fence, one of {list(MARKS)}"
+        language, _ = MARKS[block.mark]
+        assert block.language == (language or block.language), f"{block.name}: mark {block.mark} is for {language}"
+        assert block.mark != "none" or block.reason, f"{block.name}: expected a reason"
+
+
+@pytest.mark.parametrize("file", [docs_reference.DATASETS, docs_reference.OPERATIONS], ids=lambda file: file.name)
+def test_the_generated_part_is_current(file: Path) -> None:
+    assert file.read_text() == docs_reference.current(file), "run python -m batch_assets.cli.docs_reference"
+
+
+def test_every_variable_of_the_code_is_documented() -> None:
+    used = set(re.findall(r"BATCH_ASSETS_[A-Z_]+", code()))
+    told = set(re.findall(r"\| `(BATCH_ASSETS_[A-Z_]+)` \|", OPERATIONS.read_text()))
+    assert told == used
+
+
+def test_every_difference_that_verify_finds_has_its_remedy() -> None:
+    kinds = {kind.replace("_", " ") for kind in re.findall(r"Difference\(\s*\"(\w+)\"", code())}
+    assert len(kinds) > 10
+    table = OPERATIONS.read_text().partition("| `verify` says | do |")[2].partition("\n\n")[0]
+    assert [kind for kind in sorted(kinds) if kind not in table] == []
+
+
+def test_every_command_of_the_readme_and_the_docs_exists() -> None:
+    from typer.main import get_command
+
+    from batch_assets.cli.main import app
+
+    known = set(get_command(app).commands)
+    written = {word for file in DOCUMENTS for word in re.findall(r"batch-assets ([a-z][a-z-]+)", file.read_text())}
+    assert written <= known
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    assert {
+        word for file in DOCUMENTS for word in re.findall(r"`?make ([a-z-]+)`?$", file.read_text(), re.M)
+    } <= targets
+
+
+def test_links_lead_somewhere() -> None:
+    for file in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
+            path, _, anchor = target.partition("#")
+            other = (file.parent / path).resolve() if path else file
+            assert other.exists(), f"{file.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", other.read_text(), re.MULTILINE)
+                assert anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}, target
+
+
+@pytest.mark.parametrize("block", blocks("fleet"), ids=lambda block: block.name)
+def test_a_fleet_example_is_one(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNPOD_API_KEY", "of the example")
+    file = tmp_path / "fleet.yaml"
+    file.write_text(block.text)
+    config = FleetConfig.load(file)
+    assert config.model_fields_set - {"prices"} == block.yaml().keys() - {"prices"}
+    fleet = GpuFleet(database=f"sqlite:///{tmp_path}/fleet.db", home=str(tmp_path), config_path=str(file))
+    providers = fleet.providers(config)
+    declared = [*(config.simulated.providers if config.simulated else ()), *config.rented]
+    elsewhere = [one.name for one in (*config.ssh, *config.ec2, *config.runpod)]
+    assert list(providers) == [one.name for one in declared]
+    assert all(provider.offers() for name, provider in providers.items() if name not in elsewhere)
+
+
+@pytest.mark.parametrize("block", blocks("regenerate"), ids=lambda block: block.name)
+def test_the_run_config_fits_the_op(block: Block) -> None:
+    (op, found), *others = block.yaml()["ops"].items()
+    assert not others
+    assert op == ledger.rows_key("example").to_python_identifier()
+    assert RowsConfig(**found["config"]).regenerate
+
+
+def test_the_fleet_page_names_every_key_and_fault(tmp_path: Path) -> None:
+    text = FLEET.read_text()
+    with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
+        assert intended(fleet_db) is not None
+        (instance,) = fleet_db.fleet()
+    line = CostLine("sim-north", "gpu-1", "1x L40S", False, 1, 0, Split())
+    for key in [*instance_json(instance), *cost_json(line)]:
+        assert f"`{key}`" in text, key
+    for kind in get_args(FaultKind):
+        assert f"| `{kind}` |" in text, kind
+
+
+@pytest.mark.parametrize("block", blocks("spec"), ids=lambda block: block.name)
+def test_a_dataset_example_makes_prompts(
+    block: Block, tmp_path: Path, request: pytest.FixtureRequest, local_objects: Objects
+) -> None:
+    document = block.yaml()
+    assert document["type"] == "batch_assets.GeneratedDataset"
+    spec = load_spec(document["attributes"], "defs.yaml")
+    make_source(spec, tmp_path, request)
+    work = tmp_path / "work"
+    work.mkdir()
+    manifest = build_snapshot(spec, DatasetStore(local_objects, spec.name), now=0.0, workdir=work, base=tmp_path)
+    assert manifest.rows + manifest.duplicates >= ROWS
+    assert manifest.rejected == 0
+
+
+def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.FixtureRequest) -> None:
+    """Files with the columns that the example reads, where the example looks for them."""
+    for values in (spec.source.grid or {}).values():
+        if not isinstance(values, list):
+            pl.DataFrame({values.column: [f"value {i}" for i in range(ROWS)]}).write_csv(folder / values.csv)
+    if spec.source.path is None:
+        return
+    templates = [text for _, _, text in spec.prompt.templates()]
+    columns = {name for text in templates for name in Template(text).columns} | set(spec.keep_columns)
+    rows: dict[str, list[Any]] = {name: [f"{name} {i}" for i in range(ROWS)] for name in sorted(columns)}
+    rows |= {spec.id: list(range(ROWS))} if spec.id else {}
+    rows |= {"stars": [1] * ROWS, "lang": ["en"] * ROWS, "price": [12.5] * ROWS} if spec.source.where else {}
+    name = spec.source.path.removeprefix("s3://bucket/").replace("**", "2026").replace("*", "part-0")
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(pl.DataFrame(rows), file, spec.source.format or name)
+    if spec.source.path.startswith("s3://"):
+        upload(file, name, request)
+
+
+def write(rows: pl.DataFrame, file: Path, kind: str) -> None:
+    if kind.endswith("parquet"):
+        rows.write_parquet(file)
+    elif kind.endswith("csv"):
+        rows.write_csv(file)
+    elif kind.endswith(".gz"):
+        import gzip
+
+        file.write_bytes(gzip.compress(rows.write_ndjson().encode()))
+    else:
+        rows.write_ndjson(file)
+
+
+def upload(file: Path, key: str, request: pytest.FixtureRequest) -> None:
+    import boto3
+
+    request.getfixturevalue("s3_objects")  # the server, its bucket and the environment
+    boto3.client("s3").upload_file(str(file), "bucket", key)
+
+
+@pytest.mark.slow
+def test_the_postgres_block_is_what_dagster_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.postgres import postgres, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    (block,) = blocks("postgres")
+    with postgres(durable=False) as server:
+        found = block.yaml()
+        database = found["storage"]["postgres"]["postgres_db"]
+        database |= {"hostname": "127.0.0.1", "port": server.port, "username": "postgres", "db_name": "postgres"}
+        monkeypatch.setenv(database["password"]["env"], server.password)
+        text = (REPOSITORY / "deploy" / "local" / "dagster.yaml").read_text()
+        (tmp_path / "dagster.yaml").write_text(text + yaml.safe_dump(found))
+        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+            assert instance.get_runs_count() == 0
+            assert type(instance.event_log_storage).__name__ == "PostgresEventLogStorage"
+
+
+def test_the_readme_has_its_pictures_within_their_size() -> None:
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README.read_text())
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert (REPOSITORY / picture).stat().st_size < 300_000

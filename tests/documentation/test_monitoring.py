@@ -1,0 +1,209 @@
+"""deploy/monitoring: each metric that dashboard and rules name is exported, each query finds something, rules fire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from support.documents import REPOSITORY
+from support.fleet_databases import Clock, ready
+from support.front_doors import front_door_alone
+
+from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.usage import Kind, UsageKey, Used, day_of
+from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.queues.protocol import QueueDepth
+from batch_assets.api.records.batches import BatchRecord, BatchRecords
+from batch_assets.api.records.database import Records
+from batch_assets.api.records.figures import record_figures
+from batch_assets.api.records.files import FileRecord
+from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
+from batch_assets.api.settings import ApiSettings
+from batch_assets.api.telemetry.gauges import certificate_gauges, record_samples
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
+
+FOLDER = REPOSITORY / "deploy" / "monitoring"
+PREFIX = re.compile(r"\bbatch_assets_\w+")
+Sample = tuple[str, dict[str, str], float]
+
+
+def dashboard_queries() -> list[str]:
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def rules() -> dict[str, str]:
+    """Expression of each alert, by its name."""
+    groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    """What a service with a fleet, batches, interactive requests and certificates shows to Prometheus."""
+    from support.certificates import Authority
+
+    home = tmp_path_factory.mktemp("home")
+    settings = ApiSettings(home, f"{home}/store", f"sqlite:///{home}/api.db")
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        fleet_db.begin_run("run", "d", "0", "1")
+        ready(fleet_db)
+    with contextlib.closing(Records(settings.database)) as records:
+        BatchRecords(records).create(BatchRecord("b", "t", "/v1/embeddings", "f", "1h", 1, 2, "d"))
+    service = front_door_alone(settings)
+    files = TlsFiles(*Authority().issue("service").write(home))
+    service.metrics.add_gauges(lambda: certificate_gauges(RotatingContext(files, server_context), None))
+    service.metrics.first_token("m", 0.1)
+    service.metrics.used("m", 1, 2)
+    service.metrics.committed("m", 249, 1, 1000, 2000)
+    service.metrics.engine_request("answered")
+    service.metrics.answered("POST", "/v1/batches", 429, 0.1, "quota_exceeded")
+    _online(service.inner.state.online._figures)
+
+    async def page() -> str:
+        async with service.inner.router.lifespan_context(service.inner):
+            return (await asyncio.to_thread(service.metrics.page)).decode()
+
+    families = text_string_to_metric_families(asyncio.run(page()))
+    return [(one.name, one.labels, one.value) for family in families for one in family.samples]
+
+
+def _online(figures: OnlineFigures) -> None:
+    figures.depth(QueueDepth(1, 2, 3, 4))
+    figures.accepted(repeated=False)
+    figures.refused("full")
+    for code in ("ok", "expired", "engine_lost", "consumers_lost"):
+        figures.ended(code)
+    figures.seconds.observe(0.1)
+    figures.engine("m", "answered", 0.1)
+
+
+def test_every_metric_of_dashboard_and_rules_is_exported(exported: list[Sample]) -> None:
+    there = {name for name, _, _ in exported}
+    named = {name for query in (*dashboard_queries(), *rules().values()) for name in PREFIX.findall(query)}
+    assert len(named) > 20 and named <= there, named - there
+
+
+def test_values_of_labels_that_queries_name_are_exported(exported: list[Sample]) -> None:
+    pattern = re.compile(r'(batch_assets_\w+)\{(\w+)=(~?)"([^"]+)"')
+    for query in (*dashboard_queries(), *rules().values()):
+        for name, label, matches, wanted in pattern.findall(query):
+            values = {labels.get(label) for found, labels, _ in exported if found == name}
+            known = {*values, "500"} if label == "status" else values  # a healthy service has no 5xx
+            choices = wanted.split("|") if matches else [wanted]
+            for choice in choices:
+                assert any(re.fullmatch(choice, str(value)) for value in known), (query, choice, values)
+
+
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus)")
+    return found
+
+
+def checked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([promtool(), *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_the_rules_are_valid_and_their_cases_hold() -> None:
+    for arguments in (("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")):
+        found = checked(*arguments[:2], str(FOLDER / arguments[2]))
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_every_alert_has_a_case_that_fires_and_the_cases_can_fail(tmp_path: Path) -> None:
+    cases = (FOLDER / "alerts_test.yaml").read_text()
+    assert {name for name in rules() if f'alertname="{name}"' not in cases} == set()
+    (tmp_path / "alerts_test.yaml").write_text(cases)
+    (tmp_path / "alerts.yaml").write_text((FOLDER / "alerts.yaml").read_text().replace("> 120", "> 12000"))
+    assert checked("test", "rules", str(tmp_path / "alerts_test.yaml")).returncode != 0
+
+
+def test_every_query_of_the_dashboard_finds_what_the_service_exports(tmp_path: Path, exported: list[Sample]) -> None:
+    def series(name: str, labels: dict[str, str]) -> str:
+        return name + "{" + ", ".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+
+    inputs = [{"series": series(name, labels), "values": "1+10x60"} for name, labels, _ in exported]
+    queries = sorted({query.replace("$__rate_interval", "5m") for query in dashboard_queries()})
+    expected: list[dict[str, Any]] = [
+        {
+            "expr": f"clamp_max(count({query}), 1)",
+            "eval_time": "30m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
+        for query in queries
+    ]
+    file = tmp_path / "queries_test.yaml"
+    tests = [{"interval": "1m", "input_series": inputs, "promql_expr_test": expected}]
+    file.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": tests}))
+    found = checked("test", "rules", str(file))
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_prometheus_takes_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "alerts.yaml").write_text((FOLDER / "alerts.yaml").read_text())
+    (tmp_path / "key").write_text("sk-x")
+    config = (FOLDER / "prometheus.yaml").read_text().replace("/run/secrets/batch-assets-metrics", f"{tmp_path}/key")
+    (tmp_path / "prometheus.yaml").write_text(config)
+    found = checked("check", "config", str(tmp_path / "prometheus.yaml"))
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_figures_of_the_records(tmp_path: Path) -> None:
+    with contextlib.closing(Records(f"sqlite:///{tmp_path}/api.db")) as records:
+        batches = BatchRecords(records)
+        for number in range(3):
+            batches.create(BatchRecord(f"b{number}", "t", "/v1/embeddings", "f", "1h", 100 + number, 200, "d"))
+        for number, lines in ((1, 10), (2, 4)):
+            held = batches.claim(f"b{number}", "w", 0.0, 1.0)
+            assert held is not None
+            batches.describe(held, lines, "m")
+            batches.move(held, ACCEPT, 110)
+            batches.count(held, 3, 1)
+        batches.move(held, FINALIZE, 120)
+        batches.move(held, COMPLETE, 130, [FileRecord("o", "t", "batch_output", "o", 77, 130)])
+        ledger = UsageLedger(records)
+        for day, model in ((0, "m"), (0, "unpriced"), (1, "m")):
+            key = UsageKey(day_of(260.0 + day * 86_400), "t", "batch", model, Kind.COMPLETIONS)
+            used = Used(input_tokens=5, output_tokens=7, unpriced_tokens=12 if model == "unpriced" else 0)
+            assert ledger.apply(f"{day}-{model}", 0, 1, {key: used})
+        found = record_figures(records, 260.0)
+    assert found.batches[BatchStatus.VALIDATING] == 1 and found.oldest[BatchStatus.VALIDATING] == 160
+    assert found.batches[BatchStatus.COMPLETED] == 1 and found.batches[BatchStatus.FAILED] == 0
+    assert dict(found.queued_lines) == {"": 0, "m": 6}
+    assert (found.overdue_seconds, found.unreported, found.unreported_seconds) == (60, 1, 130)
+    assert (found.stored_bytes, found.day_tokens, found.day_unpriced_tokens) == (77, 24, 12)
+    samples = {(name, *labels.values()): value for name, _, labels, value in record_samples(found)}
+    assert samples["batch_assets_usage_day_tokens", "true"] == samples["batch_assets_usage_day_tokens", "false"] == 12
+    assert samples["batch_assets_queue_depth", "unknown"] == 0 and samples["batch_assets_queue_depth", "m"] == 6
+
+
+def test_figures_of_the_fleet(fleet_db: FleetDatabase, clock: Clock) -> None:
+    fleet_db.begin_run("run", "d", "0", "1")
+    lease = ready(fleet_db)  # 3.6 $ an hour, by a clock 60 times as fast
+    clock.forward(5)
+    found = fleet_db.figures()
+    assert dict(found.instances) == {"intent": 0, "booting": 0, "ready": 1, "ending": 0}
+    assert dict(found.leases) == {"live": 1, "draining": 0, "expired": 0}
+    assert (found.runs["waiting"], found.silent_seconds) == (1, 5.0)
+    assert found.usd_per_hour == pytest.approx(216)
+    assert found.spent_usd == pytest.approx({"sim-north": 5 * 3.6 / 3600 * 60})
+    assert sum(found.spent_usd.values()) == pytest.approx(sum(cost.usd.total for cost in fleet_db.costs()))
+    clock.forward(60)  # the lease has expired
+    assert dict(fleet_db.figures().leases) == {"live": 0, "draining": 0, "expired": 1}
+    fleet_db.release(lease)
+    fleet_db.begin_ending("ba-1", "test")
+    fleet_db.ended("ba-1", None)
+    assert fleet_db.figures().usd_per_hour == 0
+    assert sum(fleet_db.figures().spent_usd.values()) == pytest.approx(sum(c.usd.total for c in fleet_db.costs()))

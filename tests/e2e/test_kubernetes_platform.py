@@ -1,0 +1,164 @@
+"""deploy/kubernetes on a real cluster: a dataset by run workers that rent engine pods, through faults; no row is lost.
+
+Needs the tool `kube-cluster`, and a Docker engine with an image to build on. One test, because there is one cluster on
+a machine; its parts follow one another on the same dataset. What each took is printed. At full size only
+(BATCH_ASSETS_SOAK): it takes more than ten minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.kubernetes_cluster import TOOL
+from support.kubernetes_platform import (
+    DATASET,
+    ENGINES,
+    PLATFORM,
+    ROWS,
+    Platform,
+    docker_engine,
+    installed_platform,
+    write_images,
+)
+from support.timing import SOAK
+
+from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not SOAK, reason="builds images and takes many minutes: set BATCH_ASSETS_SOAK"),
+]
+
+AWAY_SECONDS = 60.0
+INSTANCES = 3
+
+
+def told(what: str, seconds: float) -> None:
+    print(f"{seconds:6.1f} s  {what}", flush=True)
+
+
+def everything_comes_up_from_nothing(site: Platform) -> None:
+    told("all pods ready, definitions loaded", site.wait_installed())
+
+
+def run_workers_rent_engine_pods(site: Platform) -> None:
+    site.launch(f"{DATASET}_refresh", **{OBJECTIVE_TAG: "fastest", INSTANCES_TAG: str(INSTANCES)})
+    told("first engine pod", site.until(lambda: site.pods(ENGINES), 300))  # two run workers start before it
+    told("first batch committed", site.until(lambda: site.batches() > 0, 240))
+    started = {run["runId"] for run in site.range_runs("STARTED")}
+    pod = next(pod for run, pod in site.workers().items() if run in started)
+    assert pod["spec"]["serviceAccountName"] == "run-worker"
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 60
+    assert pod["spec"]["containers"][0]["resources"]["requests"] == {"cpu": "500m", "memory": "1Gi"}
+    (engine, *_) = site.pods(ENGINES)
+    assert engine["spec"]["automountServiceAccountToken"] is False
+
+
+def a_plan_of_three_instances_is_three_engine_pods(site: Platform) -> None:
+    """A range is smaller than an engine's window here: it is in flight as a whole, and handed on at once."""
+
+    def running() -> int:
+        return sum(pod["status"]["phase"] == "Running" for pod in site.pods(ENGINES))
+
+    told("three engine pods run", site.until(lambda: running() == INSTANCES, 180))
+    in_use = "select count(distinct instance) from leases where released_at is null"
+    told("each of them is leased", site.until(lambda: site.database(in_use) == [str(INSTANCES)], 60))
+    assert running() == INSTANCES
+
+
+def leased(site: Platform) -> str:
+    """The run that holds an engine."""
+    (run, *_) = site.database("select run_id from batch_runs where state = 'leased' order by started_at")
+    return run
+
+
+def a_deleted_run_worker_is_replaced_after_it_has_ended(site: Platform) -> None:
+    run = leased(site)
+    pod = site.workers()[run]["metadata"]["name"]
+    began = time.monotonic()
+    site.kubectl("-n", PLATFORM, "delete", "pod", pod, "--wait=false")
+    site.until(lambda: site.status_of(run) == "FAILURE", 90)
+    told("deleted run worker: run failed", time.monotonic() - began)  # it says so itself, when it has cleaned up
+    site.until(lambda: run not in site.workers(), 90)
+    told("deleted run worker: its pod has ended", time.monotonic() - began)
+    site.until(lambda: site.retry_of(run), 60)
+    told("deleted run worker: retry started", time.monotonic() - began)
+
+
+def an_api_server_that_is_away_stops_no_run(site: Platform) -> None:
+    runs = {run["runId"] for run in site.range_runs("STARTED")}
+    failed, committed = site.failed(), site.batches()
+    began = time.monotonic()
+    site.cluster.tool("stop", "apiserver")
+    try:
+        (run, *_) = runs
+        site.until(lambda: "cannot be seen" in site.said(run), 40)
+        told("API server away: told in the run's log", time.monotonic() - began)
+        time.sleep(max(0.0, AWAY_SECONDS - (time.monotonic() - began)))
+        assert site.failed() == failed
+        assert site.batches() > committed
+        told(f"API server away: {site.batches() - committed} batches committed meanwhile", time.monotonic() - began)
+    finally:
+        site.cluster.tool("start", "apiserver")
+    back = time.monotonic()
+    site.until(lambda: site.status_of(run) != "STARTED" or "has not ended" in site.said(run), 60)
+    told("API server back: worker seen again", time.monotonic() - back)
+    assert site.failed() == failed
+
+
+def a_missing_right_is_named_and_fails_no_run(site: Platform) -> None:
+    failed = site.failed()
+    path = '[{"op": "remove", "path": "/rules/1"}]'
+    began = time.monotonic()
+    site.kubectl("-n", PLATFORM, "patch", "role", "daemon", "--type=json", "-p", path)
+    site.until(lambda: any("the verb get on jobs/status" in site.said(run) for run in site.started()), 60)
+    told("right taken away: named in the run's log", time.monotonic() - began)
+    (daemon,) = site.pods(PLATFORM, "app.kubernetes.io/component=daemon")
+    site.kubectl("-n", PLATFORM, "delete", "pod", daemon["metadata"]["name"], "--force", "--grace-period=0")
+    words = ("-n", PLATFORM, "logs", "-l", "app.kubernetes.io/component=daemon", "-c", "rights")
+    said = "allow the verb get on jobs/status in its Role in namespace batch-assets"
+    site.until(lambda: said in site.kubectl(*words), 120)  # after an outage controllers and scheduler come back late
+    told("daemon killed without the right: its successor says which", time.monotonic() - began)
+    site.kubectl("apply", "-f", str(site.folder / "accounts.yaml"))
+    back = time.monotonic()
+    site.kubectl("-n", PLATFORM, "rollout", "status", "deployment/daemon", "--timeout=240s", seconds=250)
+    told("right given back: daemon works", time.monotonic() - back)
+    assert site.failed() == failed
+
+
+def the_table_is_complete_and_nothing_is_left(site: Platform) -> None:
+    publish = f"{DATASET}_publish"
+    done = lambda: any((run["jobName"], run["status"]) == (publish, "SUCCESS") for run in site.runs())  # noqa: E731
+    told("table published", site.until(done, 240))
+    assert f"{ROWS} rows, {ROWS} ok, 0 dead" in site.verify()
+    told("run workers have ended", site.until(lambda: not site.workers(), 60))
+    assert site.overlaps == [] and site.looks > 100
+
+
+PARTS: list[Callable[[Platform], None]] = [
+    everything_comes_up_from_nothing,
+    run_workers_rent_engine_pods,
+    a_plan_of_three_instances_is_three_engine_pods,
+    a_deleted_run_worker_is_replaced_after_it_has_ended,
+    an_api_server_that_is_away_stops_no_run,
+    a_missing_right_is_named_and_fails_no_run,
+    the_table_is_complete_and_nothing_is_left,
+]
+
+
+def test_the_platform_on_a_real_cluster(tmp_path: Path) -> None:
+    if not TOOL.exists():
+        pytest.skip(f"no cluster: {TOOL.name} is not beside this repository (KUBE_CLUSTER names it)")
+    began = time.monotonic()
+    with docker_engine(tmp_path / "docker") as docker:
+        images = write_images(docker, tmp_path)
+    told("images built", time.monotonic() - began)
+    with installed_platform(images) as site:
+        told("cluster up, images on its nodes", time.monotonic() - began)
+        with site.watched():
+            for part in PARTS:
+                part(site)

@@ -1,0 +1,192 @@
+"""Request bodies, and what answers of OpenAI-compatible servers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gpu_runner.client.engine_load import EngineLoad, parse_metrics
+from gpu_runner.client.protocol import (
+    Completion,
+    EngineRefused,
+    Repair,
+    Requests,
+    RowRejected,
+    Transient,
+    error_of,
+    read_answer,
+    retry_after,
+)
+from gpu_runner.rows import Generation
+
+SCHEMA = {"type": "object", "required": ["a"]}
+MESSAGES = [{"role": "user", "content": 'Grüße \u2028 "x"'}]
+
+
+def chat_answer(content: Any = "hi", finish_reason: Any = "stop", **more: Any) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
+    return orjson.dumps({"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 2}} | more)
+
+
+def test_a_chat_body_holds_model_sampling_and_messages() -> None:
+    body = Requests(Generation("chat", "m", {"temperature": 0.5})).body(orjson.dumps(MESSAGES))
+    assert orjson.loads(body) == {"model": "m", "temperature": 0.5, "messages": MESSAGES}
+
+
+@pytest.mark.parametrize(("task", "field"), [("completion", "prompt"), ("embedding", "input")])
+def test_a_text_task_sends_the_prompt_in_its_own_field(task: Any, field: str) -> None:
+    body = Requests(Generation(task, "m")).body(orjson.dumps("text"))
+    assert orjson.loads(body) == {"model": "m", field: "text"}
+
+
+def test_a_schema_is_sent_as_structured_output() -> None:
+    body = orjson.loads(Requests(Generation("chat", "m", json_schema=SCHEMA)).body(orjson.dumps(MESSAGES)))
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
+    }
+
+
+@pytest.mark.parametrize("field", ["model", "messages", "stream", "n"])
+def test_sampling_may_not_overrule_the_client(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        Requests(Generation("chat", "m", {field: 1}))
+
+
+def test_a_chat_repair_shows_the_answer_and_its_fault() -> None:
+    requests = Requests(Generation("chat", "m", {"seed": 1}, SCHEMA))
+    body = orjson.loads(requests.body(orjson.dumps(MESSAGES), Repair("{}", '"a" is missing', 1)))
+    assert body["messages"][:1] == MESSAGES
+    assert body["messages"][1] == {"role": "assistant", "content": "{}"}
+    assert '"a" is missing' in body["messages"][2]["content"]
+
+
+def test_a_completion_repair_takes_another_seed() -> None:
+    requests = Requests(Generation("completion", "m", {"seed": 5}, SCHEMA))
+    assert orjson.loads(requests.body(b'"p"', Repair("", "", 2)))["seed"] == 7
+    assert orjson.loads(requests.body(b'"p"'))["seed"] == 5
+
+
+def test_a_chat_answer_becomes_text_and_tokens() -> None:
+    assert read_answer("chat", 200, {}, chat_answer()) == Completion("hi", "stop", 7, 2)
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", "tool_calls", "repetition"])
+def test_every_end_that_the_model_reached_is_an_outcome(reason: str) -> None:
+    assert read_answer("chat", 200, {}, chat_answer(None, reason)) == Completion("", reason, 7, 2)
+
+
+def test_a_completion_answer_becomes_text() -> None:
+    body = orjson.dumps({"choices": [{"index": 0, "text": "t", "finish_reason": "length"}], "usage": None})
+    assert read_answer("completion", 200, {}, body) == Completion("t", "length", 0, 0)
+
+
+def test_an_embedding_becomes_a_vector() -> None:
+    body = orjson.dumps({"data": [{"index": 0, "embedding": [1, 0.5]}], "usage": {"prompt_tokens": 3}})
+    assert read_answer("embedding", 200, {}, body) == Completion((1.0, 0.5), "stop", 3, 0)
+
+
+@pytest.mark.parametrize("reason", [None, "abort", "error"])
+def test_a_row_without_a_proper_end_is_not_done(reason: Any) -> None:
+    with pytest.raises(Transient) as raised:
+        read_answer("chat", 200, {}, chat_answer("half", reason))
+    assert raised.value.code == "unfinished"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b"null", b"{}", b'{"choices":[]}',
+     b'{"choices":[{"index":0,"finish_reason":"stop"}]}', b'"x"',
+     chat_answer(3), chat_answer("a", 1), chat_answer(usage=[1]), chat_answer()[:-5], b"\xff\xfe"],
+)  # fmt: skip
+def test_garbage_is_transient(body: bytes) -> None:
+    with pytest.raises(Transient) as raised:
+        read_answer("chat", 200, {}, body)
+    assert raised.value.code == "garbage_body"
+
+
+@pytest.mark.parametrize("vector", [[], ["x"], None, 3])
+def test_a_broken_vector_is_transient(vector: Any) -> None:
+    with pytest.raises(Transient):
+        read_answer("embedding", 200, {}, orjson.dumps({"data": [{"index": 0, "embedding": vector}]}))
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 529])
+def test_busy_and_broken_servers_are_transient(status: int) -> None:
+    error = error_of(status, {"Retry-After": "3"}, b"busy")
+    assert isinstance(error, Transient)
+    assert (error.code, error.retry_after, error.message) == (f"http_{status}", 3.0, "busy")
+    assert error.taken == (status != 429)
+    assert error.overload == (status in (429, 503))
+
+
+@pytest.mark.parametrize("status", [301, 307, 401, 403, 404])
+def test_a_wrong_address_or_key_refuses_the_engine(status: int) -> None:
+    assert isinstance(error_of(status, {"Location": "http://elsewhere"}, b"no"), EngineRefused)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 1024 tokens. However, you requested 2000 tokens",
+        "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+        "Input is too long for requested model",
+    ],
+)
+def test_a_prompt_beyond_the_context_has_its_own_code(message: str) -> None:
+    error = error_of(400, {}, orjson.dumps({"error": {"message": message, "code": 400}}))
+    assert isinstance(error, RowRejected)
+    assert error.code == "context_length_exceeded"
+    assert error.message == message
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_other_refusals_of_a_row_name_their_status(status: int) -> None:
+    error = error_of(status, {}, b'{"detail":"bad"}')
+    assert isinstance(error, RowRejected)
+    assert (error.code, error.message) == (f"rejected_{status}", "bad")
+
+
+def test_openai_s_code_says_too_long_without_the_words() -> None:
+    error = error_of(400, {}, b'{"error":{"message":"no","code":"context_length_exceeded"}}')
+    assert isinstance(error, RowRejected)
+    assert error.code == "context_length_exceeded"
+
+
+def test_what_a_server_says_is_cut_and_stays_out_of_the_exception_s_text() -> None:
+    error = error_of(400, {}, orjson.dumps({"error": {"message": "prompt: " + "secret " * 500}}))
+    assert isinstance(error, RowRejected)
+    assert len(error.message) == 500
+    assert "secret" not in f"{error} {error!r}"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("2", 2.0), ("0.5", 0.5), ("-1", 0.0), ("x", None), ("Fri, 31 Dec 1999 23:59:59 GMT", 10.0), ("nan", None),
+     ("inf", None)],
+)  # fmt: skip
+def test_retry_after_is_seconds_or_a_date(value: str, seconds: float | None) -> None:
+    headers = {"Retry-After": value, "Date": "Fri, 31 Dec 1999 23:59:49 GMT"}
+    assert retry_after(headers) == seconds
+
+
+def test_metrics_are_summed_over_engines() -> None:
+    page = b"""# HELP vllm:num_requests_running Number
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 5.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 50.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:generation_tokens_total{engine="0"} 1.5e+06
+vllm:num_preemptions_total{engine="0"} 2.0
+"""
+    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2)
+    page += b"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 1.79532198174e+09\n"
+    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2, 1_795_321_981.74)
+
+
+def test_a_page_without_vllm_s_metrics_is_no_load() -> None:
+    assert parse_metrics(b"process_cpu_seconds_total 3\n") is None

@@ -1,0 +1,549 @@
+"""A run's dealings with the fleet, on a small simulated cloud with real engine processes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.machines import H100, command_line, ended_machines, processes, simulated_cloud
+from support.timing import PATIENCE
+
+from gpu_runner.fleet.capacity_plan import Assignment, CapacityPlan, Pause, PauseKind
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.market.offers import OfferFilter
+from gpu_runner.market.selection import FailureKind
+from gpu_runner.market.speed import LengthMix
+from gpu_runner.market.workload import Workload
+from gpu_runner.providers.base import EngineAccess, Machine, Provider, ProviderUnclear
+from gpu_runner.providers.engine_process import EngineStartError
+from gpu_runner.providers.simulated.cloud import SimulatedCloud
+from gpu_runner.providers.simulated.config import FaultRule
+from resources.fleet.client import FAILED_STARTS, FleetClient, NoInstanceStarted, ProvisioningFailed
+from resources.fleet.config import FleetConfig
+from resources.fleet.leased_engine import LeasedEngine, LeaseSignals
+from resources.fleet.resource import GpuFleet, Requirement
+from resources.pricing.market import Market
+
+TTL = 10.0
+WORK = Workload(100_000, 100_000, LengthMix(200, 200), 2_000, "measured", "measured")
+NEED = Requirement("d", "tiny", "chat", work=lambda: WORK)
+CHEAP = {"instance_type": "cheap", "gpu": "H100", "price_per_hour": 1.8}
+
+
+class GaveUp(Exception):
+    """Somebody canceled."""
+
+
+@dataclass
+class Site:
+    """A cloud, the fleet's database, and the hands of some runs."""
+
+    home: Path
+    cloud: SimulatedCloud
+    fleet_db: FleetDatabase
+    said: list[str] = field(default_factory=list)
+
+    def renter(self, run_id: str = "run", heart: Heartbeat | None = None) -> FleetClient:
+        """A run with a beating heart's book entry; its heart does not beat, the leases last long enough."""
+        heart = heart or Heartbeat(self.fleet_db, run_id, ttl=60)
+        self.fleet_db.begin_run(run_id, "d", "00000", "00009")
+        providers = dict(self.cloud.providers)
+        config = FleetConfig(simulated=self.cloud.config, start_seconds=600)
+        market = Market(tuple(providers.values()), simulated=list(providers))
+        return FleetClient(config, providers, market, self.fleet_db, heart, lambda *_: pytest.fail("nothing stands"))
+
+    def acquire(self, renter: FleetClient, need: Requirement = NEED, **more: Any) -> LeasedEngine:
+        """Wait at most 30 s for an engine."""
+        deadline = time.monotonic() + 30 * PATIENCE
+
+        def pause(seconds: float) -> None:
+            if time.monotonic() > deadline:
+                raise GaveUp
+            time.sleep(min(seconds, 0.05))
+
+        return renter.acquire(need, say=self.said.append, pause=pause, **more)
+
+    def waits(self, renter: FleetClient, kind: WaitKind, need: Requirement = NEED) -> str:
+        """It asks once, must wait for this, and says why."""
+
+        def give_up(_: float) -> None:
+            raise GaveUp
+
+        with pytest.raises(GaveUp):
+            renter.acquire(need, say=self.said.append, pause=give_up)
+        assert renter.heart.activity.wait is not None
+        assert renter.heart.activity.wait.kind is kind
+        return renter.heart.activity.note
+
+    def running(self) -> list[str]:
+        """Names of machines that bill."""
+        machines = [one for provider in self.cloud.providers.values() for one in provider.list("")]
+        return [one.name for one in machines if one.state != "ended"]
+
+
+@contextlib.contextmanager
+def a_site(home: Path, **provider: Any) -> Iterator[Site]:
+    with ended_machines(home), contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        yield Site(home, simulated_cloud(home, **provider), fleet_db)
+
+
+@pytest.fixture(autouse=True)
+def offers_are_always_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the market keeps an answer for two seconds."""
+    monkeypatch.setattr("resources.pricing.market.OFFERS_SECONDS", 0.0)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with a_site(tmp_path, offers=[H100, CHEAP]) as found:
+        yield found
+
+
+def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: Site):
+    first = site.renter("one")
+    leased = site.acquire(first)
+    assert (leased.instance_type, leased.epoch) == ("cheap", 1)
+    first.release(leased)
+    again = site.acquire(site.renter("two"))
+    assert (again.name, again.epoch) == (leased.name, 2)
+    assert len(site.fleet_db.fleet(ended=True)) == 1
+    assert len(site.cloud.calls("create")) == 1
+
+
+class Tunnels:
+    """The provider's calls, and a way of its own to each engine: counted, with a key; none where `broken`."""
+
+    def __init__(self, provider: Provider) -> None:
+        self._provider, self.opened, self.closed, self.broken = provider, 0, 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._provider, name)
+
+    def access(self, name: str, endpoint: str) -> EngineAccess:
+        if self.broken:
+            raise ProviderUnclear("no way through")
+        self.opened += 1
+        return EngineAccess(endpoint.replace("127.0.0.1", "localhost"), f"key of {name}", self._close)
+
+    def _close(self) -> None:
+        self.closed += 1
+
+
+def test_an_engine_is_reached_the_way_its_provider_opens_and_the_way_is_closed_with_the_lease(site: Site):
+    tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
+    site.cloud.providers = tunnels  # type: ignore[assignment]
+    (way,) = tunnels.values()
+    for number, run_id in enumerate(["one", "two"]):  # rented, then warm
+        renter = site.renter(run_id)
+        leased = site.acquire(renter)
+        assert leased.endpoint.startswith("http://localhost:")
+        assert leased.api_key == f"key of {leased.name}"
+        assert leased.api_key not in repr(leased)
+        assert (way.opened, way.closed) == (way.opened, way.opened - 1)
+        renter.release(leased)
+        assert way.closed == way.opened > number
+    assert len(site.cloud.calls("create")) == 1
+
+
+def test_what_became_of_a_lost_engine_is_in_the_books_or_asked_of_its_provider(site: Site):
+    class Diagnosing(Tunnels):
+        def diagnose(self, name: str) -> str:
+            return f"{name} is on a node without power"
+
+    site.cloud.providers = {name: Diagnosing(one) for name, one in site.cloud.providers.items()}  # type: ignore[misc]
+    renter = site.renter()
+    leased = site.acquire(renter)
+    assert renter.why_lost(leased) == f"{leased.name} is on a node without power"
+    site.fleet_db.ended(leased.name, 0.0, "out of memory")
+    assert renter.why_lost(leased) == "out of memory"
+
+
+def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
+    offers = [H100, CHEAP, {**CHEAP, "instance_type": "third"}]  # one that failed is not tried again for a minute
+    with a_site(tmp_path, offers=offers) as site:
+        tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
+        site.cloud.providers = tunnels  # type: ignore[assignment]
+        (way,) = tunnels.values()
+        way.broken = True
+        with pytest.raises(NoInstanceStarted, match="cannot be reached from here: no way through"):
+            site.acquire(site.renter())
+        assert site.running() == []
+
+
+def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    renter.release(leased)
+    other = site.acquire(site.renter("two"), replace(NEED, model="another"))
+    assert other.name != leased.name
+    assert {one.model for one in site.fleet_db.fleet()} == {"tiny", "another"}
+
+
+def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: Site):
+    first, second = site.renter("one"), site.renter("two")
+    leased = site.acquire(first)
+    assert site.waits(second, WaitKind.DATASET_LIMIT) == "waiting: d already holds all instances it may lease"
+    assert first.begin_handover(leased)
+    taken = site.acquire(second)
+    assert (taken.name, taken.epoch) == (leased.name, leased.epoch + 1)
+    assert site.fleet_db.renew(leased.lease, TTL)  # its last rows are still being answered
+    first.release(leased)
+    assert site.fleet_db.instance(taken.name).lease == taken.lease
+
+
+def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may_grow(tmp_path: Path):
+    with a_site(tmp_path, offers=[{**CHEAP, "capacity": 2}]) as site:
+        site.fleet_db.begin_request("d", "r")
+        site.fleet_db.command("d", "r", 3, [])
+        held = []
+        for number in range(4):  # ranges smaller than an engine's window: each hands on as soon as it has begun
+            renter = site.renter(f"run-{number}")
+            held.append(site.acquire(renter))
+            assert renter.begin_handover(held[-1])
+        first, second = held[0].name, held[1].name
+        assert first != second
+        # A third instance is not to be had: what stands is shared equally.
+        assert sorted(one.name for one in held) == sorted([first, first, second, second])
+        assert sorted(site.running()) == sorted([first, second])
+
+
+def test_at_the_commanded_number_all_runs_share_what_stands(site: Site):
+    names = set()
+    for number in range(4):
+        renter = site.renter(f"run-{number}")
+        leased = site.acquire(renter)
+        names.add(leased.name)
+        assert renter.begin_handover(leased)
+    assert len(names) == 1
+
+
+def test_without_capacity_the_next_offer_is_taken_and_the_failure_is_remembered(tmp_path: Path):
+    with a_site(tmp_path, offers=[H100, {**CHEAP, "capacity": 0}]) as site:
+        leased = site.acquire(site.renter())
+        assert leased.instance_type == "h100"
+
+
+def test_a_create_whose_answer_is_lost_is_found_again_and_billed_once(site: Site):
+    site.cloud.inject(FaultRule(kind="lost_reply", calls=("create",), times=1))
+    leased = site.acquire(site.renter())
+    assert site.running() == [leased.name]
+    assert len(site.fleet_db.fleet(ended=True)) == 1
+
+
+def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_made(site: Site):
+    site.cloud.inject(FaultRule(kind="time_out", calls=("create",), times=1))
+    leased = site.acquire(site.renter())
+    assert site.running() == [leased.name]
+    assert site.fleet_db.offer_failures(3600)
+
+
+def test_engines_that_never_come_up_end_the_search_and_leave_nothing_rented(tmp_path: Path):
+    offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
+    with a_site(tmp_path, offers=offers, faults=[{"kind": "boot_fails"}]) as site:
+        with pytest.raises(EngineStartError, match="3 instances in a row did not start"):
+            site.acquire(site.renter())
+        assert site.running() == []
+        assert [one.state for one in site.fleet_db.fleet(ended=True)] == ["ended"] * 3
+
+
+def test_where_nothing_comes_up_what_stands_and_drains_is_shared(tmp_path: Path):
+    offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
+    with a_site(tmp_path, offers=offers) as site:
+        site.fleet_db.begin_request("d", "r")
+        site.fleet_db.command("d", "r", 2, [])
+        first, second = site.renter("one"), site.renter("two")
+        leased = site.acquire(first)
+        assert first.begin_handover(leased)
+        site.cloud.inject(FaultRule(kind="boot_fails"))
+        assert site.acquire(second).name == leased.name
+        assert site.running() == [leased.name]
+        assert len(site.fleet_db.fleet(ended=True)) == 1 + FAILED_STARTS
+
+
+def test_where_nothing_comes_up_and_the_budget_does_not_pay_for_sharing_that_is_why_the_run_ends(tmp_path: Path):
+    offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
+    with a_site(tmp_path, offers=offers) as site:
+        site.fleet_db.begin_request("d", "r", budget_usd=1000.0)
+        site.fleet_db.command("d", "r", 2, [])
+        first, second = site.renter("one"), site.renter("two")
+        assert first.begin_handover(site.acquire(first))
+        site.cloud.inject(FaultRule(kind="boot_fails"))
+
+        def say(text: str) -> None:
+            ended = [one for one in site.fleet_db.fleet(ended=True) if one.state == "ended"]
+            if len(ended) == FAILED_STARTS and not text.startswith("renting"):
+                site.fleet_db.override("d", budget_usd=0.01)
+
+        with pytest.raises(NoInstanceStarted):
+            second.acquire(NEED, say=say, pause=lambda seconds: time.sleep(min(seconds, 0.05)))
+
+
+def test_giving_up_during_a_boot_ends_the_instance_at_once(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=600_000) as site:
+        renter = site.renter()
+
+        def cancel(_: float) -> None:
+            if site.running():
+                raise GaveUp
+
+        with pytest.raises(GaveUp):
+            renter.acquire(NEED, say=site.said.append, pause=cancel)
+        assert site.running() == []
+        assert site.fleet_db.fleet() == []
+        assert site.fleet_db.leases_of("d") == 0
+
+
+def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: Site):
+    renter = site.renter("one")
+    leased = site.acquire(renter)
+    renter.release(leased)
+    machine = site.fleet_db.instance(leased.name)
+    assert machine is not None
+    assert machine.machine_id is not None
+    engine = [process for process in processes(machine.machine_id) if "gpu_runner.simulator" in command_line(process)]
+    for process in engine:
+        process.kill()
+    other = site.acquire(site.renter("two"))
+    assert other.name != leased.name
+    assert site.running() == [other.name]
+
+
+def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(site: Site):
+    class Timeless(Tunnels):
+        def list(self, tag: str) -> list[Machine]:
+            return [replace(one, ended_seconds=None) for one in self._provider.list(tag)]
+
+    site.cloud.providers = {name: Timeless(one) for name, one in site.cloud.providers.items()}  # type: ignore[misc]
+    renter = site.renter()
+    leased = site.acquire(renter)
+    site.fleet_db.missing(leased.name)  # a list that lagged behind
+    renter.release(leased, reason="moved", retire=True)
+    (ended,) = site.fleet_db.fleet(ended=True)
+    assert (ended.state, ended.end_unproven) == ("ended", False)
+
+
+def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    renter.release(leased, reason="moved", retire=True)
+    assert site.running() == []
+    again = site.acquire(renter)
+    renter.release(again)
+    fleet = GpuFleet(
+        database=str(site.fleet_db.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml")
+    )
+    (site.home / "fleet.yaml").write_text(
+        f"idle_minutes: 0\nsimulated: {site.cloud.config.model_dump_json(exclude_none=True)}\n"
+    )
+    fleet.sweep(site.fleet_db)
+    assert site.running() == []
+    bills = {bill.name: bill.usd for bill in site.cloud.meter().bills()}
+    for cost in site.fleet_db.costs():
+        assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05, abs=0.03)  # 0.1 s of ours
+
+
+def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: Site):
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    renter = site.renter()
+    leased = site.acquire(renter)
+    assert leased.instance_type == "h100"
+    assert renter.better(NEED, leased, 100_000) is None
+    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None
+    assert decision.new.instance_type == "cheap"
+    assert decision.saved_usd > 0
+    assert "move and save" in decision.sentence
+    assert renter.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased, 100_000) is None
+    new = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert len(site.running()) == 2
+    renter.release(leased, retire=True)
+    assert site.running() == [new.name]
+    site.cloud.inject(FaultRule(kind="no_capacity", calls=("create",)))
+    with pytest.raises(ProvisioningFailed, match="sim-a"):
+        renter.move(NEED, new, decision, say=site.said.append, pause=time.sleep)
+
+
+def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: Site):
+    said = site.waits(site.renter(), WaitKind.NO_OFFER, replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)))
+    assert said.startswith("waiting: no suitable offer; ")
+    assert "above 0.50" in said
+
+
+def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=1500) as site:  # 2.5 s of ours
+        heart = Heartbeat(site.fleet_db, "long", ttl=1.5, interval=0.2)
+        renter = site.renter("long", heart)
+        with heart.beating("d", "00000", "00009"):
+            leased = site.acquire(renter)
+            assert heart.check(leased.lease)
+            assert leased.epoch == 1
+            renter.release(leased)
+
+
+def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Site):
+    (site.home / "fleet.yaml").write_text(f"simulated: {site.cloud.config.model_dump_json(exclude_none=True)}\n")
+    fleet = GpuFleet(
+        database=str(site.fleet_db.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml")
+    )
+    heart = fleet.heart(site.fleet_db, "run")
+    with heart.beating("d", "00000", "00009"), fleet.lease(NEED, site.fleet_db, heart) as leased:
+        assert site.fleet_db.holder(leased.name) == "run"
+        assert heart.check(leased.lease)
+    assert site.fleet_db.holder(leased.name) is None
+    assert site.fleet_db.instance(leased.name).state == "ready"
+
+
+def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: Site):
+    renter = site.renter()
+    site.fleet_db.begin_request("d", "r")
+    site.fleet_db.command("d", "r", 0)
+    assert site.waits(renter, WaitKind.CAPACITY) == "waiting: capacity 0"
+    site.fleet_db.command(
+        "d", "r", 0, pause=Pause(PauseKind.BUDGET_REACHED, "budget of 12.00 $ reached (11.97 $ spent)")
+    )
+    assert site.waits(renter, WaitKind.PAUSED) == "waiting: paused: budget of 12.00 $ reached (11.97 $ spent)"
+    assert site.fleet_db.fleet(ended=True) == []
+    site.fleet_db.command("d", "r", 1)
+    assert site.acquire(renter).instance_type == "cheap"
+
+
+def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site: Site):
+    renter = site.renter()
+    site.fleet_db.begin_request("d", "r", budget_usd=1.0)  # 75 s at 600 × 1.8 $/h would be 22.50 $
+    assert site.waits(renter, WaitKind.BUDGET).startswith(
+        "waiting: paused: budget of 1.00 $ leaves no room for another instance: 0.00 $ "
+    )
+    assert site.running() == []
+    site.fleet_db.override("d", budget_usd=100)
+    leased = site.acquire(renter)
+    assert not site.fleet_db.instance(leased.name).retiring
+
+
+def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(site: Site):
+    site.fleet_db.begin_request("d", "r", budget_usd=35.0)  # one instance is held back for with 22.50 $, two with 45
+    site.fleet_db.command("d", "r", 2, [])
+    first, second = site.renter("one"), site.renter("two")
+    leased = site.acquire(first)
+    assert first.begin_handover(leased)
+    assert site.acquire(second).name == leased.name
+    assert site.running() == [leased.name]
+
+
+def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: Site):
+    renter = site.renter()
+    leased = site.acquire(renter)
+    assert renter.look(leased) == LeaseSignals()
+    site.fleet_db.begin_request("d", "r", budget_usd=1.0)
+    assert not site.fleet_db.renew(leased.lease, 60)
+    said = renter.look(leased).retired
+    assert re.match(r"budget of 1\.00 \$ reached \(\d\.\d\d \$ spent, what is rented costs ", said), said
+    renter.release(leased, reason="lease lost")
+    assert site.running() == []
+
+
+def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_than_it_says(tmp_path: Path):
+    offers = [H100, CHEAP, {**CHEAP, "instance_type": "middle", "price_per_hour": 2.4}]
+    with a_site(tmp_path, offers=offers) as site:
+        names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+        site.fleet_db.begin_request("d", "r")
+        site.fleet_db.command("d", "r", 4, [(names["h100"], 1), (names["middle"], 1)])
+        rented = [site.acquire(site.renter(f"run-{number}")) for number in range(3)]
+        assert [one.instance_type for one in rented] == ["h100", "middle", "h100"]
+        assert "the capacity plan names it" in rented[0].why
+        site.fleet_db.offer_failed("sim-a", names["h100"], FailureKind.NO_CAPACITY)
+        site.fleet_db.offer_failed("sim-a", names["middle"], FailureKind.NO_CAPACITY)
+        assert site.acquire(site.renter("run-3")).instance_type == "cheap"
+
+
+def dearer_than_the_other(site: Site) -> tuple[FleetClient, LeasedEngine, dict[str, str]]:
+    """An h100 is leased when the other offer's price falls; with the names of the offers by type."""
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    renter = site.renter()
+    leased = site.acquire(renter)
+    site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
+    names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
+    return renter, leased, names
+
+
+def command(site: Site, instances: int, offers: list[tuple[str, int]], *moves: Assignment) -> None:
+    """What the capacity sensor writes."""
+    plan = CapacityPlan(kind="switch", reason="saves 1 $", assignments=moves)
+    assert site.fleet_db.command("d", "r", instances, offers, plan=plan)
+
+
+def test_with_a_plan_a_run_moves_only_where_the_plan_says_so(site: Site):
+    renter, leased, names = dearer_than_the_other(site)
+    site.fleet_db.begin_request("d", "r")
+    assert renter.better(NEED, leased, 100_000) is not None  # there is no plan yet
+    command(site, 1, [(names["h100"], 1)])
+    assert renter.better(NEED, leased, 100_000) is None
+    site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
+    command(site, 1, [(names["cheap"], 1)], Assignment(leased.name, names["cheap"]))
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None and "saves 1 $" in decision.sentence and decision.saved_usd < 0
+    command(site, 1, [(names["h100"], 1)])
+    with pytest.raises(ProvisioningFailed, match="any more"):
+        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert site.running() == [leased.name]
+
+
+def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: Site):
+    renter, leased, names = dearer_than_the_other(site)
+    site.fleet_db.begin_request("d", "r")
+    command(site, 1, [(names["cheap"], 1)], Assignment(leased.name, names["cheap"]))
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None
+    site.cloud.inject(FaultRule(kind="no_capacity", calls=("create",)))
+    with pytest.raises(ProvisioningFailed, match="sim-a"):
+        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert site.running() == [leased.name]
+    assert [one.offer for one in site.fleet_db.offer_failures(60)] == [names["cheap"]]
+    assert renter.better(NEED, leased, 100_000) is None  # it failed a moment ago
+    site.fleet_db.begin_request("d", "another", budget_usd=1.0)
+    with pytest.raises(ProvisioningFailed, match="leaves no room"):
+        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert site.running() == [leased.name]
+
+
+def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_waits(site: Site):
+    renter, leased, names = dearer_than_the_other(site)
+    both = [(names["cheap"], 1), (names["h100"], 1)]
+    site.fleet_db.begin_request("d", "r", deadline_at=site.fleet_db.now() + 3600)
+    command(site, 2, both, Assignment(leased.name, names["cheap"], beside=True))
+    decision = renter.better(NEED, leased, 100_000)
+    assert decision is not None and decision.new.instance_type == "cheap"
+    waiting = site.acquire(site.renter("next"))
+    assert waiting.instance_type == "cheap"
+    with pytest.raises(ProvisioningFailed, match="all instances"):
+        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    site.renter("next").release(waiting, retire=True)
+    moved = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert moved.instance_type == "cheap"
+    assert "already holds all" in site.waits(site.renter("third"), WaitKind.DATASET_LIMIT)
+    assert sorted(site.running()) == sorted([leased.name, moved.name])
+
+
+def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):
+    with a_site(tmp_path, boot_seconds=600_000) as site:
+
+        def retire(_: float) -> None:
+            if found := site.fleet_db.fleet():
+                if found[0].retiring and len(site.fleet_db.fleet(ended=True)) > 1:
+                    raise GaveUp
+                site.fleet_db.retire(found[0].name, "the fleet shrinks to 0")
+            time.sleep(0.05)
+
+        with pytest.raises(GaveUp):
+            site.renter().acquire(NEED, say=site.said.append, pause=retire)
+        assert any("was to end while it booted: the fleet shrinks to 0" in text for text in site.said)
+        assert site.running() == []
+        assert site.fleet_db.offer_failures(60) == []

@@ -1,0 +1,1 @@
+"""What tests share: stores, engines, fleets, clocks and servers."""

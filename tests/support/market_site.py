@@ -1,0 +1,49 @@
+"""Offers, and a provider that lists what a test tells it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpu_runner.market.offers import Offer
+from gpu_runner.providers.base import EngineOrder, Machine
+
+NOW = 1_900_000_000.0
+
+
+H100 = Offer("north", "eu", "h100.1x", "H100", 1, 80, False, 2.50, 120.0, 0.99, NOW, "north")
+
+
+L4 = replace(H100, instance_type="l4.1x", gpu="L4", gpu_memory_gib=24, price_per_hour=0.60)
+
+
+T4 = replace(H100, instance_type="t4.1x", gpu="T4", gpu_memory_gib=16, price_per_hour=0.30)
+
+
+@dataclass
+class FakeProvider:
+    """A provider that only offers; counts how often it is asked."""
+
+    name: str
+    listed: list[Offer]
+    clock: float = 1.0
+    asked: int = 0
+    failure: Exception | None = field(default=None)
+
+    def offers(self) -> list[Offer]:
+        self.asked += 1
+        if self.failure is not None:
+            raise self.failure
+        return list(self.listed)
+
+    def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
+        raise AssertionError("the market rents nothing")
+
+    def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:
+        raise AssertionError("the market rents nothing")
+
+    def list(self, tag: str) -> Sequence[Machine]:
+        raise AssertionError("the market rents nothing")
+
+    def terminate(self, name: str) -> None:
+        raise AssertionError("the market ends nothing")
