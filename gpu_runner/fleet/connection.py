@@ -21,8 +21,12 @@ from gpu_runner.boot_clock import ClockReading, Steady, boot_name, boot_seconds,
 from gpu_runner.fleet.clock_jumps import KEPT_SECONDS, Agreed, ClockJump, jumps_since, kept, settle, total_of_jumps
 from gpu_runner.fleet.migrations import HEAD, upgrade, version_of
 from gpu_runner.fleet.tables import CLAIMS, DATASETS, FACTS, INSTANCES, LEASES, OFFER_FAILURES, RUNS
+from gpu_runner.sqlite_files import use_write_ahead_log
 
 __all__ = ["CLAIMS", "DATASETS", "FACTS", "INSTANCES", "LEASES", "OFFER_FAILURES", "RUNS", "Tables", "database_now"]
+
+
+BUSY_SECONDS = 30  # how long a call waits for another writer of a SQLite file
 
 
 class database_now(FunctionElement[float]):
@@ -59,7 +63,7 @@ class Tables:
         self._kept_at = -math.inf  # by the steady clock: when it was written down for others
         try:
             self.engine = sa.create_engine(
-                url, pool_pre_ping=not sqlite, connect_args={"timeout": 30} if sqlite else {}
+                url, pool_pre_ping=not sqlite, connect_args={"timeout": BUSY_SECONDS} if sqlite else {}
             )
         except (sa.exc.ArgumentError, ValueError):  # its text may hold parts of the address, and so the password
             raise ValueError("database of the fleet: expected a SQLAlchemy URL, found what cannot be read") from None
@@ -143,8 +147,8 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 def _configure_sqlite(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # the BEGIN above is the only one
     cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout=30000")
-    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000}")
+    use_write_ahead_log(cursor.execute, BUSY_SECONDS)
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.close()
 

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlch
 
 from batch_assets.api.records.migrations import HEAD, upgrade, version_of
 from gpu_runner.errors import ExitStatus, UserFacingError
+from gpu_runner.sqlite_files import use_write_ahead_log
 
 BUSY_MILLISECONDS = 10_000
 POOL_SECONDS = 5.0  # how long a caller waits for one of the connections, when all are taken
@@ -111,6 +112,6 @@ def _configure_sqlite(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # the BEGIN above is the only one
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
-    cursor.execute("PRAGMA journal_mode=WAL")
+    use_write_ahead_log(cursor.execute, BUSY_MILLISECONDS / 1000)
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.close()

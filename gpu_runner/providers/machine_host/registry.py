@@ -23,9 +23,10 @@ from typing import Any
 
 from gpu_runner.boot_clock import Steady, boot_name, boot_seconds
 from gpu_runner.providers.base import EndReason
+from gpu_runner.sqlite_files import use_write_ahead_log
 
 MARK = "GPU_RUNNER_MACHINE"  # environment variable of a machine's processes: its id
-BUSY_SECONDS = 4.0
+BUSY_SECONDS, SWITCH_SECONDS = 4.0, 10.0
 ENFORCE_SECONDS = 15.0  # a host ends its engine within two grace periods of the guard; after this it is helped
 GONE_SECONDS = 5.0  # what a helped host's processes take to be gone
 
@@ -119,20 +120,11 @@ class MachineRegistry:
         self._prepare()
 
     def _prepare(self) -> None:
-        # Switching to WAL fails at once, whatever the busy time-out, while another process does it.
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                self.connection().execute("PRAGMA journal_mode=WAL")
-                with self.transaction() as connection:
-                    for statement in filter(str.strip, _TABLES.split(";")):
-                        connection.execute(statement)
-                    self._set_clock(connection)
-                return
-            except sqlite3.OperationalError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
+        use_write_ahead_log(self.connection().execute, SWITCH_SECONDS)
+        with self.transaction() as connection:
+            for statement in filter(str.strip, _TABLES.split(";")):
+                connection.execute(statement)
+            self._set_clock(connection)
 
     def _set_clock(self, connection: sqlite3.Connection) -> None:
         """Who opens the register first since the machine has booted sets its clock for all."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batch_assets.api.online.queues.protocol import QueueAway
+from gpu_runner.sqlite_files import use_write_ahead_log
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class GroupCommit:
 
     def _open(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=BUSY_SECONDS)
-        connection.execute("PRAGMA journal_mode=WAL")
+        use_write_ahead_log(connection.execute, BUSY_SECONDS)
         connection.execute("PRAGMA synchronous=FULL")
         connection.executescript(self._schema)
         return connection
