@@ -153,7 +153,14 @@ def _proxy(settings: ApiSettings, figures: ServiceMetrics, spans: Spans) -> Prox
     async def models(url: str) -> list[str]:
         return await proxy.models_of(url, api_key, tls)
 
-    directory = EngineDirectory(time.monotonic, endpoints=settings.endpoints, api_key=api_key, tls=tls, models=models)
+    directory = EngineDirectory(
+        time.monotonic,
+        endpoints=settings.endpoints,
+        api_key=api_key,
+        tls=tls,
+        models=models,
+        regions=settings.regions,
+    )
     choice = EngineChoice(directory, time.monotonic, routing, measured)
     proxy = Proxy(directory, figures, FirstTokens(time.monotonic), choice, spans=spans)
     return proxy

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_runner.http.tls_files import TlsFiles
@@ -27,7 +27,8 @@ REST_SECONDS = 2.0  # how long an engine that could not be reached is asked last
 class EngineTarget:
     """One engine. `url` without `/v1`. `api_key`: for this engine only.
 
-    `hardware`: what it runs on, and `places`: requests that it runs at once, where somebody knows it.
+    `hardware`: what it runs on, `places`: requests that it runs at once, and `region`: where it is, where somebody
+    knows it.
     """
 
     url: str
@@ -36,6 +37,7 @@ class EngineTarget:
     tls: TlsFiles | None = None
     hardware: str = field(default="", compare=False)
     places: int | None = field(default=None, compare=False)
+    region: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class _Endpoint:
     """A configured endpoint, and what it said last. `asked_at`: seconds of the directory's clock."""
 
     url: str
+    region: str = ""
     engines: tuple[EngineTarget, ...] = ()
     asked_at: float | None = None
     answered: bool = False
@@ -59,7 +62,9 @@ ListModels = Callable[[str], Awaitable[list[str]]]
 
 
 class EngineDirectory:
-    """`clock`: monotonic seconds. `endpoints` and `models`: configured addresses, and how one is asked for models."""
+    """`clock`: monotonic seconds. `endpoints` and `models`: configured addresses, and how one is asked for models.
+    `regions`: of those addresses of which one is named.
+    """
 
     def __init__(
         self,
@@ -71,10 +76,12 @@ class EngineDirectory:
         models: ListModels | None = None,
         fresh: float = 30.0,
         retry: float = 2.0,
+        regions: Mapping[str, str] | None = None,
     ) -> None:
         self._clock, self._fresh, self._retry = clock, fresh, retry
         self._api_key, self._tls, self._models = api_key, tls, models
-        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in endpoints]
+        places = regions or {}
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1"), places.get(url, "")) for url in endpoints]
         self._changing = threading.Lock()
         self._announced: dict[EngineTarget, int] = {}  # replaced, never changed: other threads announce
         self._load: dict[EngineTarget, _Load] = {}
@@ -176,7 +183,9 @@ class EngineDirectory:
             log.warning("models of a configured endpoint: %s", type(error).__name__)
         else:
             endpoint.answered = True
-            endpoint.engines = tuple(EngineTarget(endpoint.url, name, self._api_key, self._tls) for name in names)
+            endpoint.engines = tuple(
+                EngineTarget(endpoint.url, name, self._api_key, self._tls, region=endpoint.region) for name in names
+            )
         finally:
             endpoint.asking = None
 
