@@ -166,6 +166,8 @@ class EngineChoice:
         fresh = sum([self.router.fresh(engine.url, now) for engine in watched])
         for state, count in (("fresh", fresh), ("stale", len(watched) - fresh)):
             yield "batch_assets_routing_engines", "Engines that are asked, by their report.", {"report": state}, count
+        resting = sum([self._directory.resting(engine) for engine in self._directory.targets()])
+        yield "batch_assets_routing_resting", "Engines that are asked last: not reached, or failing.", {}, resting
         for region, seconds in self.router.round_trips.regions().items():
             text = "Round trip to the nearest engine of a region, as measured."
             yield "batch_assets_routing_round_trip_seconds", text, {"region": region}, seconds
