@@ -75,7 +75,9 @@ class SentRequest:
 
 
 class EngineChoice:
-    """`clock`: monotonic seconds. `read`: how engines are asked for their load. Lives on one event loop."""
+    """`clock`: monotonic seconds. `read`: how engines are asked for their load; `hears`: who else is told of it. Lives
+    on one event loop.
+    """
 
     def __init__(
         self,
@@ -88,9 +90,9 @@ class EngineChoice:
         self._directory, self.clock, self._figures = directory, clock, figures
         self.router, self.lengths = Router(policy), OutputLengths()
         self._reader = LoadReader()
-        self.poller = EnginePoller(
-            read or self._reader.read, self._reported, served=self._served, over=self._forget, clock=clock
-        )
+        self.read = read or self._reader.read
+        self.hears: Callable[[EngineTarget, EngineReading], None] = lambda engine, reading: None
+        self.poller = EnginePoller(self.read, self._reported, served=self._served, over=self._forget, clock=clock)
         figures.read(self._samples)
 
     async def close(self) -> None:
@@ -140,6 +142,7 @@ class EngineChoice:
         return RoutedRequest(size.prompt_tokens, output, keys, target, whole=not request.stream)
 
     def _reported(self, engine: EngineTarget, reading: EngineReading) -> None:
+        self.hears(engine, reading)
         if reading.round_trip is not None:
             self.router.known(engine.url, _kind(engine), engine.region)
             self.router.round_trips.measured(engine.url, reading.round_trip)

@@ -25,6 +25,7 @@ from starlette.types import Receive, Send
 from batch_assets.api.access.request_access import RequestAccess
 from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.errors import ApiError, envelope
+from batch_assets.api.interactive.cache_salt import CacheSalts
 from batch_assets.api.interactive.engine_choice import EngineChoice, EngineOrder, SentRequest
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_errors import (
@@ -111,6 +112,7 @@ class Proxy:
         self.directory, self.first_tokens, self._metrics = directory, first_tokens, metrics
         self.choice, self._policy, self._spans = choice, policy, spans
         self.known: Callable[[], Awaitable[frozenset[str] | None]] | None = None  # models that could be served
+        self.salts: CacheSalts | None = None
         self.want: Callable[[str, str], None] | None = None  # has an engine of a model, for requests to a path, kept
         self._wanted: OrderedDict[str, float] = OrderedDict()
         self._in_flight = 0
@@ -134,6 +136,8 @@ class Proxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.directory.close()
+        if self.salts is not None:
+            await self.salts.close()
         await self.choice.close()
         if self._session is not None:
             await self._session.close()
@@ -215,6 +219,8 @@ class Proxy:
         if engine.api_key:
             headers["Authorization"] = f"Bearer {engine.api_key}"
         progress = RequestProgress()
+        tenant = access.caller.tenant if access.caller else ""
+        body = request.body if self.salts is None else await self.salts.body(engine, path, request, tenant)
         probe = self.directory.begin(engine)
         sent = self.choice.sent(engine, order)
         waits = self.first_tokens.begin(engine.url, began) if request.stream else None
@@ -224,7 +230,7 @@ class Proxy:
                 with progress:
                     answer = await self._session.post(
                         f"{engine.url}{path}",
-                        data=request.body,
+                        data=body,
                         headers=headers,
                         allow_redirects=False,
                         trace_request_ctx=progress,
