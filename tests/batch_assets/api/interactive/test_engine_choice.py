@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
 import pytest
 
 from batch_assets.api.errors import ApiError
+from batch_assets.api.execution.engines import ServingEngine
+from batch_assets.api.execution.fleet_engines import serving
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import EngineReading
+from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.routing_figures import RoutingFigures
+from batch_assets.api.interactive.shared_supply import SharedSupply
 from batch_assets.api.settings import split_endpoint
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
 from gpu_runner.client.engine_load import EngineLoad
+from gpu_runner.fleet.database import Lease
+from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy
 from gpu_runner.routing.engine_view import STALE_SECONDS
 from gpu_runner.routing.latency_target import ANY_LATENCY, LatencyTarget
 from gpu_runner.routing.router import RoutingPolicy, Rule
+from gpu_runner.rows import Task
+from resources.fleet.leased_engine import LeasedEngine
 
 FAST = EngineTarget("http://fast", "m", hardware="cloud/big", places=128)
 SLOW = EngineTarget("http://slow", "m", hardware="cloud/small", places=128)
@@ -328,3 +336,30 @@ def test_the_region_of_the_service_is_a_name(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_an_endpoint_may_name_its_region(given: str, found: tuple[str, str]) -> None:
     assert split_endpoint(given) == found
+
+
+def test_a_leased_engine_is_announced_with_the_region_of_its_offer() -> None:
+    class Supply:
+        @contextlib.asynccontextmanager
+        async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+            yield serving(
+                LeasedEngine(Lease("e", 1, "r", "d"), "http://leased/v1", None, 8, "ec2", "g5", region="eu-west-1")
+            )
+
+        def running(self, model: str) -> Sequence[ServingEngine]:
+            return []
+
+    async def scenario() -> None:
+        directory = EngineDirectory(lambda: 0.0, endpoints=["http://far"], regions={"http://far": "us"}, models=listed)
+        shared = SharedSupply(Supply(), directory, FirstTokens(lambda: 0.0), FirstTokenPolicy())
+        async with shared.engine("m", "chat"):
+            await directory.models()
+            found = {engine.url: (engine.region, engine.hardware) for engine in directory.targets()}
+            assert found == {"http://leased": ("eu-west-1", "ec2/g5"), "http://far": ("us", "")}
+        await directory.close()
+
+    asyncio.run(scenario())
+
+
+async def listed(url: str) -> list[str]:
+    return ["m"]
