@@ -1,6 +1,6 @@
 """Which engine gets the next request: prediction against simpler rules, in a seeded simulation of events.
 
-    python benchmarks/routing.py [--requests N] [--seeds 1,2,3] [--load 0.85] [--case NAME] [--json FILE]
+    python benchmarks/routing.py [--requests N] [--seeds 1,2,3] [--load 0.85] [--case NAME] [--json FILE] [--regions]
 
 Engines are the simulator's scheduler, driven by simulated time: the same steps, slots, chunked prefill and KV cache as
 the server's, with a prefix cache beside it (the prompts last sent, least recently used first; a cached prefix is not
@@ -11,6 +11,9 @@ tokens that wait on each engine as well, which no gateway counts; it is not amon
 own constants were chosen on seeds 1, 2 and 3: judge it by others. It is told how many requests an engine runs at once.
 Load: tokens to compute a second, of prompts after the prefix cache and of answers, as a share of what the engines
 compute at most.
+
+`--regions`: two engines where the router is and two 100 ms away, at several loads. `least requests` is blind to the
+way, `local only` is the router without the other region.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from benchmarks.routing_rules import (
     LeastKv,
     LeastRequests,
+    LocalOnly,
     Predicted,
     PrefixAffinity,
     Random,
@@ -31,16 +35,20 @@ from benchmarks.routing_rules import (
     Rule,
     Weighted,
 )
-from benchmarks.routing_world import CASES, Case, Engine, Running, workload
+from benchmarks.routing_world import CASES, REGIONS, Case, Engine, Running, workload
 
 REPORT_SECONDS = 1.0
 TUNE_TRIALS = 24
+REGION_LOADS = (0.2, 0.35, 0.45, 0.6, 0.85)
 
 
 def run(case: Case, rule: Rule, load: float, requests: int, seed: int) -> list[float]:
     """Seconds to the first token of each request, without the first tenth."""
     asked = workload(case, requests, load, seed)
-    engines = [Engine(str(number), speed) for number, speed in enumerate(case.speeds)]
+    ways = case.ways or (0.0,) * len(case.speeds)
+    engines = [
+        Engine(str(number), speed, way) for number, (speed, way) in enumerate(zip(case.speeds, ways, strict=True))
+    ]
     every: list[Running] = []
     next_report, middle = 0.0, asked[len(asked) // 2].at
     slowed = False
@@ -63,7 +71,9 @@ def run(case: Case, rule: Rule, load: float, requests: int, seed: int) -> list[f
         rule.sent(every[-1], engines[place])
     for engine in engines:
         engine.scheduler.advance(asked[-1].at + 10_000)
-    return [one.sequence.first_token_at - one.request.at for one in every[len(every) // 10 :]]
+    measured = every[len(every) // 10 :]
+    rule.away = sum(one.way > 0 for one in measured) / len(measured)
+    return [one.sequence.first_token_at + one.way / 2 - one.request.at for one in measured]
 
 
 def p99(seconds: list[float]) -> float:
@@ -82,6 +92,26 @@ def tuned(case: Case, load: float, requests: int, seed: int, *, tokens: bool) ->
         tries = [(*weights[:3], 0.0, weights[4]) for weights in tries if any((*weights[:3], weights[4]))]
     best = min(tries, key=lambda weights: p99(run(case, Weighted(weights), load, requests // 2, 1000 + seed)))
     return Weighted(best)
+
+
+def regions(requests: int, seeds: list[int]) -> dict[str, dict[str, list[float]]]:
+    """Of two regions, by load: for each rule p50 and p99 in seconds, and the share of requests that went away."""
+    rules: dict[str, Callable[[], Rule]] = {
+        "local only": lambda: LocalOnly(Predicted()),
+        "least requests": LeastRequests,
+        "predicted": Predicted,
+    }
+    found: dict[str, dict[str, list[float]]] = {}
+    for load in REGION_LOADS:
+        for name, make in rules.items():
+            seconds, away = [], []
+            for seed in seeds:
+                rule = make()
+                seconds += run(REGIONS, rule, load, requests, seed)
+                away.append(rule.away)
+            middle = sorted(seconds)[len(seconds) // 2]
+            found.setdefault(f"{load:.2f}", {})[name] = [middle, p99(seconds), sum(away) / len(away)]
+    return found
 
 
 RULES: dict[str, Callable[[], Rule]] = {
@@ -112,6 +142,16 @@ def measure(case: Case, load: float, requests: int, seeds: list[int]) -> dict[st
     return {name: p99(seconds) for name, seconds in found.items()} | {"decision": p99(decisions)}
 
 
+def show_regions(requests: int, seeds: list[int]) -> None:
+    """Print the table of two regions."""
+    print("two engines here, two 100 ms away; load is a share of all four. p50, p99 in ms, share that went away")
+    for load, found in regions(requests, seeds).items():
+        cells = [
+            f"{name}: {1e3 * middle:6.0f} {1e3 * high:7.0f} {away:4.0%}" for name, (middle, high, away) in found.items()
+        ]
+        print(f"{load:>5}  " + "    ".join(cells), flush=True)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,8 +159,12 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--load", type=float, default=0.85)
     parser.add_argument("--case", choices=[case.name for case in CASES])
+    parser.add_argument("--regions", action="store_true", help="two regions only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.regions:
+        show_regions(options.requests, [int(seed) for seed in options.seeds.split(",")])
+        return
     names = [*RULES, "tuned", "tuned, tokens", "predicted"]
     print(f"p99 of the time to the first token, ms, at {options.load:.0%} load")
     print(f"{'case':24}" + "".join(f"{name:>16}" for name in names) + "   to the best   to least requests   decision")

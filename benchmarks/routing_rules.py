@@ -13,7 +13,9 @@ from gpu_runner.routing.router import Choice, RoutedRequest, Router
 
 
 class Rule:
-    """Chooses by what can be known of engines."""
+    """Chooses by what can be known of engines. `away`: share of the requests that went to another region."""
+
+    away = 0.0
 
     def choose(self, engines: list[Engine], request: Request) -> int:
         """The place of the engine."""
@@ -122,5 +124,26 @@ class Predicted(Rule):
 
     def reported(self, engines: list[Engine], now: float) -> None:
         for engine in engines:
+            self.router.round_trips.measured(engine.name, engine.way + 0.001)
             running = engine.scheduler.running_count
             self.router.report(engine.name, EngineReport(running, engine.waiting, engine.kv, now, BASE.max_num_seqs))
+
+
+class LocalOnly(Rule):
+    """Another rule, among the engines without a way to them."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    def choose(self, engines: list[Engine], request: Request) -> int:
+        local = [engine for engine in engines if not engine.way]
+        return engines.index(local[self._rule.choose(local, request)])
+
+    def sent(self, running: Running, engine: Engine) -> None:
+        self._rule.sent(running, engine)
+
+    def news(self, at: float, ended: bool, running: Running) -> None:
+        self._rule.news(at, ended, running)
+
+    def reported(self, engines: list[Engine], now: float) -> None:
+        self._rule.reported([engine for engine in engines if not engine.way], now)

@@ -35,7 +35,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """A workload. `speeds`: of the engines; `degrades`: engine 0 is so many times slower from the middle on."""
+    """A workload. `speeds`: of the engines; `degrades`: engine 0 is so many times slower from the middle on. `ways`:
+    seconds of the round trip to each engine; empty: none.
+    """
 
     name: str
     speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
@@ -44,6 +46,7 @@ class Case:
     prefixes: int = 0
     degrades: float = 1.0
     mixed: bool = False
+    ways: tuple[float, ...] = ()
 
 
 CASES = (
@@ -56,6 +59,9 @@ CASES = (
     Case("speeds, long and short", speeds=(2.0, 1.0, 1.0, 0.5), long_share=0.05, mixed=True),
     Case("all of it", speeds=(2.0, 1.0, 1.0, 0.5), burst=3.0, long_share=0.05, prefixes=24, mixed=True),
 )
+
+
+REGIONS = Case("two regions", ways=(0.0, 0.0, 0.1, 0.1), long_share=0.02, mixed=True)
 
 
 def token_seconds(speed: float) -> float:
@@ -105,13 +111,14 @@ class Running:
     sequence: Sequence
     routed: Routed | None = None
     told: bool = False
+    way: float = 0.0
 
 
 class Engine:
     """A scheduler with a prefix cache. What is known of it from outside is what the rules go by."""
 
-    def __init__(self, name: str, speed: float) -> None:
-        self.name, self.speed = name, speed
+    def __init__(self, name: str, speed: float, way: float = 0.0) -> None:
+        self.name, self.speed, self.way = name, speed, way
         self.scheduler = Scheduler(_model(speed))
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.open: dict[Running, None] = {}
@@ -138,23 +145,26 @@ class Engine:
             self.cache.move_to_end(key)
         while len(self.cache) > CACHE_BLOCKS:
             self.cache.popitem(last=False)
-        running = Running(request, self.scheduler.submit(max(1, request.prompt - cached), request.output, request.at))
+        arrives = request.at + self.way / 2
+        running = Running(request, self.scheduler.submit(max(1, request.prompt - cached), request.output, arrives))
+        running.way = self.way
         self.open[running] = None
         self.sent_prompt += request.prompt
         return running
 
     def news(self, now: float) -> Iterator[tuple[float, bool, Running]]:
-        """(time, ended, request) of first tokens and ends until now."""
-        self.scheduler.advance(now)
+        """(time, ended, request) of first tokens and ends that were heard of until now."""
+        back = self.way / 2
+        self.scheduler.advance(now - back)
         for running in list(self.open):
             sequence = running.sequence
             if not running.told and sequence.first_token_at >= 0:
                 running.told = True
                 self.sent_prompt -= running.request.prompt
-                yield sequence.first_token_at, False, running
+                yield sequence.first_token_at + back, False, running
             if sequence.state == FINISHED:
                 del self.open[running]
-                yield sequence.finished_at, True, running
+                yield sequence.finished_at + back, True, running
 
 
 def _model(speed: float) -> StepModel:

@@ -35,6 +35,7 @@ from batch_assets.api.billing.usage import Kind, Tokens
 from batch_assets.api.callers import embedded_caller
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
+from batch_assets.api.interactive.cache_salt import CacheSalts, salt_key
 from batch_assets.api.interactive.embedding_lists import embedding_lists
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory
@@ -101,6 +102,10 @@ def build_front_door(
     inner.include_router(health.router)
     inner.include_router(routes.router)
     proxy = _proxy(settings, figures, spans)
+    online_requests = online_settings()
+    if (key := salt_key(settings.home, several_tenants=not embedded)) is not None:
+        proxy.salts = CacheSalts(key, online_requests.cache_groups, proxy.choice.read)
+        proxy.choice.hears = proxy.salts.seen
     inner.state.proxy = proxy
     lists = embedding_lists(proxy, figures)
     inner.state.embedding_lists = lists
@@ -114,7 +119,7 @@ def build_front_door(
     limits_of_callers = authenticate if isinstance(authenticate, LimitedAuthenticator) else None
     inner.include_router(online_routes.router)
     inner.state.online = online = OnlineService(
-        online_settings(),
+        online_requests,
         settings.home,
         ProxyDispatcher(proxy) if lists is None else ListDispatcher(ProxyDispatcher(proxy), lists, proxy.used),
         proxy.directory,
@@ -153,7 +158,14 @@ def _proxy(settings: ApiSettings, figures: ServiceMetrics, spans: Spans) -> Prox
     async def models(url: str) -> list[str]:
         return await proxy.models_of(url, api_key, tls)
 
-    directory = EngineDirectory(time.monotonic, endpoints=settings.endpoints, api_key=api_key, tls=tls, models=models)
+    directory = EngineDirectory(
+        time.monotonic,
+        endpoints=settings.endpoints,
+        api_key=api_key,
+        tls=tls,
+        models=models,
+        regions=settings.regions,
+    )
     choice = EngineChoice(directory, time.monotonic, routing, measured)
     proxy = Proxy(directory, figures, FirstTokens(time.monotonic), choice, spans=spans)
     return proxy

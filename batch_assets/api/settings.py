@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.engine_tls import tls_of_environment
 
 GIB = 1 << 30
+REGION_WORDS = "letters, digits, dots, dashes and underscores, 63 at most"
+_REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 TLS_CERTIFICATE, TLS_KEY = "BATCH_ASSETS_TLS_CERTIFICATE", "BATCH_ASSETS_TLS_KEY"
 
 
@@ -45,7 +48,8 @@ class ApiSettings:
     """`home`: DAGSTER_HOME. `database`: SQLAlchemy URL of the records.
 
     `endpoints`: engines that run, `max_num_seqs` the slots of each, `engine_tls` their certificates. Without one,
-    engines are those of the fleet. `tls`: certificate and key of the service itself; None: plain HTTP.
+    engines are those of the fleet. `tls`: certificate and key of the service itself; None: plain HTTP. `regions`: of
+    those endpoints of which one is named.
     """
 
     home: Path
@@ -60,11 +64,23 @@ class ApiSettings:
     models: ModelSettings = field(default_factory=ModelSettings)
     tls: TlsFiles | None = None
     engine_tls: TlsFiles | None = None
+    regions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
         return is_loopback(self.host)
+
+
+def is_region(text: str) -> bool:
+    """Whether it can be the name of a region."""
+    return _REGION.fullmatch(text) is not None
+
+
+def split_endpoint(text: str) -> tuple[str, str]:
+    """Region and address of `eu-west-1=http://host:8000`; the region is empty where none is named."""
+    region, named, url = text.partition("=")
+    return (region, url) if named and is_region(region) else ("", text)
 
 
 def is_loopback(host: str) -> bool:
@@ -78,7 +94,11 @@ def is_loopback(host: str) -> bool:
 
 
 def api_settings(
-    host: str = "127.0.0.1", port: int = 8080, endpoints: Sequence[str] = (), max_num_seqs: int | None = None
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    endpoints: Sequence[str] = (),
+    max_num_seqs: int | None = None,
+    regions: Mapping[str, str] | None = None,
 ) -> ApiSettings:
     """The settings of this environment. Raises SettingError, PricesError, ModelSettingsError."""
     home = settings.dagster_home()
@@ -94,6 +114,7 @@ def api_settings(
         models=read_model_settings(home / MODELS_FILE),
         tls=service_tls(),
         engine_tls=tls_of_environment(),
+        regions=regions or {},
         limits=ApiLimits(
             file_bytes=_whole("BATCH_ASSETS_API_MAX_FILE_BYTES", ApiLimits().file_bytes),
             lines=_whole("BATCH_ASSETS_API_MAX_LINES", ApiLimits().lines),

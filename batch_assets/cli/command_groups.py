@@ -1,4 +1,4 @@
-"""The groups of commands: `batch-assets fleet …`, `kubernetes …` and `keys …`.
+"""The groups of commands: `batch-assets fleet …`, `kubernetes …`, `keys …` and `dead-letters …`.
 
 What a command does is in its own module, imported when it is called.
 """
@@ -99,3 +99,37 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="As `keys list` shows 
         from batch_assets.cli import keys
 
         keys.revoke_key(key_id)
+
+
+dead_letters_app = typer.Typer(
+    no_args_is_help=True,
+    help="Online requests that were given up, at the service of BATCH_ASSETS_FRONT_DOOR_URL (else the one on this "
+    "machine), with the key BATCH_ASSETS_FRONT_DOOR_KEY.",
+)
+
+
+@dead_letters_app.command(name="list")
+def list_dead_letters(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Of the newest.")] = 100, as_json: Json = False
+) -> None:
+    """Show what was given up, of all tenants: never what was asked."""
+    with user_errors():
+        from batch_assets.cli import dead_letters
+
+        dead_letters.list_dead_letters(limit, as_json=as_json)
+
+
+@dead_letters_app.command(name="redrive")
+def redrive_dead_letters(
+    task_ids: Annotated[
+        list[str] | None, typer.Argument(help="As `dead-letters list` shows them.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="The newest 1,000.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Put them back into the queue; exit status 1 when one of them is no dead letter."""
+    with user_errors():
+        from batch_assets.cli import dead_letters
+
+        done = dead_letters.redrive_dead_letters(task_ids or [], every=every, as_json=as_json)
+        raise typer.Exit(0 if done else 1)

@@ -65,6 +65,7 @@ _ENGINE = {
     "tls": "`endpoint` with a url of `https://` only: certificates, see [below](#enginestls).",
     "provider": "Written beside every row, for you to group by.",
     "instance_type": "Written beside every row, for you to group by.",
+    "region": "Where it is, for [requests that go to the nearest engine first](online.md#which-engine).",
 }
 _PRICES = {
     "gpuhunt": "Public prices: of all clouds that gpuhunt knows (`true`), or of some by name.",

@@ -24,7 +24,7 @@ from batch_assets.cli.arguments import (
     known_dataset,
     wished_options,
 )
-from batch_assets.cli.command_groups import fleet_app, keys_app, kubernetes_app
+from batch_assets.cli.command_groups import dead_letters_app, fleet_app, keys_app, kubernetes_app
 from batch_assets.cli.user_errors import CommandError, error_console, user_errors
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app = typer.Typer(
 app.add_typer(fleet_app, name="fleet")
 app.add_typer(kubernetes_app, name="kubernetes")
 app.add_typer(keys_app, name="keys")
+app.add_typer(dead_letters_app, name="dead-letters")
 
 
 def main() -> NoReturn:
@@ -273,23 +274,28 @@ def serve(
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
-            help="URL of a running OpenAI-compatible server; may come several times. Their key: BATCH_ASSETS_API_KEY."
+            help="URL of a running OpenAI-compatible server, or REGION=URL; may come several times. Their key: "
+            "BATCH_ASSETS_API_KEY."
         ),
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Slots of each; measured when left out.")] = None,
 ) -> None:
     """Serve OpenAI's Batch API (files, batches, models) until Ctrl-C."""
     with user_errors():
+        from batch_assets.api.settings import api_settings, split_endpoint
         from batch_assets.local_dagster.home import prepare_home, prepare_store
 
-        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
-        named = [engine_address("--endpoint", one) for one in endpoint or []] or [of_environment]
+        named = [split_endpoint(one) for one in endpoint or []]
+        found = {engine_address("--endpoint", url): region for region, url in named}
+        if not found:
+            of_environment = os.environ.get("BATCH_ASSETS_ENDPOINT")
+            found = {engine_address("BATCH_ASSETS_ENDPOINT", of_environment): ""}
+        regions = {url: region for url, region in found.items() if url is not None}
         prepare_home()
         prepare_store()
         from batch_assets.api import server
-        from batch_assets.api.settings import api_settings
 
-        server.serve(api_settings(host, port, [url for url in named if url is not None], max_num_seqs))
+        server.serve(api_settings(host, port, list(regions), max_num_seqs, regions))
 
 
 @app.command()

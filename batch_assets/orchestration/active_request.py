@@ -1,7 +1,7 @@
 """What is being made of one dataset now: which request, which batches it still wants, and how much work that is.
 
-Read from the catalog, the fleet's database and a few batch footers; nothing is listed, so 80,000 batches take under a
-second.
+Read from the catalog, the fleet's database and a few batch footers. Nothing is listed but the answers of other datasets
+that can be reused, once a minute. So 80,000 batches take under a second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 
 @dataclass(frozen=True, slots=True)
 class ActiveDataset:
-    """A request under way. `work` holds the rows left, less those finished in open batches; None: nothing to plan.
+    """A request under way. `work` holds the rows left, less those finished in open batches and those of which other
+    datasets have the answer; None: nothing to plan.
 
     `batches`: those left; `units`: the most instances that can work on them, as each needs a run of its own; `spread`:
     how uncertain the tokens are. `waits`: what its unfinished runs wait for.
@@ -94,8 +95,10 @@ class WorkWatcher:
         if snapshot is None or not left:
             return ActiveDataset(found, tags, None, 0.0, 0, 0, waits)
         committed = [batch for entry in entries if (batch := _object(entry, versions)) is not None]
-        rows = sum(entry.rows for entry in left)
-        rows = max(1, rows - _open_rows(unfinished, beats, entries, {entry.key for entry in missing}))
+        reusable = self._in_hand.reusable(snapshot)
+        free = {entry.key: min(entry.rows, reusable[entry.key]) for entry in left if entry.key in reusable}
+        settled = _settled_rows(unfinished, beats, entries, {entry.key for entry in missing}, free)
+        rows = max(1, sum(entry.rows for entry in left) - settled)
         work, spread = self._in_hand.left(snapshot, rows, committed)
         units = len(left)
         if refresh is None or found != refresh.run_id:  # Dagster, not our launcher, cuts these into runs
@@ -190,17 +193,26 @@ def _object(entry: BatchEntry, versions: Mapping[str, ledger.LedgerVersion]) -> 
     return BatchObject(entry.key, found.data_version, found.generation)
 
 
-def _open_rows(
-    runs: Sequence[RangeRunRecord], beats: Sequence[RunBeat], entries: Sequence[BatchEntry], missing: set[str]
+def _settled_rows(
+    runs: Sequence[RangeRunRecord],
+    beats: Sequence[RunBeat],
+    entries: Sequence[BatchEntry],
+    missing: set[str],
+    free: Mapping[str, int],
 ) -> int:
-    """Rows that living runs have finished in batches that are not committed yet. `entries` in the order of keys."""
+    """Rows of batches that are not committed yet that need no engine: living runs have finished them, or other datasets
+    have their answers (`free`, by batch). `entries` in the order of keys.
+
+    What a run has finished may be answers that it took, so of its batches the greater of both counts.
+    """
     done = {beat.run_id: beat.rows_done for beat in beats}
     keys = [entry.key for entry in entries]
-    found = 0
+    found, elsewhere = 0, dict(free)
     for run in runs:
         if finished := done.get(run.run_id, 0):
             own = entries[bisect.bisect_left(keys, run.keys.first) : bisect.bisect_right(keys, run.keys.last)]
             open_rows = sum(entry.rows for entry in own if entry.key in missing)
             committed = sum(entry.rows for entry in own) - open_rows
-            found += min(open_rows, max(0, finished - committed))
-    return found
+            taken = sum(elsewhere.pop(entry.key, 0) for entry in own if entry.key in missing)
+            found += max(taken, min(open_rows, max(0, finished - committed)))
+    return found + sum(elsewhere.values())

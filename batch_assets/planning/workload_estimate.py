@@ -10,8 +10,9 @@ import contextlib
 import heapq
 import math
 import statistics
+import time
 import zlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ DEFAULT_MAX_TOKENS = 1024
 SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
 MEASURED_BATCHES = 16
 COUNTED_BLOCKS = 64
+REUSABLE_SECONDS = 60.0  # a listing of 80,000 batches is 80 requests; a refresh may find more answers for a snapshot
 
 # How far off the tokens left may be, as a relative standard deviation: guessed from bytes and max_tokens; known from
 # one batch; never less than this, as batches of a sorted source differ from those to come. Values of ours.
@@ -58,9 +60,17 @@ class PromptLengths:
 class WorkloadEstimator:
     """What one dataset still has to generate. Asking again lists the batch objects and reads only what is new."""
 
-    def __init__(self, spec: GeneratedDatasetSpec, store: DatasetStore, folder: Path) -> None:
+    def __init__(
+        self,
+        spec: GeneratedDatasetSpec,
+        store: DatasetStore,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`folder`: where relative source paths start; read only while there is no snapshot."""
-        self._spec, self._store, self._folder = spec, store, folder
+        self._spec, self._store, self._folder, self._clock = spec, store, folder, clock
+        self._reusable: Mapping[str, int] = {}
+        self._reusable_of, self._reusable_until = "", -math.inf
         self._snapshot: str | None = None
         self._manifest: SnapshotManifest | None = None
         self._entries: list[BatchEntry] = []
@@ -74,18 +84,23 @@ class WorkloadEstimator:
             return work_of_source(self._spec, self._folder)
         manifest = self._read(snapshot)
         current = self._store.current_objects(self._entries)
-        left = sum(entry.rows for entry in self._entries if entry.key not in current) - self._reusable(
-            snapshot, current
-        )
+        left = sum(entry.rows for entry in self._entries if entry.key not in current)
+        left -= sum(rows for key, rows in self._list_reusable(snapshot).items() if key not in current)
         return work_of(manifest.settings(), left, manifest.rows, self._prompts, self._measured(list(current.values())))
 
-    def _reusable(self, snapshot: str, current: Container[str]) -> int:
-        """Rows of batches that are not committed whose answers other datasets have: they need no engine."""
+    def reusable(self, snapshot: str) -> Mapping[str, int]:
+        """Rows by batch whose answers other datasets have: they need no engine. Listed once in REUSABLE_SECONDS."""
+        now = self._clock()
+        if snapshot != self._reusable_of or now >= self._reusable_until:
+            self._reusable = self._list_reusable(snapshot)
+            self._reusable_of, self._reusable_until = snapshot, now + REUSABLE_SECONDS
+        return self._reusable
+
+    def _list_reusable(self, snapshot: str) -> dict[str, int]:
         if not self._spec.reuse:
-            return 0
+            return {}
         answers = ReusableAnswers(self._store.objects, self._store.dataset, self._spec.reuse)
-        found = answers.of_snapshot(snapshot)
-        return sum(batch.rows for key, batch in found.items() if key not in current)
+        return {key: batch.rows for key, batch in answers.of_snapshot(snapshot).items()}
 
     def left(self, snapshot: str, rows: int, committed: Iterable[BatchObject]) -> tuple[Workload, float]:
         """The work of `rows` rows of a snapshot, and how uncertain its tokens are (relative standard deviation).

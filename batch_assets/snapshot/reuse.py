@@ -200,6 +200,7 @@ class _Taking:
     ) -> None:
         self._database, self._workdir, self._source, self._buckets = database, workdir, source, buckets
         self._fits, self._schema = fits, outcome_schema(source.manifest.settings().task)
+        self._unanswered = False  # some row that was read has no answer: one that asks the same may have
 
     def take(self) -> bool:
         """All of it. False: nothing more is wanted of any other dataset."""
@@ -211,14 +212,27 @@ class _Taking:
                 raise  # the store is away, or our disk is full
             log.warning("dataset %s: nothing of it is reused: %s", source.store.dataset, type(error).__name__)
             return True
-        taken = row_places(self._workdir / "taken.parquet")
+        more = self._take(there.path, every=False)
+        if more and self._unanswered:
+            more = self._take(there.path, every=True)
+        return more
+
+    def _take(self, there: Path, *, every: bool) -> bool:
+        """What the first of equal rows has, or with `every` the first of them that has an answer. False: nothing more
+        is wanted.
+        """
+        source = self._source
+        taken = row_places(self._workdir / f"taken-{every:d}.parquet")
         rows = {entry.key: entry.rows for entry in source.entries}
+        seen: set[tuple[int, str]] = set()
 
         def size(job: _Job) -> int:
             return rows.get(job.key, 0) * self._fits.row_bytes()
 
-        read = read_ahead(self._read, self._jobs(there.path), threads_for(source.store.objects), size)
+        read = read_ahead(self._read, self._jobs(there, every=every), threads_for(source.store.objects), size)
         for table, batches in itertools.starmap(self._fits, _together(read)):
+            if every:
+                table, batches = _unseen(table, batches, seen)
             if not table.num_rows:
                 continue
             self._buckets.add(table, batches, np.arange(table.num_rows))
@@ -231,12 +245,14 @@ class _Taking:
         )
         return bool(self._database.sql("SELECT 1 FROM wanted LIMIT 1").fetchall())
 
-    def _jobs(self, there: Path) -> Iterator[_Job]:
-        """What is wanted of each batch object, in order."""
+    def _jobs(self, there: Path, *, every: bool) -> Iterator[_Job]:
+        """What is wanted of each batch object, in order: of equal rows the first one, or `every` one."""
         path = self._workdir / "jobs.parquet"
+        line = f"t.batch * {_PLACES} + t.place"
+        found, groups = (line, "") if every else (f"min({line})", "GROUP BY w.batch, key_hi, key_lo")
         self._database.execute(
-            f"COPY (SELECT min(t.batch * {_PLACES} + t.place) AS source_line, w.batch FROM wanted w JOIN"
-            f" read_parquet({quoted(there)}) t USING (key_hi, key_lo) GROUP BY w.batch, key_hi, key_lo"
+            f"COPY (SELECT {found} AS source_line, w.batch FROM wanted w"
+            f" JOIN read_parquet({quoted(there)}) t USING (key_hi, key_lo) {groups}"
             f" ORDER BY source_line) TO {quoted(path)} (FORMAT parquet, COMPRESSION lz4_raw)"
         )
         rest_at, rest_batch = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -258,8 +274,10 @@ class _Taking:
             table = table.replace_schema_metadata(None).cast(self._schema).take(pa.array(job.places))
         except (CorruptObject, FileNotFoundError, pa.ArrowException, ValueError, LookupError) as error:
             log.warning("dataset %s batch %s: not reused: %s", source.store.dataset, job.key, type(error).__name__)
+            self._unanswered = True
             return pa.table({}), job.batches[:0]
         completed = pc.and_(table.column("error").is_null(), table.column("started_at").is_valid())
+        self._unanswered = self._unanswered or not pc.all(completed).as_py()
         table, batches = table.filter(completed), job.batches[completed.to_numpy()]
         from_whom = pc.coalesce(table.column(REUSED_FROM), source.store.dataset)
         for name, values in (
@@ -274,6 +292,16 @@ class _Taking:
 
 def _damaged(source: _Source) -> bool:
     return bool(damaged_files(source.store, source.manifest) or unlike_checksums(source.store, source.manifest))
+
+
+def _unseen(table: pa.Table, batches: np.ndarray, seen: set[tuple[int, str]]) -> tuple[pa.Table, np.ndarray]:
+    """The first of the rows that one batch wants and that ask the same."""
+    first = []
+    for place, wanted in enumerate(zip(batches.tolist(), table.column("row_key").to_pylist(), strict=True)):
+        if wanted not in seen:
+            seen.add(wanted)
+            first.append(place)
+    return table.take(pa.array(first, pa.int64())), batches[np.array(first, np.int64)]
 
 
 def _together(parts: Iterable[tuple[pa.Table, np.ndarray]]) -> Iterator[tuple[pa.Table, np.ndarray]]:

@@ -20,7 +20,7 @@ class EngineLoad:
     `generated_tokens`, `preemptions` and `steps` are counters since its start. `steps` grows with everything that the
     engine computes; None where the page has no such counter. `started_at` differs from process to process on one
     machine: Unix seconds of vLLM's start, seconds of the machine's steady clock for llama.cpp; None where the page does
-    not tell (several API servers of one vLLM show a page of their sums).
+    not tell (several API servers of one vLLM show a page of their sums). `is_vllm`: the figures are named as vLLM's.
     """
 
     running: int
@@ -30,6 +30,7 @@ class EngineLoad:
     preemptions: int
     started_at: float | None = None
     steps: int | None = None
+    is_vllm: bool = False
 
     @property
     def progress(self) -> int:
@@ -109,6 +110,7 @@ def parse_metrics(page: bytes, headers: Mapping[str, str] | None = None) -> Engi
                 preemptions=int(found.get(names.preemptions, 0)),
                 started_at=_started(page, headers or {}),
                 steps=int(found[names.steps]) if names.steps in found else None,
+                is_vllm=names is _VLLM,
             )
     return None
 

@@ -33,7 +33,8 @@ class EngineReport:
 class Routed:
     """One request on an engine. `prompt`: tokens to compute; `output`: tokens expected. Times of one clock.
 
-    `whole`: its answer comes as a whole, so nobody sees its first token.
+    `predicted`: of its first token, at the engine. `way`: seconds of the round trip to it. `whole`: its answer comes as
+    a whole, so nobody sees its first token.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class Routed:
     first_token_at: float | None = None
     pace_features: tuple[float, ...] = ()
     whole: bool = False
+    way: float = 0.0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class EngineView:
     observed_at: float = float("-inf")
     probed_at: float = float("-inf")
     sent: int = 0  # requests of ours, so far
+    usual_in_flight: float = 0.0  # requests of ours there when another one goes, of late
     _others: int = 0
     _unseen: list[tuple[float, int, Routed]] = field(default_factory=list)  # heap of whole answers, by first token
     _count: int = 0
@@ -93,10 +96,11 @@ class EngineView:
         self.backlog = self.backlog_now(now, token_seconds) + request.prompt
         self.backlog_at = now
         self.sent += 1
+        self.usual_in_flight += 0.02 * (self.in_flight - self.usual_in_flight)
         self.waiting[request] = None
         if request.whole:
             self._count += 1
-            heapq.heappush(self._unseen, (now + request.predicted, self._count, request))
+            heapq.heappush(self._unseen, (now + request.predicted + request.way, self._count, request))
 
     def unseen(self, now: float) -> Iterator[Routed]:
         """Requests whose first token nobody sees, as soon as it should have come: they decode from now on."""

@@ -126,9 +126,9 @@ class LatencyModel:
         """Predicted for these features."""
         return max(1e-4, self._first.predict(first))
 
-    def predict(self, first: tuple[float, ...], pace: tuple[float, ...]) -> Prediction:
-        """For these features."""
-        ttft, tpot = self.first_token_seconds(first), max(1e-5, self._pace.predict(pace))
+    def predict(self, first: tuple[float, ...], pace: tuple[float, ...], way: float = 0.0) -> Prediction:
+        """For these features, as seen from where the round trip takes `way` seconds."""
+        ttft, tpot = way + self.first_token_seconds(first), max(1e-5, self._pace.predict(pace))
         return Prediction(ttft, ttft + max(0.0, self._above.value), tpot, tpot + max(0.0, self._pace_above.value))
 
     def first_token(self, features: tuple[float, ...], predicted: float, seconds: float) -> None:

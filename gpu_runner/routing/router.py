@@ -5,6 +5,10 @@ now is paid for by requests to come. Where an engine's model knows too little or
 it is the engine with the fewest requests. An engine that was not heard of for long is tried now and then, at most once
 in `explore_seconds`, and only where its prediction is not far worse than the best: exploration is bounded in number and
 in cost. Routers of several replicas agree as far as they read the same reports; each knows its own requests exactly.
+
+The way to an engine is measured (`round_trips`) and added to its prediction: models learn what engines take, without
+it, so a model is as good in another region. Where no model is followed, the way counts as so many requests more as are
+served in its time; engines that are so passed over get one in `TEACH_EVERY` requests until enough is known of them.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from gpu_runner.routing.engine_view import EngineReport, EngineView, Routed
 from gpu_runner.routing.latency_model import ENOUGH, HardwarePrior, LatencyModel, Prediction
 from gpu_runner.routing.latency_target import ANY_LATENCY, LatencyTarget
 from gpu_runner.routing.prefix_index import PrefixIndex
+from gpu_runner.routing.round_trips import RoundTrips
 
 MOST_HARDWARE = 100  # kinds of which the last model is kept
 MOST_TRIED = 2 * ENOUGH  # requests to an engine that is still to be known: one that only fails gets no more for it
+TEACH_EVERY = 10
 
 
 class Rule(enum.Enum):
@@ -44,7 +50,8 @@ class RoutingPolicy:
 
     `block_tokens`: tokens of one block of the prefix index. `shed`: whether a request is refused that no engine is
     predicted to answer within its caller's target; otherwise it goes to the best one. `fullness_weight`: what an engine
-    with all places taken costs beside one with none, in mean times to the first token.
+    with all places taken costs beside one with none, in mean times to the first token. `region`: where the router is;
+    empty: not named.
     """
 
     rule: Rule = Rule.PREDICTED
@@ -54,6 +61,7 @@ class RoutingPolicy:
     shed: bool = True
     fullness_weight: float = 4.0
     prior: HardwarePrior = field(default_factory=HardwarePrior)
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,8 @@ class Router:
         self._prefixes: dict[str, PrefixIndex] = {}
         self._of_hardware: OrderedDict[str, LatencyModel] = OrderedDict()  # of engines that are gone
         self._explored_at = float("-inf")
+        self._passed_over = 0  # choices by requests in which an engine that is to be known was too far away
+        self.round_trips = RoundTrips(self._policy.region)
 
     def choose(self, known: Sequence[str], request: RoutedRequest, now: float) -> Choice | TargetUnmet:
         """The engine for a request; TargetUnmet where none can meet its caller's target and the policy is to shed.
@@ -109,8 +119,10 @@ class Router:
         found = {name: self._predict(name, request, now) for name in known}
         fresh = all(self._views[name].fresh(now) is not None for name in known)
         if not fresh or not all(self._models[name].trusted for name in known):
-            order = self._fewest(known, now, others=fresh)
-            return Choice(order[0], Reason.FEWEST_REQUESTS, found[order[0]], None, tuple(order))
+            order, reason = self._fewest(known, now, others=fresh), Reason.FEWEST_REQUESTS
+            if (taught := self._teach(order)) is not None:
+                order, reason = [taught, *(name for name in order if name != taught)], Reason.EXPLORED
+            return Choice(order[0], reason, found[order[0]], None, tuple(order))
         reason = Reason.PREDICTED
         if self._policy.rule is Rule.LEAST_REQUESTS:
             order, reason = self._fewest(known, now, others=True), Reason.FEWEST_REQUESTS
@@ -136,7 +148,7 @@ class Router:
         tokens = self._to_compute(engine, request)
         features = model.features(view, tokens, now)
         routed = Routed(engine, tokens, request.output, now, features, model.first_token_seconds(features))
-        routed.whole = request.whole
+        routed.whole, routed.way = request.whole, self.round_trips.seconds(engine)
         view.send(routed, now, model.token_seconds)
         self._prefixes[engine].sent(request.blocks)
         return routed
@@ -147,7 +159,7 @@ class Router:
         routed.first_token_at = at
         view.first_token(routed, at)
         routed.pace_features = model.pace_features(view, at)
-        model.first_token(routed.features, routed.predicted, at - routed.sent_at)
+        model.first_token(routed.features, routed.predicted, _at_engine(routed, at))
 
     def end(self, routed: Routed, at: float, tokens: int | None = None) -> None:
         """It has ended; `tokens`: of its answer, where they were counted."""
@@ -162,7 +174,7 @@ class Router:
         view.first_token(routed, at)
         if not routed.pace_features:  # nobody has asked since its first token, or it came before it was expected
             routed.pace_features = model.pace_features(view, at)
-        model.whole(routed.features, routed.pace_features, routed.predicted, at - routed.sent_at, tokens)
+        model.whole(routed.features, routed.pace_features, routed.predicted, _at_engine(routed, at), tokens)
 
     def report(self, engine: str, report: EngineReport, hardware: str = "") -> None:
         """What an engine says of itself."""
@@ -180,6 +192,7 @@ class Router:
         for name in [name for name, view in self._views.items() if not keep(name) and not view.in_flight]:
             view, model = self._views.pop(name), self._models.pop(name)
             del self._prefixes[name]
+            self.round_trips.forget(name)
             before = self._of_hardware.get(view.hardware)
             if view.hardware and (before is None or model.observations >= before.observations):
                 self._of_hardware[view.hardware] = model
@@ -194,12 +207,34 @@ class Router:
     def _fewest(self, known: Sequence[str], now: float, *, others: bool) -> list[str]:
         """By requests. `others`: also those that are not ours, which only fresh reports of all engines compare."""
 
+        passed = self._passed(known)
+
         def requests(name: str) -> tuple[int, int]:
             view = self._views[name]
             known_well = min(view.sent, MOST_TRIED)  # else requests one at a time would teach of one engine only
-            return view.in_flight + (view.others(now) if others else 0), known_well
+            return view.in_flight + (view.others(now) if others else 0) + passed[name], known_well
 
         return sorted(known, key=requests)  # among equals the first one that is named
+
+    def _passed(self, known: Sequence[str]) -> dict[str, int]:
+        """Requests that are served in the time of the way to each engine, beyond the way to the nearest one."""
+        ways = {name: self.round_trips.seconds(name) for name in known}
+        beside = [self._models[name].mean / (1 + self._views[name].usual_in_flight) for name in known]
+        of_one, nearest = sum(beside) / len(beside), min(ways.values())
+        return {name: int((way - nearest) / max(of_one, 1e-4)) for name, way in ways.items()}
+
+    def _teach(self, order: Sequence[str]) -> str | None:
+        """An engine of which too little is known because it is far away, for one in some requests."""
+        passed = self._passed(order)
+        unknown = [
+            name
+            for name in order[1:]
+            if passed[name] and self._models[name].observations < ENOUGH and self._views[name].sent < MOST_TRIED
+        ]
+        if not unknown:
+            return None
+        self._passed_over += 1
+        return None if self._passed_over % TEACH_EVERY else min(unknown, key=lambda name: self._views[name].sent)
 
     def _by_prediction(
         self, known: Sequence[str], request: RoutedRequest, found: Mapping[str, Prediction]
@@ -223,9 +258,10 @@ class Router:
             self._prefixes[engine] = PrefixIndex()
         return self._views[engine], self._models[engine]
 
-    def known(self, engine: str, hardware: str) -> None:
-        """An engine of this hardware may be chosen from now on."""
+    def known(self, engine: str, hardware: str, region: str = "") -> None:
+        """An engine of this hardware, in this region, may be chosen from now on."""
         self._of(engine, hardware)
+        self.round_trips.known(engine, region)
 
     def _to_compute(self, engine: str, request: RoutedRequest) -> float:
         cached = self._prefixes[engine].match(request.blocks) * self._policy.block_tokens if request.blocks else 0.0
@@ -236,7 +272,7 @@ class Router:
         for routed in view.unseen(now):
             routed.pace_features = model.pace_features(view, now)
         features = model.features(view, self._to_compute(engine, request), now)
-        return model.predict(features, model.pace_features(view, now))
+        return model.predict(features, model.pace_features(view, now), self.round_trips.seconds(engine))
 
     def _explore(self, order: Sequence[str], found: Mapping[str, Prediction], now: float) -> str | None:
         if now - self._explored_at < self._policy.explore_seconds:
@@ -249,6 +285,11 @@ class Router:
             return None
         self._explored_at = now
         return min(silent, key=lambda name: self._views[name].observed_at)
+
+
+def _at_engine(routed: Routed, at: float) -> float:
+    """Seconds of a request that passed at its engine."""
+    return max(1e-4, at - routed.sent_at - routed.way)
 
 
 def _headroom(prediction: Prediction, target: LatencyTarget) -> float:

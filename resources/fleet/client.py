@@ -206,6 +206,7 @@ class FleetClient:
             own=standing.own,
             close=standing.close,
             tls=engine.tls_files,
+            region=engine.region,
         )
 
     # instances

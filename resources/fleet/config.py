@@ -75,6 +75,7 @@ class EngineConfig(BaseModel):
         default=[], description="further arguments of gpu_runner.simulator, or of gpu_runner.providers.llama_cpp_server"
     )
     tls: EngineTls | None = Field(default=None, description="endpoint of https only: certificates")
+    region: str = Field(default="", max_length=63, description="where it is; see BATCH_ASSETS_REGION")
     provider: str = "local"
     instance_type: str = "local"
 

@@ -50,6 +50,7 @@ class LeasedEngine:
     `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
     this run and ends with it. `why`: one sentence on why it was chosen. Prices are per real second.
     `reachability`: of the way to it. `tls`: certificates for an engine of https, None: those of the system.
+    `region`: where it is; empty: nobody says.
     """
 
     lease: Lease
@@ -68,6 +69,7 @@ class LeasedEngine:
     close: Callable[[], None] = lambda: None
     reachability: Callable[[], Reachability] = always_open
     tls: TlsFiles | None = None
+    region: str = ""
 
     @property
     def name(self) -> str:

@@ -221,6 +221,7 @@ class Provisioner:
             spending=spending,
             close=access.close,
             reachability=access.reachability,
+            region=instance.region,
         )
 
     def end(self, name: str, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,22 @@ from batch_assets.api.settings import ApiSettings
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
+QUICK, SLOW = ("--weights-ms", "3", "--token-us", "30"), ("--weights-ms", "12", "--token-us", "120")
+WAY_SECONDS = 0.3
 
 
 class Way:
-    """The way to an engine. Its requests are counted; `silent`: its metrics do not come through."""
+    """The way to an engine. Its requests are counted; `silent`: its metrics do not come through; `seconds`: how long
+    each request is on its way.
+    """
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = url, session
-        self.chats, self.pages, self.silent = 0, 0, False
+        self.chats, self.pages, self.silent, self.seconds = 0, 0, False, 0.0
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         self.chats += 1
+        await asyncio.sleep(self.seconds)
         async with self._session.post(self._url + CHAT, data=await request.read()) as answer:
             response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
             await response.prepare(request)
@@ -45,6 +50,7 @@ class Way:
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.pages += 1
+        await asyncio.sleep(self.seconds)
         if self.silent:
             return web.Response(status=503)
         async with self._session.get(f"{self._url}/metrics") as answer:
@@ -52,10 +58,11 @@ class Way:
 
 
 class Site:
-    """The service, and the ways to a fast and to a slow engine."""
+    """The service, and the ways to two engines, a fast and a slow one or a near and a far one."""
 
     def __init__(self, door: FrontDoor, fast: Way, slow: Way, targets: list[EngineTarget]) -> None:
         self.door, self.fast, self.slow, self.targets = door, fast, slow, targets
+        self.near, self.far = fast, slow
         self._number = 0
 
     async def ask(self, **headers: str) -> AsgiCall:
@@ -87,8 +94,9 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site_of(home: Path) -> AsyncIterator[Site]:
-    quick, slow = ("--weights-ms", "3", "--token-us", "30"), ("--weights-ms", "12", "--token-us", "120")
+async def site_of(
+    home: Path, quick: Sequence[str] = QUICK, slow: Sequence[str] = SLOW, regions: Sequence[str] = ("", "")
+) -> AsyncIterator[Site]:
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         ways, urls = [], []
@@ -98,7 +106,9 @@ async def site_of(home: Path) -> AsyncIterator[Site]:
             routes = {CHAT: ways[-1].chat, "/metrics": ways[-1].metrics}
             urls.append(await stack.enter_async_context(http_server(routes, shutdown_timeout=0.5)))
         door = front_door_alone(ApiSettings(home, "", f"sqlite:///{home / 'api.db'}"))
-        targets = [EngineTarget(url, "tiny", places=16) for url in urls]
+        targets = [
+            EngineTarget(url, "tiny", places=16, region=region) for url, region in zip(urls, regions, strict=True)
+        ]
         for target in targets:
             door.inner.state.proxy.directory.announce(target)
         await stack.enter_async_context(door.inner.router.lifespan_context(door.inner))
@@ -138,5 +148,36 @@ def test_two_engines_of_different_speed_behind_the_service(tmp_path: Path) -> No
             await site.until("engines", 0, report="stale")
             assert site.fast.pages == pages
         assert {task for task in asyncio.all_tasks() if task is not asyncio.current_task()} == set()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_of_another_region_gets_requests_only_while_the_wait_here_is_longer_than_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_REGION", "here")
+
+    async def scenario() -> None:
+        async with site_of(tmp_path, SLOW, SLOW, ("here", "there")) as site:
+            site.far.seconds = WAY_SECONDS
+            await site.ask()
+            async with asyncio.timeout(20 * PATIENCE):
+                while site.figure("round_trip_seconds", region="there") < WAY_SECONDS:
+                    await site.ask()
+                    await asyncio.sleep(0.2)
+            assert site.figure("round_trip_seconds", region="here") < WAY_SECONDS / 2
+            async with asyncio.timeout(120 * PATIENCE):
+                while not site.figure("choices_total", reason="predicted"):
+                    await site.load(24)
+            taught = site.far.chats
+            assert taught >= 10, "too little was known of it before"
+
+            await site.load(40, at_once=2)
+            assert site.far.chats <= taught + 2, "there is no wait here"
+            before = site.near.chats, site.far.chats
+            await site.load(160, at_once=80)
+            near, far = site.near.chats - before[0], site.far.chats - before[1]
+            assert 20 <= far < near, (near, far)
+            assert site.figure("region_choices_total", region="there") == site.far.chats
 
     asyncio.run(scenario())

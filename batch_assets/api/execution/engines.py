@@ -32,7 +32,7 @@ class ServingEngine:
 
     `ending` is set when it takes no new rows. `leased`: it is to be given back when there is no work. `share`:
     interactive requests on it, to which rows give way. `reachability`: of the way to it. `tls`: certificates of ours
-    and of authorities.
+    and of authorities. `region`: where it is; empty: nobody says.
     """
 
     endpoint: str
@@ -48,6 +48,7 @@ class ServingEngine:
     share: InteractiveShare | None = None
     reachability: Callable[[], Reachability] = always_open
     tls: TlsFiles | None = None
+    region: str = ""
 
 
 class EngineSupply(Protocol):

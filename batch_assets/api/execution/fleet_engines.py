@@ -138,4 +138,5 @@ def serving(leased: LeasedEngine) -> ServingEngine:
         leased=True,
         reachability=leased.reachability,
         tls=leased.tls,
+        region=leased.region,
     )

@@ -2,15 +2,18 @@
 
 `routes` has the routes, `proxy` sends a request on and passes the answer through, `engine_directory` knows which
 engines serve which model, `engine_choice` which of them gets a request, `engine_reports` what they say of their load,
-`embedding_lists` collects texts of many callers to lists. Pure: `request_body` reads and prepares a request,
-`event_stream` and `response_stream` read along in a streamed answer, `first_tokens` remembers how long first tokens
-took, for the batches that give way.
+`cache_salt` keeps tenants apart in vLLM's prefix cache, `embedding_lists` collects texts of many callers to lists.
+Pure: `request_body` reads and prepares a request, `engine_errors` says what an engine's error means, `event_stream`
+and `response_stream` read along in a streamed answer, `first_tokens` remembers how long first tokens took, for the
+batches that give way.
 """
 
 __all__ = [
+    "cache_salt",
     "embedding_lists",
     "engine_choice",
     "engine_directory",
+    "engine_errors",
     "engine_reports",
     "event_stream",
     "first_tokens",

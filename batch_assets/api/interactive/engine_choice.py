@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 from batch_assets.api.errors import ApiError
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
-from batch_assets.api.interactive.engine_reports import EnginePoller, LoadReader, ReadLoad
+from batch_assets.api.interactive.engine_reports import EnginePoller, EngineReading, LoadReader, ReadLoad
 from batch_assets.api.interactive.request_body import InteractiveRequest
-from batch_assets.api.interactive.routing_figures import RoutingFigures
+from batch_assets.api.interactive.routing_figures import SHED, RoutingFigures
+from batch_assets.api.settings import REGION_WORDS, is_region
 from batch_assets.api.telemetry.metrics import Sample
 from batch_assets.settings import SettingError
-from gpu_runner.client.engine_load import EngineLoad
 from gpu_runner.routing.engine_view import EngineReport, Routed
 from gpu_runner.routing.latency_target import LatencyTarget
 from gpu_runner.routing.output_length import OutputLengths
 from gpu_runner.routing.prefix_index import block_keys
 from gpu_runner.routing.router import RoutedRequest, Router, RoutingPolicy, Rule, TargetUnmet
 
-ROUTING, UNMET = "BATCH_ASSETS_ROUTING", "BATCH_ASSETS_ROUTING_UNMET"
+ROUTING, UNMET, REGION = "BATCH_ASSETS_ROUTING", "BATCH_ASSETS_ROUTING_UNMET", "BATCH_ASSETS_REGION"
 LONGEST_RETRY = 60  # seconds that a caller is told to wait whose target cannot be met
 
 
@@ -75,7 +75,9 @@ class SentRequest:
 
 
 class EngineChoice:
-    """`clock`: monotonic seconds. `read`: how engines are asked for their load. Lives on one event loop."""
+    """`clock`: monotonic seconds. `read`: how engines are asked for their load; `hears`: who else is told of it. Lives
+    on one event loop.
+    """
 
     def __init__(
         self,
@@ -88,9 +90,9 @@ class EngineChoice:
         self._directory, self.clock, self._figures = directory, clock, figures
         self.router, self.lengths = Router(policy), OutputLengths()
         self._reader = LoadReader()
-        self.poller = EnginePoller(
-            read or self._reader.read, self._reported, served=self._served, over=self._forget, clock=clock
-        )
+        self.read = read or self._reader.read
+        self.hears: Callable[[EngineTarget, EngineReading], None] = lambda engine, reading: None
+        self.poller = EnginePoller(self.read, self._reported, served=self._served, over=self._forget, clock=clock)
         figures.read(self._samples)
 
     async def close(self) -> None:
@@ -109,14 +111,14 @@ class EngineChoice:
         }
         for engine in ready.values():
             self.poller.watch(engine)
-            self.router.known(engine.url, _kind(engine))
+            self.router.known(engine.url, _kind(engine), engine.region)
         began = time.perf_counter()
         choice = self.router.choose(list(reversed(ready)), wanted, self.clock())
         self._figures.decided(time.perf_counter() - began)
         if isinstance(choice, TargetUnmet):
-            self._figures.chosen("shed")
+            self._figures.chosen(SHED, "")
             raise _unmet(choice.headroom)
-        self._figures.chosen(choice.reason.value)
+        self._figures.chosen(choice.reason.value, ready[choice.engine].region)
         first = [ready[name] for name in choice.order]
         rest = [engine for engine in engines if engine not in first]
         return EngineOrder((*first, *rest), wanted, caller, choice.headroom)
@@ -139,7 +141,13 @@ class EngineChoice:
         keys = block_keys(size.beginning, caller=caller)
         return RoutedRequest(size.prompt_tokens, output, keys, target, whole=not request.stream)
 
-    def _reported(self, engine: EngineTarget, load: EngineLoad) -> None:
+    def _reported(self, engine: EngineTarget, reading: EngineReading) -> None:
+        self.hears(engine, reading)
+        if reading.round_trip is not None:
+            self.router.known(engine.url, _kind(engine), engine.region)
+            self.router.round_trips.measured(engine.url, reading.round_trip)
+        if (load := reading.load) is None:
+            return
         report = EngineReport(load.running, load.waiting, load.kv_usage, self.clock(), engine.places)
         self.router.report(engine.url, report, _kind(engine))
 
@@ -161,12 +169,21 @@ class EngineChoice:
         fresh = sum([self.router.fresh(engine.url, now) for engine in watched])
         for state, count in (("fresh", fresh), ("stale", len(watched) - fresh)):
             yield "batch_assets_routing_engines", "Engines that are asked, by their report.", {"report": state}, count
+        resting = sum([self._directory.resting(engine) for engine in self._directory.targets()])
+        yield "batch_assets_routing_resting", "Engines that are asked last: not reached, or failing.", {}, resting
+        for region, seconds in self.router.round_trips.regions().items():
+            text = "Round trip to the nearest engine of a region, as measured."
+            yield "batch_assets_routing_round_trip_seconds", text, {"region": region}, seconds
 
 
 def routing_policy() -> RoutingPolicy:
     """As the environment says. Raises SettingError."""
     rule = _word(ROUTING, Rule.PREDICTED.value, tuple(rule.value for rule in Rule))
-    return RoutingPolicy(rule=Rule(rule), shed=_word(UNMET, "shed", ("shed", "send")) == "shed")
+    shed = _word(UNMET, "shed", ("shed", "send")) == "shed"
+    region = os.environ.get(REGION, "").strip()
+    if region and not is_region(region):
+        raise SettingError(f"{REGION}: expected a name of {REGION_WORDS}, found {region!r:.80}")
+    return RoutingPolicy(rule=Rule(rule), shed=shed, region=region)
 
 
 def _kind(engine: EngineTarget) -> str:

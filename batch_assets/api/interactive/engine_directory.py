@@ -3,15 +3,19 @@
 Whoever holds an engine announces it and withdraws it, in any thread; all else belongs to one event loop. A configured
 endpoint is asked for its models (`GET /v1/models`), at most every `fresh` seconds, beside requests for models that are
 known: one that does not answer holds up nobody who can be served by another.
+
+An engine that fails requests rests: else it would look the least loaded, and get them all. After the rest one request
+goes there; when that fails, too, the next rest is twice as long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_runner.http.tls_files import TlsFiles
@@ -20,14 +24,17 @@ log = logging.getLogger(__name__)
 
 LACKING_SECONDS = 60.0  # how long a route that an engine has not is not asked for: its address may be another's then
 MOST_LACKING = 1000
-REST_SECONDS = 2.0  # how long an engine that could not be reached is asked last
+REST_SECONDS = 2.0  # how long an engine that could not be reached is asked last; the first rest of one that fails
+MOST_REST = 60.0
+FAILURES = 3  # in a row, after which an engine rests: one request that breaks it says little
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
     """One engine. `url` without `/v1`. `api_key`: for this engine only.
 
-    `hardware`: what it runs on, and `places`: requests that it runs at once, where somebody knows it.
+    `hardware`: what it runs on, `places`: requests that it runs at once, and `region`: where it is, where somebody
+    knows it.
     """
 
     url: str
@@ -36,12 +43,19 @@ class EngineTarget:
     tls: TlsFiles | None = None
     hardware: str = field(default="", compare=False)
     places: int | None = field(default=None, compare=False)
+    region: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
 class _Load:
+    """`failures`: in a row. `rests`: in a row, the last one until `rest_until`. `probing`: its one request is there."""
+
     in_flight: int = 0
     unreachable_at: float | None = None
+    failures: int = 0
+    rests: int = 0
+    rest_until: float = -math.inf
+    probing: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +63,7 @@ class _Endpoint:
     """A configured endpoint, and what it said last. `asked_at`: seconds of the directory's clock."""
 
     url: str
+    region: str = ""
     engines: tuple[EngineTarget, ...] = ()
     asked_at: float | None = None
     answered: bool = False
@@ -59,7 +74,9 @@ ListModels = Callable[[str], Awaitable[list[str]]]
 
 
 class EngineDirectory:
-    """`clock`: monotonic seconds. `endpoints` and `models`: configured addresses, and how one is asked for models."""
+    """`clock`: monotonic seconds. `endpoints` and `models`: configured addresses, and how one is asked for models.
+    `regions`: of those addresses of which one is named.
+    """
 
     def __init__(
         self,
@@ -71,10 +88,12 @@ class EngineDirectory:
         models: ListModels | None = None,
         fresh: float = 30.0,
         retry: float = 2.0,
+        regions: Mapping[str, str] | None = None,
     ) -> None:
         self._clock, self._fresh, self._retry = clock, fresh, retry
         self._api_key, self._tls, self._models = api_key, tls, models
-        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in endpoints]
+        places = regions or {}
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1"), places.get(url, "")) for url in endpoints]
         self._changing = threading.Lock()
         self._announced: dict[EngineTarget, int] = {}  # replaced, never changed: other threads announce
         self._load: dict[EngineTarget, _Load] = {}
@@ -119,10 +138,14 @@ class EngineDirectory:
         return any(engine.url == url for engine in (*self._announced, *self._configured))
 
     def resting(self, engine: EngineTarget) -> bool:
-        """Whether it could not be reached a moment ago."""
+        """Whether it could not be reached a moment ago, or fails what it is asked."""
         load = self._load.get(engine)
-        since = None if load is None else load.unreachable_at
-        return since is not None and self._clock() - since < REST_SECONDS
+        if load is None:
+            return False
+        now, since = self._clock(), load.unreachable_at
+        if since is not None and now - since < REST_SECONDS:
+            return True
+        return load.rests > 0 and (load.probing or now < load.rest_until)
 
     async def models(self) -> list[str]:
         """All models that are served now."""
@@ -130,16 +153,33 @@ class EngineDirectory:
             await asyncio.wait(asked)
         return sorted({engine.model for engine in (*self._announced, *self._configured)})
 
-    def begin(self, engine: EngineTarget) -> None:
-        """A request goes to it."""
-        self._load.setdefault(engine, _Load()).in_flight += 1
+    def begin(self, engine: EngineTarget) -> bool:
+        """A request goes to it. True: it is the one after a rest, which `end` is told."""
+        load = self._load.setdefault(engine, _Load())
+        load.in_flight += 1
+        probe = load.rests > 0 and not load.probing and self._clock() >= load.rest_until
+        load.probing = load.probing or probe
+        return probe
 
-    def end(self, engine: EngineTarget, *, reached: bool) -> None:
+    def answered(self, engine: EngineTarget, *, well: bool) -> None:
+        """It has answered a request that is under way there, or broken it: `well` is False for failures of its own."""
+        load = self._load.setdefault(engine, _Load())
+        if well:
+            load.failures = load.rests = 0
+            return
+        load.failures += 1
+        now = self._clock()
+        if load.failures >= FAILURES and now >= load.rest_until:  # of many that were sent before, the first counts
+            load.rest_until = now + min(MOST_REST, REST_SECONDS * 2.0 ** min(load.rests, 10))
+            load.rests += 1
+
+    def end(self, engine: EngineTarget, *, reached: bool, probe: bool = False) -> None:
         """That request has ended."""
         load = self._load.setdefault(engine, _Load())
         load.in_flight -= 1
+        load.probing = load.probing and not probe
         load.unreachable_at = None if reached else self._clock()
-        if not reached:  # seldom: also those that were unreachable once and have gone since are forgotten now
+        if not reached or load.failures:  # seldom: also those that have gone since are forgotten now
             there = {*self._announced, *self._configured}
             self._load = {one: load for one, load in self._load.items() if load.in_flight or one in there}
         elif not load.in_flight:
@@ -176,7 +216,9 @@ class EngineDirectory:
             log.warning("models of a configured endpoint: %s", type(error).__name__)
         else:
             endpoint.answered = True
-            endpoint.engines = tuple(EngineTarget(endpoint.url, name, self._api_key, self._tls) for name in names)
+            endpoint.engines = tuple(
+                EngineTarget(endpoint.url, name, self._api_key, self._tls, region=endpoint.region) for name in names
+            )
         finally:
             endpoint.asking = None
 

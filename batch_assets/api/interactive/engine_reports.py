@@ -14,13 +14,25 @@ import aiohttp
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
 from gpu_runner.client.engine_load import EngineLoad, MalformedMetrics, parse_metrics
+from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
 from gpu_runner.http.tls_files import ssl_of
 
 ASK_SECONDS = 1.0
 MOST_ENGINES = 100
 
-ReadLoad = Callable[[EngineTarget], Awaitable[EngineLoad | None]]
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """`load`: None where the engine does not tell it now. `round_trip`: seconds from the request to the first byte of
+    the answer, on an open connection; None where there was no answer.
+    """
+
+    load: EngineLoad | None = None
+    round_trip: float | None = None
+
+
+ReadLoad = Callable[[EngineTarget], Awaitable[EngineReading]]
 
 
 class LoadReader:
@@ -29,25 +41,34 @@ class LoadReader:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    async def read(self, engine: EngineTarget) -> EngineLoad | None:
-        """The load; None where the engine does not tell it now."""
+    async def read(self, engine: EngineTarget) -> EngineReading:
+        """What it says, and how long that took."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=watched_socket),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
+                trace_configs=[request_trace()],
             )
         headers = {"Accept-Encoding": "identity"}
         if engine.api_key:
             headers["Authorization"] = f"Bearer {engine.api_key}"
+        progress, round_trip = RequestProgress(), None
         try:
             async with (
                 asyncio.timeout(ASK_SECONDS),
                 self._session.get(
-                    f"{engine.url}/metrics", headers=headers, allow_redirects=False, ssl=ssl_of(engine.tls)
+                    f"{engine.url}/metrics",
+                    headers=headers,
+                    allow_redirects=False,
+                    trace_request_ctx=progress,
+                    ssl=ssl_of(engine.tls),
                 ) as answer,
             ):
-                return parse_metrics(await read_body(answer, PAGE_BYTES)) if answer.status == 200 else None
+                if progress.sent_at is not None:
+                    round_trip = asyncio.get_running_loop().time() - progress.sent_at
+                load = parse_metrics(await read_body(answer, PAGE_BYTES)) if answer.status == 200 else None
+                return EngineReading(load, round_trip)
         except (
             aiohttp.ClientError,
             TimeoutError,
@@ -57,7 +78,7 @@ class LoadReader:
             MalformedMetrics,
             ValueError,
         ):
-            return None
+            return EngineReading(round_trip=round_trip)
 
     async def close(self) -> None:
         """Close its connections."""
@@ -76,14 +97,14 @@ class PollPolicy:
 
 
 class EnginePoller:
-    """Reads engines that are watched. `tell` hears of each load, `over` of an engine that is read no more. `served`:
+    """Reads engines that are watched. `tell` hears what was read, `over` of an engine that is read no more. `served`:
     whether an engine is still there. `clock`: monotonic seconds, as `sleep` counts them.
     """
 
     def __init__(
         self,
         read: ReadLoad,
-        tell: Callable[[EngineTarget, EngineLoad], None],
+        tell: Callable[[EngineTarget, EngineReading], None],
         *,
         served: Callable[[EngineTarget], bool],
         over: Callable[[], None],
@@ -122,9 +143,9 @@ class EnginePoller:
                 engine, asked_at = self._asked[url]  # another engine may have the address by now, with a key of its own
                 if self._clock() - asked_at >= self._policy.idle or not self._served(engine):
                     break
-                load = await self._read(engine)
-                if load is not None and self._served(engine):
-                    self._tell(engine, load)
+                reading = await self._read(engine)
+                if self._served(engine):
+                    self._tell(engine, reading)
                 await self._sleep(self._policy.every)
         finally:
             del self._tasks[url], self._asked[url]

@@ -2,7 +2,7 @@
 
 - A caller who leaves ends the request to the engine, whose slot is then free: also while the engine is silent.
 - A request is sent once. Only where no engine can have read it (the connection was refused, or had been closed in
-  idleness) it goes to another one.
+  idleness) it goes to another one. An engine that fails requests gets no further ones for a while.
 - Every wait is bounded, and so is every body that is held. Only headers of our own go to an engine.
 """
 
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 import orjson
@@ -25,8 +25,19 @@ from starlette.types import Receive, Send
 from batch_assets.api.access.request_access import RequestAccess
 from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.errors import ApiError, envelope
+from batch_assets.api.interactive.cache_salt import CacheSalts
 from batch_assets.api.interactive.engine_choice import EngineChoice, EngineOrder, SentRequest
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
+from batch_assets.api.interactive.engine_errors import (
+    LATE,
+    LOST,
+    RELAYED,
+    UNREADABLE,
+    error_for_caller,
+    is_failure,
+    message_of,
+    no_route,
+)
 from batch_assets.api.interactive.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
@@ -52,7 +63,6 @@ MOST_MODELS = 1000
 KEEP_SECONDS = 5.0
 MOST_SENDING = 0.1  # share of an answer's time that went to its caller; beyond, its pace is the caller's
 OPTIONAL_ROUTES = frozenset({"/v1/responses"})  # not every engine has them
-_RELAYED = frozenset({400, 404, 408, 413, 415, 422})  # what an engine says of the request itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,7 @@ class Proxy:
         self.directory, self.first_tokens, self._metrics = directory, first_tokens, metrics
         self.choice, self._policy, self._spans = choice, policy, spans
         self.known: Callable[[], Awaitable[frozenset[str] | None]] | None = None  # models that could be served
+        self.salts: CacheSalts | None = None
         self.want: Callable[[str, str], None] | None = None  # has an engine of a model, for requests to a path, kept
         self._wanted: OrderedDict[str, float] = OrderedDict()
         self._in_flight = 0
@@ -125,6 +136,8 @@ class Proxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.directory.close()
+        if self.salts is not None:
+            await self.salts.close()
         await self.choice.close()
         if self._session is not None:
             await self._session.close()
@@ -165,7 +178,7 @@ class Proxy:
         if engines:
             self._keep(model, path)
         if engines and not (engines := [one for one in engines if self.directory.has_route(one, path)]):
-            raise _no_route(path)
+            raise no_route(path)
         if not engines:
             if self.known is not None and model in (await self.known() or ()):
                 self._keep(model, path)
@@ -206,7 +219,9 @@ class Proxy:
         if engine.api_key:
             headers["Authorization"] = f"Bearer {engine.api_key}"
         progress = RequestProgress()
-        self.directory.begin(engine)
+        tenant = access.caller.tenant if access.caller else ""
+        body = request.body if self.salts is None else await self.salts.body(engine, path, request, tenant)
+        probe = self.directory.begin(engine)
         sent = self.choice.sent(engine, order)
         waits = self.first_tokens.begin(engine.url, began) if request.stream else None
         reached, answer = True, None
@@ -215,7 +230,7 @@ class Proxy:
                 with progress:
                     answer = await self._session.post(
                         f"{engine.url}{path}",
-                        data=request.body,
+                        data=body,
                         headers=headers,
                         allow_redirects=False,
                         trace_request_ctx=progress,
@@ -227,14 +242,15 @@ class Proxy:
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if progress.closed_in_idleness(asyncio.get_running_loop().time()):
                     raise _NotSent from error
-                raise self._broken("lost", 502, "The engine was lost before it answered.") from error
+                raise self._broken("lost", 502, LOST, engine) from error
             except TimeoutError as error:
-                raise self._broken("timeout", 504, "The engine did not answer in time.") from error
+                raise self._broken("timeout", 504, LATE, engine) from error
             except aiohttp.ClientError as error:
-                raise self._broken("garbage", 502, "The engine's answer could not be read.") from error
+                raise self._broken("garbage", 502, UNREADABLE, engine) from error
+            self.directory.answered(engine, well=not is_failure(answer.status))
             yield EngineAnswer(engine, answer, waits, sent)
         finally:
-            self.directory.end(engine, reached=reached)
+            self.directory.end(engine, reached=reached, probe=probe)
             sent.close()
             _end(span, answer)
             if waits is not None:
@@ -246,7 +262,10 @@ class Proxy:
         name, attributes = engine_call(TASKS.get(path, "chat"), engine.model, engine.url)
         return self._spans.begin(name, SpanKind.CLIENT, access.trace, attributes)
 
-    def _broken(self, outcome: str, status: int, message: str) -> ApiError:
+    def _broken(self, outcome: str, status: int, message: str, engine: EngineTarget | None = None) -> ApiError:
+        """`engine`: the one that did not answer at all."""
+        if engine is not None:
+            self.directory.answered(engine, well=False)
         self._metrics.engine_request(outcome)
         return ApiError(status, message, code=f"engine_{outcome}")
 
@@ -256,20 +275,12 @@ class Proxy:
         status, said = answer.status, ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             async with asyncio.timeout(self._policy.connect):
-                said = _message(orjson.loads(await read_beginning(answer, ERROR_BYTES)))
-        self._metrics.engine_request("refused" if status in _RELAYED else "failed")
+                said = message_of(orjson.loads(await read_beginning(answer, ERROR_BYTES)))
+        self._metrics.engine_request("refused" if status in RELAYED else "failed")
         if path in OPTIONAL_ROUTES and (status in (405, 501) or (status == 404 and "model" not in said.lower())):
             self.directory.lacks_route(found.engine, path)
-            return _no_route(path)
-        text = said or "The engine refused the request."
-        if status in _RELAYED:
-            return ApiError(status, text)
-        if status in (429, 503):
-            headers = {"Retry-After": _seconds(answer.headers.get("Retry-After"))}
-            return ApiError(
-                503, "The engine is overloaded. Please try again.", code="engine_overloaded", headers=headers
-            )
-        return ApiError(502, "The engine could not answer the request.", code="engine_error")
+            return no_route(path)
+        return error_for_caller(status, said, answer.headers.get("Retry-After"))
 
     async def whole(self, answer: EngineAnswer) -> tuple[bytes, Usage | None]:
         """The body of an answer that is no stream, and its usage. Raises ApiError."""
@@ -277,9 +288,9 @@ class Proxy:
             body = await read_body(answer.http, MOST_ANSWER)
             usage = read_usage(orjson.loads(body))
         except TimeoutError as error:
-            raise self._broken("timeout", 504, "The engine did not answer in time.") from error
+            raise self._broken("timeout", 504, LATE) from error
         except (BodyTooLarge, UnaskedEncoding, ValueError, aiohttp.ClientError, OSError) as error:
-            raise self._broken("garbage", 502, "The engine's answer could not be read.") from error
+            raise self._broken("garbage", 502, UNREADABLE) from error
         self._metrics.engine_request("answered")
         answer.sent.answered(None if usage is None else usage.completion_tokens, whole=True)
         return body, usage
@@ -372,10 +383,6 @@ async def unless_disconnected(work: asyncio.Task[None], receive: Receive) -> Non
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-def _no_route(path: str) -> ApiError:
-    return ApiError(404, f"Invalid URL (POST {path}): the engine of this model has no such route.", code="unknown_url")
-
-
 def _end(span: Span, answer: aiohttp.ClientResponse | None) -> None:
     """The end of a call: with its status, or without an answer."""
     if answer is None:
@@ -384,14 +391,3 @@ def _end(span: Span, answer: aiohttp.ClientResponse | None) -> None:
         span.end(
             {"http.response.status_code": answer.status}, error=None if answer.status == 200 else str(answer.status)
         )
-
-
-def _message(found: Any) -> str:
-    """What an engine says in an error: `{"error": {"message": …}}`, or `{"message": …}` of older ones."""
-    error = found.get("error", found) if isinstance(found, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return message[:500] if isinstance(message, str) else ""
-
-
-def _seconds(text: str | None) -> str:
-    return text if text is not None and text.isdecimal() and len(text) <= 4 else "1"

@@ -16,6 +16,7 @@ LONGEST_MODEL = 256
 BYTES_PER_TOKEN = 4  # of English prose; an estimate that the engine's own count corrects
 TOKENS_UNSAID = 256  # counted for an answer whose length nobody limits, until the engine says
 MOST_TOKENS = 10**7
+SALT = "cache_salt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class RequestSize:
 @dataclass(frozen=True, slots=True)
 class InteractiveRequest:
     """A request for an engine. `expected_tokens`: of prompt and answers. `own_usage`: the usage in the stream was asked
-    for by us, and is not for the caller.
+    for by us, and is not for the caller. `salted`: the caller gave a salt for the engine's prefix cache.
     """
 
     model: str
@@ -43,6 +44,7 @@ class InteractiveRequest:
     own_usage: bool
     expected_tokens: int
     size: RequestSize
+    salted: bool = False
 
 
 def read_request(
@@ -86,7 +88,7 @@ def read_request(
         raise ApiError(400, "Invalid body: its JSON is nested too deeply.") from None
     size = size_of(fields, len(body), is_response=is_response)
     expected = _expected(size, max(1, _count(fields, "n")))
-    return InteractiveRequest(served, sent, stream, own_usage, expected, size)
+    return InteractiveRequest(served, sent, stream, own_usage, expected, size, SALT in fields)
 
 
 def size_of(fields: Mapping[str, Any], size: int, *, is_response: bool = False) -> RequestSize:

@@ -6,6 +6,7 @@ from prometheus_client import Counter, Histogram
 
 from batch_assets.api.telemetry.metrics import Gauges, ServiceMetrics
 
+SHED = "shed"  # beside the words of Reason
 _SECONDS = (20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 5e-3)
 
 
@@ -18,13 +19,21 @@ class RoutingFigures:
         self._choices = Counter(
             f"{name}choices_total", "Requests by why their engine was chosen.", ["reason"], registry=metrics.registry
         )
+        self._regions = Counter(
+            f"{name}region_choices_total",
+            "Requests by the region of their engine; empty: it is not named.",
+            ["region"],
+            registry=metrics.registry,
+        )
         self._seconds = Histogram(
             f"{name}decision_seconds", "Of one choice.", registry=metrics.registry, buckets=_SECONDS
         )
 
-    def chosen(self, reason: str) -> None:
+    def chosen(self, reason: str, region: str) -> None:
         """One of the words of Reason, or `shed`."""
         self._choices.labels(reason).inc()
+        if reason != SHED:
+            self._regions.labels(region).inc()
 
     def decided(self, seconds: float) -> None:
         """A choice took so long."""

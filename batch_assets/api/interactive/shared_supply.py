@@ -32,7 +32,7 @@ class SharedSupply:
         async with self._supply.engine(model, task) as engine:
             url = engine.endpoint.rstrip("/").removesuffix("/v1")
             hardware = f"{engine.provider}/{engine.instance_type}" if engine.leased else ""
-            target = EngineTarget(url, model, engine.api_key, engine.tls, hardware, engine.max_num_seqs)
+            target = EngineTarget(url, model, engine.api_key, engine.tls, hardware, engine.max_num_seqs, engine.region)
             self._directory.announce(target)
             try:
                 yield replace(engine, share=InteractiveShare(self._first_tokens.reader(url), self._policy))

@@ -154,6 +154,7 @@ class Consumer:
             claim.expires_at,
             task.traceparent,
             claim.failures,
+            task.tenant,
         )
         began, outcome = time.monotonic(), "cancelled"
         try:

@@ -14,10 +14,11 @@ from typing import Protocol
 import orjson
 
 from batch_assets.api.access.request_access import RequestAccess, trace_of
+from batch_assets.api.callers import Caller
 from batch_assets.api.errors import ApiError
 from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.proxy import Proxy
-from batch_assets.api.interactive.request_body import InteractiveRequest, size_of
+from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
 from batch_assets.api.online.queues.tasks import TaskKind
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
@@ -44,7 +45,7 @@ class DispatchFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class DispatchRequest:
     """One request for an engine. `deadline`: Unix seconds, after which nobody wants the answer. `failures`: tries that
-    failed before this one.
+    failed before this one. `tenant`: whose it is; of several whose answer is the same, the first one's.
     """
 
     kind: TaskKind
@@ -54,6 +55,7 @@ class DispatchRequest:
     deadline: float
     traceparent: str
     failures: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,11 @@ class ProxyDispatcher:
 
     async def ask(self, request: DispatchRequest) -> DispatchAnswer:
         """An engine's answer. Raises DispatchFailed."""
-        size = size_of(orjson.loads(request.body), len(request.body))
-        wanted = InteractiveRequest(request.model, request.body, False, False, request.expected_tokens, size)
-        access = RequestAccess(trace=trace_of(request.traceparent))
+        fields = orjson.loads(request.body)
+        size, salted = size_of(fields, len(request.body)), SALT in fields
+        wanted = InteractiveRequest(request.model, request.body, False, False, request.expected_tokens, size, salted)
+        caller = Caller(request.tenant, None, frozenset())
+        access = RequestAccess(trace=trace_of(request.traceparent), caller=caller)
         asked = False
         try:
             async with self._proxy.open(request.kind.path, wanted, access, time.monotonic()) as answer:

@@ -35,7 +35,7 @@ class EnginePressures:
         await self._reader.close()
 
     async def _ask(self, target: EngineTarget) -> EnginePressure:
-        load = await self._reader.read(target)
+        load = (await self._reader.read(target)).load
         if load is None:
             return EnginePressure()
         return EnginePressure(load.kv_usage, load.waiting / max(load.running, self._concurrency))

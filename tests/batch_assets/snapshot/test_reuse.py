@@ -126,6 +126,17 @@ def test_dead_letters_are_no_answers_and_a_later_dataset_may_have_one(tmp_path: 
     assert len(answers := found(store, manifest, ["a", "b"])) == 9 and "id-000007" not in answers
 
 
+def test_of_equal_rows_one_that_has_an_answer_is_taken(tmp_path: Path, local_objects: Objects) -> None:
+    twice = [SourceRow(f"{name}-{row.row_id}", row.question, row.keep) for name in "xyz" for row in questions(20)]
+    dead = ("x-id-000003", "x-id-000007", "y-id-000007", "x-id-000009", "y-id-000009", "z-id-000009")
+    paid(local_objects, "a", twice, dead=dead)
+    store, manifest = new_dataset(local_objects, questions(20) + renamed(questions(20)))
+    assert find_reusable(store, manifest, True, workdir=tmp_path).datasets == {"a": 38}
+    answers = found(store, manifest)
+    assert len(answers) == 38 and "id-000009" not in answers, "of this one all are dead letters"
+    assert all(answers[name].error is None and answers[name].output for name in ("id-000003", "id-000007"))
+
+
 def test_rows_of_committed_batches_and_of_other_requests_are_left_alone(
     tmp_path: Path, local_objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,9 +183,9 @@ vllm:kv_cache_usage_perc{engine="1"} 0.5
 vllm:generation_tokens_total{engine="0"} 1.5e+06
 vllm:num_preemptions_total{engine="0"} 2.0
 """
-    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2)
+    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2, is_vllm=True)
     page += b"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 1.79532198174e+09\n"
-    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2, 1_795_321_981.74)
+    assert parse_metrics(page) == EngineLoad(7, 5, 0.5, 1_500_000, 2, 1_795_321_981.74, is_vllm=True)
 
 
 def test_a_page_without_vllm_s_metrics_is_no_load() -> None:

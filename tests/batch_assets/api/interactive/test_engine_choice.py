@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
 import pytest
 
 from batch_assets.api.errors import ApiError
+from batch_assets.api.execution.engines import ServingEngine
+from batch_assets.api.execution.fleet_engines import serving
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
+from batch_assets.api.interactive.engine_reports import EngineReading
+from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.routing_figures import RoutingFigures
+from batch_assets.api.interactive.shared_supply import SharedSupply
+from batch_assets.api.settings import split_endpoint
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
 from gpu_runner.client.engine_load import EngineLoad
+from gpu_runner.fleet.database import Lease
+from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy
 from gpu_runner.routing.engine_view import STALE_SECONDS
 from gpu_runner.routing.latency_target import ANY_LATENCY, LatencyTarget
 from gpu_runner.routing.router import RoutingPolicy, Rule
+from gpu_runner.rows import Task
+from resources.fleet.leased_engine import LeasedEngine
 
 FAST = EngineTarget("http://fast", "m", hardware="cloud/big", places=128)
 SLOW = EngineTarget("http://slow", "m", hardware="cloud/small", places=128)
@@ -35,10 +45,13 @@ def chat(words: int = 50, **fields: Any) -> InteractiveRequest:
 
 
 class Site:
-    """A choice between two engines in simulated time; `silent`: engines that do not tell their load."""
+    """A choice between two engines in simulated time; `silent`: engines that do not tell their load; `ways`: measured
+    round trips.
+    """
 
     def __init__(self, policy: RoutingPolicy | None = None, *engines: EngineTarget) -> None:
         self.now, self.silent, self.metrics = 1000.0, set[str](), ServiceMetrics()
+        self.ways: dict[str, float] = {}
         self.directory = EngineDirectory(lambda: self.now)
         for engine in engines or (FAST, SLOW):
             self.directory.announce(engine)
@@ -46,15 +59,13 @@ class Site:
             self.directory, lambda: self.now, policy or RoutingPolicy(), RoutingFigures(self.metrics), self._read
         )
 
-    async def _read(self, engine: EngineTarget) -> EngineLoad | None:
-        return None if engine.url in self.silent else IDLE
+    async def _read(self, engine: EngineTarget) -> EngineReading:
+        return EngineReading() if engine.url in self.silent else EngineReading(IDLE, self.ways.get(engine.url))
 
     async def report(self) -> None:
         """All engines have been read now."""
         for engine in self.directory.targets():
-            load = await self._read(engine)
-            if load is not None:
-                self.choice._reported(engine, load)
+            self.choice._reported(engine, await self._read(engine))
 
     async def order(
         self, request: InteractiveRequest | None = None, target: LatencyTarget = ANY_LATENCY
@@ -288,3 +299,67 @@ def test_the_settings_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
         SettingError, match="BATCH_ASSETS_ROUTING: expected predicted or least_requests, found 'fastest'"
     ):
         routing_policy()
+
+
+def test_the_way_is_measured_and_shown_by_region_and_the_choice_counts_by_region() -> None:
+    async def scenario() -> None:
+        here = EngineTarget("http://here", "m", region="here")
+        there = EngineTarget("http://there", "m", region="there")
+        async with site_of(here, there, policy=RoutingPolicy(region="here")) as site:
+            assert await site.order() == [here, there], "nothing is measured: another region counts as far away"
+            site.ways = {here.url: 0.3, there.url: 0.001}
+            await site.report()
+            assert await site.order() == [there, here], "what was measured counts, not the name"
+            assert site.figure('batch_assets_routing_round_trip_seconds{region="there"}') == 0.001
+            assert site.figure('batch_assets_routing_region_choices_total{region="there"}') == 1
+            assert site.figure('batch_assets_routing_region_choices_total{region="here"}') == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_region_of_the_service_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_REGION", "eu-west-1")
+    assert routing_policy().region == "eu-west-1"
+    monkeypatch.setenv("BATCH_ASSETS_REGION", "eu west")
+    with pytest.raises(SettingError, match="BATCH_ASSETS_REGION: expected a name of letters"):
+        routing_policy()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("http://host:8000", ("", "http://host:8000")),
+        ("eu-west-1=http://host:8000/v1", ("eu-west-1", "http://host:8000/v1")),
+        ("http://host/a=b", ("", "http://host/a=b")),
+        ("=http://host", ("", "=http://host")),
+    ],
+)
+def test_an_endpoint_may_name_its_region(given: str, found: tuple[str, str]) -> None:
+    assert split_endpoint(given) == found
+
+
+def test_a_leased_engine_is_announced_with_the_region_of_its_offer() -> None:
+    class Supply:
+        @contextlib.asynccontextmanager
+        async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+            yield serving(
+                LeasedEngine(Lease("e", 1, "r", "d"), "http://leased/v1", None, 8, "ec2", "g5", region="eu-west-1")
+            )
+
+        def running(self, model: str) -> Sequence[ServingEngine]:
+            return []
+
+    async def scenario() -> None:
+        directory = EngineDirectory(lambda: 0.0, endpoints=["http://far"], regions={"http://far": "us"}, models=listed)
+        shared = SharedSupply(Supply(), directory, FirstTokens(lambda: 0.0), FirstTokenPolicy())
+        async with shared.engine("m", "chat"):
+            await directory.models()
+            found = {engine.url: (engine.region, engine.hardware) for engine in directory.targets()}
+            assert found == {"http://leased": ("eu-west-1", "ec2/g5"), "http://far": ("us", "")}
+        await directory.close()
+
+    asyncio.run(scenario())
+
+
+async def listed(url: str) -> list[str]:
+    return ["m"]

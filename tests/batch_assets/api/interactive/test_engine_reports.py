@@ -12,7 +12,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.interactive import engine_reports
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.interactive.engine_reports import EnginePoller, LoadReader, PollPolicy
+from batch_assets.api.interactive.engine_reports import EnginePoller, EngineReading, LoadReader, PollPolicy
 from gpu_runner.client.engine_load import EngineLoad
 
 LOAD = EngineLoad(running=3, waiting=1, kv_usage=0.5, generated_tokens=10, preemptions=0)
@@ -28,7 +28,7 @@ class Site:
         self._ticks = asyncio.Condition()
         self.poller = EnginePoller(
             self._read,
-            lambda engine, load: self.told.update([engine.url]),
+            self._tell,
             served=lambda engine: engine.url not in self.gone,
             over=self._over,
             clock=lambda: self.now,
@@ -46,10 +46,14 @@ class Site:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    async def _read(self, engine: EngineTarget) -> EngineLoad | None:
+    async def _read(self, engine: EngineTarget) -> EngineReading:
         self.read[engine.url] += 1
         self.keys.append(engine.api_key)
-        return None if engine.url in self.silent else LOAD
+        return EngineReading() if engine.url in self.silent else EngineReading(LOAD, 0.01)
+
+    def _tell(self, engine: EngineTarget, reading: EngineReading) -> None:
+        if reading.load is not None:
+            self.told[engine.url] += 1
 
     async def _sleep(self, seconds: float) -> None:
         until = self.now + seconds
@@ -159,18 +163,38 @@ def test_a_page_is_read_with_the_engines_key_and_within_bounds_of_bytes_and_time
         reader = LoadReader()
         try:
             async with http_server({"/metrics": good}, shutdown_timeout=0.1) as url:
-                load = await reader.read(EngineTarget(url, "m", "engine-key"))
+                load = (await reader.read(EngineTarget(url, "m", "engine-key"))).load
                 assert load is not None and (load.running, load.waiting) == (3, 1)
                 assert keys == ["Bearer engine-key"]
                 elsewhere = url.replace("127.0.0.1", "0.0.0.0")
-                assert await reader.read(EngineTarget(elsewhere, "m", "engine-key")) is None
+                assert await reader.read(EngineTarget(elsewhere, "m", "engine-key")) == EngineReading()
                 assert keys == ["Bearer engine-key"], "no engine has such an address"
             for bad in (endless, wrong, silent):
                 if bad is silent:
                     monkeypatch.setattr(engine_reports, "ASK_SECONDS", 0.3)
                 async with http_server({"/metrics": bad}, shutdown_timeout=0.1) as url:
-                    assert await reader.read(EngineTarget(url, "m")) is None
-            assert await reader.read(EngineTarget(url, "m")) is None, "nobody listens there any more"
+                    assert (await reader.read(EngineTarget(url, "m"))).load is None
+            gone = await reader.read(EngineTarget(url, "m"))
+            assert gone == EngineReading(), "nobody listens there any more"
+        finally:
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_round_trip_is_that_of_a_request_on_an_open_connection_whatever_is_answered() -> None:
+    async def scenario() -> None:
+        async def far(request: web.Request) -> web.Response:
+            await asyncio.sleep(0.2)
+            return web.Response(status=404)
+
+        reader = LoadReader()
+        try:
+            async with http_server({"/metrics": far}) as url:
+                for _ in range(2):
+                    reading = await reader.read(EngineTarget(url, "m"))
+                    assert reading.load is None
+                    assert reading.round_trip is not None and 0.19 < reading.round_trip < 0.2 + 0.3 * PATIENCE
         finally:
             await reader.close()
 

@@ -227,6 +227,60 @@ def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("code", [500, 502, 503, 429])
+def test_an_engine_that_fails_at_once_does_not_attract_the_requests(tmp_path: Path, code: int) -> None:
+    async def scenario() -> None:
+        broken, good = 0, 0
+
+        async def failing(request: web.Request) -> web.Response:
+            nonlocal broken
+            broken += 1
+            return web.Response(status=code, text="{}")
+
+        async def slow(request: web.Request) -> web.Response:
+            nonlocal good
+            good += 1
+            await asyncio.sleep(0.02)
+            return web.json_response(ANSWER)
+
+        async with (
+            http_server({CHAT: failing}) as bad_url,
+            http_server({CHAT: slow}) as good_url,
+            running(tmp_path, bad_url, good_url) as service,
+        ):
+            left, statuses = iter(range(200)), list[int]()
+
+            async def caller() -> None:
+                for _ in left:
+                    statuses.append((await ask(service)).status)
+
+            await asyncio.gather(*(caller() for _ in range(4)))
+            failed = sum(one != 200 for one in statuses)
+            assert len(statuses) == 200 and failed == broken, "no request was sent twice"
+            assert 3 <= failed <= 12, "it rests after three failures in a row, whatever was under way"
+            page = service.metrics.page().decode()
+            assert "batch_assets_routing_resting 1.0" in page
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_closes_the_connection_at_once_rests_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = Recorder()
+        closing = await asyncio.start_server(_read_and_close, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{closing.sockets[0].getsockname()[1]}"
+        async with closing, http_server({CHAT: engine.answer}) as good, running(tmp_path, url, good) as service:
+            calls = [await ask(service) for _ in range(40)]
+            assert sum(call.status != 200 for call in calls) <= 4 and calls[-1].status == 200
+
+    asyncio.run(scenario())
+
+
+async def _read_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(65536)
+    writer.close()
+
+
 def test_no_engine_at_all_is_503(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path, await refused_address()) as service:
@@ -493,6 +547,72 @@ def test_engines_are_asked_in_turn_and_only_while_they_are_announced() -> None:
         assert await directory.models() == ["m"]
 
     asyncio.run(scenario())
+
+
+class Resting:
+    """An engine in a directory with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now, self.engine = 0.0, EngineTarget("http://a", "m")
+        self.directory = EngineDirectory(lambda: self.now)
+        self.directory.announce(self.engine)
+
+    def ask(self, *, well: bool) -> None:
+        probe = self.directory.begin(self.engine)
+        self.directory.answered(self.engine, well=well)
+        self.directory.end(self.engine, reached=True, probe=probe)
+
+    @property
+    def rests(self) -> bool:
+        return self.directory.resting(self.engine)
+
+
+def test_an_engine_rests_after_three_failures_in_a_row_and_longer_each_time() -> None:
+    site = Resting()
+    for well in (False, False, True, False, False):
+        site.ask(well=well)
+        assert not site.rests, "failures of single requests"
+    site.ask(well=False)
+    lengths = []
+    for _ in range(7):
+        began = site.now
+        for _ in range(20):
+            site.ask(well=False)  # sent before, or because all engines rest
+        while site.rests:
+            site.now += 0.5
+        lengths.append(site.now - began)
+        site.ask(well=False)
+        assert site.rests
+    assert lengths == [2, 4, 8, 16, 32, 60, 60]
+
+
+def test_after_a_rest_one_request_at_a_time_goes_there_until_one_is_answered() -> None:
+    site = Resting()
+    for _ in range(3):
+        site.ask(well=False)
+    site.now += 2.0
+    assert not site.rests
+    assert site.directory.begin(site.engine) and site.rests, "its one request is under way"
+    assert not site.directory.begin(site.engine)
+    site.directory.end(site.engine, reached=True)
+    assert site.rests, "the other one has ended"
+    site.directory.end(site.engine, reached=True, probe=True)
+    assert not site.rests, "its caller has left: another one may try"
+    site.ask(well=True)
+    site.ask(well=False)
+    assert not site.rests, "it is well again"
+
+
+def test_an_engine_that_failed_and_is_gone_is_forgotten() -> None:
+    site = Resting()
+    for number in range(100):
+        one = EngineTarget(f"http://{number}", "m")
+        site.directory.announce(one)
+        site.directory.begin(one)
+        site.directory.withdraw(one)
+        site.directory.answered(one, well=False)
+        site.directory.end(one, reached=True)
+    assert len(site.directory._load) <= 1
 
 
 def test_the_endpoint_is_asked_for_its_models_rarely_and_an_outage_changes_nothing() -> None:
