@@ -282,8 +282,9 @@ def serve(
     with user_errors():
         from batch_assets.local_dagster.home import prepare_home, prepare_store
 
-        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
-        named = [engine_address("--endpoint", one) for one in endpoint or []] or [of_environment]
+        named = [engine_address("--endpoint", one) for one in endpoint or []] or [
+            engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        ]
         prepare_home()
         prepare_store()
         from batch_assets.api import server
