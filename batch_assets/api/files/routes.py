@@ -106,16 +106,20 @@ def _life(fields: dict[str, str]) -> int | None:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
-    if anchor != "created_at":
-        raise ApiError(
-            400, "Invalid value for 'expires_after.anchor': expected 'created_at'.", param="expires_after.anchor"
-        )
+    if anchor is not None and anchor != "created_at":
+        said = "Invalid value for 'expires_after.anchor': expected 'created_at'."
+        raise ApiError(400, said, param="expires_after.anchor", code="invalid_value")
+    for name, value in (("expires_after.anchor", anchor), ("expires_after.seconds", seconds)):
+        if value is None:
+            said = f"Missing required parameter: '{name}'."
+            raise ApiError(400, said, param=name, code="missing_required_parameter")
     whole = seconds is not None and seconds.isascii() and seconds.isdecimal()
     if seconds is None or not whole or not SHORTEST_LIFE <= int(seconds[:12]) <= LONGEST_LIFE:
         raise ApiError(
             400,
             f"Invalid value for 'expires_after.seconds': expected {SHORTEST_LIFE} to {LONGEST_LIFE}.",
             param="expires_after.seconds",
+            code="invalid_value",
         )
     return int(seconds)
 
