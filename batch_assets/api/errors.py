@@ -5,8 +5,9 @@ Shapes and words follow what the stock clients read (openai-python 3.54, `_excep
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,13 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from batch_assets.api.records.database import is_records_trouble
+from resources.store.health import is_store_trouble
 
 log = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MESSAGE_LENGTH = 500
-RETRY_AFTER_SECONDS = 5  # while the records are away
+RETRY_AFTER_SECONDS = 5  # while the records or the store are away
 REASON = "error_code"  # in the state of a request's ASGI scope
 
 
@@ -144,6 +146,29 @@ def records_away() -> ApiError:
     """The database cannot be asked now."""
     said = "The service's records cannot be reached now. Please try again."
     return ApiError(503, said, code="records_unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+@contextlib.contextmanager
+def store_calls() -> Iterator[None]:
+    """Around calls of the store for a request. Raises ApiError 503 when it refuses or does not answer.
+
+    An object that is not there is the caller's to judge.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if not is_store_trouble(error):
+            raise
+        log.warning("store: %s", type(error).__name__)
+        raise store_away() from None
+
+
+def store_away() -> ApiError:
+    """The store cannot be asked now."""
+    said = "The service's store cannot be reached now. Please try again."
+    return ApiError(503, said, code="store_unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 async def _on_defect(request: Request, error: Exception) -> JSONResponse:

@@ -106,12 +106,20 @@ def run(
 
 @app.command()
 def status(
-    name: Annotated[str | None, typer.Argument(help="Name of the dataset; all when left out.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of the dataset, or api/MODEL for batches of the front door; all datasets without."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
     """Where the datasets stand: rows, batches, speed, runs and what they wait for. Needs no running Dagster."""
     with user_errors():
+        if name is not None and name.startswith("api/"):
+            from batch_assets.cli.model_status import show_model_status
+
+            show_model_status(name, watch=watch, as_json=as_json)
+            return
         from batch_assets.spec.discovery import declared_specs
 
         names = [known_dataset(name).name] if name else sorted(declared_specs())

@@ -1,7 +1,8 @@
 """How many instances of which offers, decided anew at each tick from prices, speeds, deadline and budget. Pure.
 
 `controller` is where to begin. `planner` finds the cheapest fleet for a finish time (`search`, `knapsack`),
-`feasibility` looks ahead, `speed_model` says what a measured speed tells of others.
+`feasibility` looks ahead, `speed_model` says what a measured speed tells of others; `fleet` and `command` are what they
+put together and answer.
 """
 
-__all__ = ["controller", "planner", "speed_model", "types"]
+__all__ = ["command", "controller", "feasibility", "fleet", "planner", "search", "speed_model", "types"]

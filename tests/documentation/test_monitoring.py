@@ -28,7 +28,8 @@ from batch_assets.api.records.figures import record_figures
 from batch_assets.api.records.files import FileRecord
 from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
 from batch_assets.api.settings import ApiSettings
-from batch_assets.api.telemetry.gauges import certificate_gauges, record_samples
+from batch_assets.api.telemetry.gauges import certificate_gauges, plan_samples, record_samples
+from gpu_runner.fleet.capacity_plan import CapacityPlan
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
 
@@ -58,6 +59,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
         fleet_db.begin_run("run", "d", "0", "1")
         ready(fleet_db)
+        target = fleet_db.begin_request("api/m", "batches since b", deadline_at=fleet_db.now() + 100)
+        assert fleet_db.command("api/m", target.request, 3, (), None, target.memory, CapacityPlan(rows_left=7))
     with contextlib.closing(Records(settings.database)) as records:
         BatchRecords(records).create(BatchRecord("b", "t", "/v1/embeddings", "f", "1h", 1, 2, "d"))
     service = front_door_alone(settings)
@@ -179,9 +182,10 @@ def test_figures_of_the_records(tmp_path: Path) -> None:
             used = Used(input_tokens=5, output_tokens=7, unpriced_tokens=12 if model == "unpriced" else 0)
             assert ledger.apply(f"{day}-{model}", 0, 1, {key: used})
         found = record_figures(records, 260.0)
+        assert dict(record_figures(records, 150.0).windows) == {"": 50.0, "m": 50.0}
     assert found.batches[BatchStatus.VALIDATING] == 1 and found.oldest[BatchStatus.VALIDATING] == 160
     assert found.batches[BatchStatus.COMPLETED] == 1 and found.batches[BatchStatus.FAILED] == 0
-    assert dict(found.queued_lines) == {"": 0, "m": 6}
+    assert dict(found.queued_lines) == {"": 0, "m": 6} and dict(found.windows) == {"": 0.0, "m": 0.0}
     assert (found.overdue_seconds, found.unreported, found.unreported_seconds) == (60, 1, 130)
     assert (found.stored_bytes, found.day_tokens, found.day_unpriced_tokens) == (77, 24, 12)
     samples = {(name, *labels.values()): value for name, _, labels, value in record_samples(found)}
@@ -207,3 +211,25 @@ def test_figures_of_the_fleet(fleet_db: FleetDatabase, clock: Clock) -> None:
     fleet_db.ended("ba-1", None)
     assert fleet_db.figures().usd_per_hour == 0
     assert sum(fleet_db.figures().spent_usd.values()) == pytest.approx(sum(c.usd.total for c in fleet_db.costs()))
+
+
+def test_figures_of_plans_are_of_models_with_open_batches(fleet_db: FleetDatabase, clock: Clock) -> None:
+    ready(fleet_db, dataset="api/org/m", ttl=600)
+    for name in ("api/org/m", "a-dataset"):
+        target = fleet_db.begin_request(name, "batches since b", deadline_at=fleet_db.now() + 100)
+        assert fleet_db.command(
+            name, target.request, 3, (), None, target.memory, CapacityPlan(kind="grow", rows_left=7)
+        )
+    clock.forward(40)
+
+    def figures() -> dict[tuple[str, ...], float]:
+        samples = plan_samples(fleet_db.targets(), fleet_db.fleet())
+        return {
+            (name.removeprefix("batch_assets_plan_"), *labels.values()): value for name, _, labels, value in samples
+        }
+
+    found = figures()
+    assert found.pop(("window_seconds", "org/m")) == pytest.approx(60)
+    assert found == {("engines_wanted", "org/m"): 3, ("engines_held", "org/m"): 1, ("rows_left", "org/m"): 7}
+    assert fleet_db.end_request("api/org/m", "batches since b", None)
+    assert figures() == {}

@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 NAME = f"api/{MODEL}"
 LINES = 2_000
-WINDOW = 150  # seconds; one instance takes more than twice as long by what is known of its speed
 KNOWN_SPEED = 2_500  # tokens a second
 IDLE_SECONDS = 2.0
 
@@ -71,9 +70,11 @@ async def until(true: Callable[[], bool], seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.parametrize(("known", "window"), [(True, 150), (False, 130)])
 def test_a_short_window_rents_three_instances_and_gives_them_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: bool, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Seconds. By what is known of its speed one instance takes more than twice as long; or nobody has measured it."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
     monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "4")
     monkeypatch.setattr(service, "declared_specs", lambda: {"d": SimpleNamespace(model=MODEL)})
@@ -86,15 +87,15 @@ def test_a_short_window_rents_three_instances_and_gives_them_back(
         lines = [line(str(number), model=MODEL, max_tokens=1024) for number in range(LINES)]
         async with api_site(tmp_path, None) as site:
             began = time.monotonic()
-            batch = await site.create(lines, window=f"{WINDOW}s")
+            batch = await site.create(lines, window=f"{window}s")
             await until(lambda: of_model(fleet_db) >= 3, 60)
             target = fleet_db.target(NAME)
             assert target is not None and target.plan is not None and target.plan.reason
-            async with asyncio.timeout((WINDOW + 30) * PATIENCE):
+            async with asyncio.timeout((window + 30) * PATIENCE):
                 while (found := await site.get(batch["id"]))["status"] not in ("completed", "expired"):  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
             assert (found["status"], found["request_counts"]["completed"]) == ("completed", LINES), found
-            print(f"completed in {time.monotonic() - began:.0f} s of {WINDOW}")
+            print(f"completed in {time.monotonic() - began:.0f} s of {window}")
             out, errors = await site.results(found)
             assert sorted(int(one["custom_id"]) for one in out) == list(range(LINES)) and not errors
 
@@ -111,7 +112,8 @@ def test_a_short_window_rents_three_instances_and_gives_them_back(
 
     with fleet.open_database() as fleet_db:
         try:
-            know_speed(fleet, fleet_db)
+            if known:
+                know_speed(fleet, fleet_db)
             asyncio.run(steps(fleet_db))
         finally:
             with contextlib.suppress(Exception):

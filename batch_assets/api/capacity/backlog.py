@@ -24,11 +24,32 @@ ROUNDING = 1e-6  # engines
 
 
 @dataclass(frozen=True, slots=True)
+class BatchBudgets:
+    """Budgets of open batches together, in US dollars: their limits, and what they may still be charged.
+
+    `tokens_done`: of their finished lines.
+    """
+
+    limit_usd: float
+    left_usd: float
+    tokens_done: float
+
+    def left_beside(self, rent_usd: float, tokens: float) -> float:
+        """US dollars that engines may still cost, after they cost `rent_usd` for `tokens` tokens of these and others.
+
+        Of the rent these batches bear their share by tokens; all of it while nothing is done.
+        """
+        share = min(1.0, self.tokens_done / tokens) if tokens > 0 else 1.0
+        return max(0.0, min(self.left_usd, self.limit_usd - share * rent_usd))
+
+
+@dataclass(frozen=True, slots=True)
 class Backlog:
     """Of one model. `first`: its oldest batch, whose holder decides. `tokens`: left, by batch. `tasks`: by batch.
 
-    `budget_usd`: what all its batches together may still be charged; None where one of them has no budget. `spread`:
-    relative standard deviation of its tokens.
+    `feeds`: of workers that hold batches of it, one for each kind of task; each leases engines of its own.
+    `budget`: of all its batches together; None where one of them has none. `spread`: relative standard deviation of its
+    tokens.
     """
 
     model: str
@@ -36,9 +57,10 @@ class Backlog:
     windows: tuple[WindowWork, ...]
     workload: Workload
     spread: float
-    budget_usd: float | None
+    budget: BatchBudgets | None
     tokens: Mapping[str, float]
     tasks: Mapping[str, Task]
+    feeds: int
 
     @property
     def task(self) -> Task:
@@ -112,16 +134,21 @@ def _backlog(
         ),
         workload,
         FIRST_SPREAD if measured else ESTIMATE_SPREAD,
-        _budget_usd(records, spending),
+        _budget(records, lengths, spending),
         tokens,
         {one.id: TASKS[one.endpoint] for one in records},
+        len({(one.holder, TASKS[one.endpoint]) for one in records}),
     )
 
 
-def _budget_usd(records: Sequence[BatchRecord], spending: Mapping[str, Spending]) -> float | None:
-    left = 0
+def _budget(
+    records: Sequence[BatchRecord], lengths: Mapping[str, LineLength], spending: Mapping[str, Spending]
+) -> BatchBudgets | None:
+    limits = left = 0
     for record in records:
         if (limit := parse_budget(record.metadata_values())) is None:
             return None
+        limits += limit
         left += max(0, limit - (spending[record.id].amount if record.id in spending else 0))
-    return left / PICODOLLARS
+    done = sum(one.completed * lengths[one.id].tokens for one in records)
+    return BatchBudgets(limits / PICODOLLARS, left / PICODOLLARS, done)

@@ -19,7 +19,8 @@ import dagster as dg
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.margin import FLEET_PREFIX, fleet_name
 from batch_assets.api.billing.spending import BUDGET, SpendingRecords
-from batch_assets.api.capacity.backlog import Backlog, backlogs, with_work
+from batch_assets.api.capacity.backlog import Backlog, BatchBudgets, backlogs, with_work
+from batch_assets.api.capacity.early_speeds import at_slow_speed, is_too_late_to_measure, until_measured
 from batch_assets.api.capacity.fleet_changes import at_least, end_model
 from batch_assets.api.capacity.line_lengths import LineLengths
 from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 30.0  # without open batches, until a model's instances beyond its reserve end
 PILOTS = 3  # as of a dataset that does not say
 ROWS_OF_ENGINE = 32  # an engine for fewer lines has too little to do at once: a feed gives any line to any engine
+NOT_MEASURED_IN_TIME = "no speed can be measured in time to add engines, so slow ones (P95) are counted on"
 
 Engines = Mapping[tuple[str, Task], int]
 
@@ -55,6 +57,14 @@ class ModelNeed:
     model: str
     task: Task
     hardware: HardwareSpec = field(default_factory=HardwareSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Since when (`steady`) a model has no open batch here, while its plan is that of `planned_at`."""
+
+    since: float
+    planned_at: float | None
 
 
 class ModelCapacity:
@@ -84,7 +94,8 @@ class ModelCapacity:
         self._lengths, self._markets = LineLengths(objects, ledger), Markets()
         self._decided_at: dict[str, float] = {}
         self._failed: set[str] = set()  # of which nothing could be planned: tried again in their turn
-        self._idle_since: dict[str, float] = {}
+        self._idle: dict[str, _Idle] = {}
+        self._planned_at: dict[str, float] = {}  # of the last command that was written here, by its name in the fleet
         self._announced: dict[str, str] = {}
         self._nothing_open = False  # at the last look, neither here nor in the fleet's database
 
@@ -125,12 +136,23 @@ class ModelCapacity:
         return self._steady() - self._decided_at.get(name, float("-inf")) >= self._seconds
 
     def _end_idle(self, fleet_db: FleetDatabase, over: Sequence[DatasetTarget]) -> None:
-        now = self._steady()
-        self._idle_since = {one.dataset: self._idle_since.get(one.dataset, now) for one in over}
+        """What has no open batch here. Another service, with records of its own, may plan for the same fleet: a request
+        that somebody else still writes to is theirs."""
+        now, before = self._steady(), self._idle
+        self._idle = {}
         for target in over:
-            if now - self._idle_since[target.dataset] >= IDLE_SECONDS:
-                end_model(fleet_db, target, self._reserve.get(target.dataset, 0))
-                self._announced.pop(target.dataset, None)
+            name = target.dataset
+            planned_at = None if target.plan is None else target.plan.planned_at
+            idle = before.get(name)
+            if idle is None or idle.planned_at != planned_at:
+                idle = _Idle(now, planned_at)
+            own = planned_at is not None and planned_at == self._planned_at.get(name)
+            if now - idle.since < (IDLE_SECONDS if own else max(IDLE_SECONDS, 2 * self._seconds)):
+                self._idle[name] = idle
+                continue
+            end_model(fleet_db, target, self._reserve.get(name, 0))
+            self._announced.pop(name, None)
+            self._planned_at.pop(name, None)
 
     def _decide_all(
         self, fleet_db: FleetDatabase, due: Sequence[Backlog], targets: Mapping[str, DatasetTarget]
@@ -188,6 +210,7 @@ class ModelCapacity:
         asked = build_input(
             around, need, work, Target(), batches=units, spread=backlog.spread, rows_total=total, taken=taken
         )
+        timing = self._timing_of(asked, work.mix.tokens)
         boots = [one.boot_seconds for one in asked.options if one.capacity != 0 and one.tokens_per_second > 0]
         demand = binding_demand(demands_of(backlog.windows), asked.held, min(boots, default=0.0))
         if demand is None:
@@ -195,10 +218,11 @@ class ModelCapacity:
         request = before.request if before is not None and before.request else f"batches since {backlog.first}"
         deadline_at = fleet_db.now() + demand.seconds
         target = fleet_db.begin_request(need.name, request, deadline_at=deadline_at, objective="cheapest")
-        asked = _bound(asked, demand, backlog.budget_usd, len(around.of(need.name)) + room)
+        most = max(1, len(around.of(need.name)) + room)
+        asked = _bound(asked, demand, _budget_usd(fleet_db, target, backlog.budget), most)
         memory = target.memory
-        command, state, plan = self._ask(fleet_db, around, need, asked, memory.controller, room)
-        least = max(1, self._reserve.get(need.name, 0), len(set(backlog.tasks.values())))
+        command, state, plan = self._ask(fleet_db, around, need, asked, memory.controller, timing, room, most)
+        least = max(1, self._reserve.get(need.name, 0), backlog.feeds)
         command = at_least(command, [one.instance for one in asked.held], least)
         decision = Decision(
             dataset=need.name,
@@ -215,7 +239,8 @@ class ModelCapacity:
             clocks=around.clocks,
             memory=replace(memory, controller=state),
         )
-        _write(fleet_db, decision)
+        if _write(fleet_db, decision):
+            self._planned_at[need.name] = decision.now
         return decision
 
     def _ask(
@@ -225,25 +250,33 @@ class ModelCapacity:
         need: ModelNeed,
         asked: PlannerInput,
         memory: ControllerState,
+        timing: ControlTiming,
         room: int,
+        most: int,
     ) -> tuple[Command, ControllerState, Plan]:
-        command, state, plan = decide(
-            asked.work,
-            asked.options,
-            asked.held,
-            asked.target,
-            memory,
-            measured=asked.measured,
-            pilots=PILOTS,
-            detail=False,  # the curve is most of the time, and this process answers requests too
-            timing=self._timing,
-            room=room,
-        )
+        def answer(asked: PlannerInput) -> tuple[Command, ControllerState, Plan]:
+            return decide(
+                asked.work,
+                asked.options,
+                asked.held,
+                asked.target,
+                memory,
+                measured=asked.measured,
+                pilots=PILOTS,
+                detail=False,  # the curve is most of the time, and this process answers requests too
+                timing=timing,
+                room=room,
+            )
+
+        command, state, plan = answer(asked)
+        if is_too_late_to_measure(asked, command, timing):
+            command, state, plan = answer(at_slow_speed(asked))
+            command = replace(command, reason=f"{NOT_MEASURED_IN_TIME}; {command.reason}")
         command = with_standing_engines(
             fleet_db,
             around.config,
             command,
-            asked.target,
+            replace(asked.target, max_instances=most),  # engines that stand already boot no more
             dataset=need.name,
             model=need.model,
             endpoint=None,
@@ -251,6 +284,10 @@ class ModelCapacity:
             rents=bool(asked.options or asked.held),
         )
         return command, state, plan
+
+    def _timing_of(self, asked: PlannerInput, tokens: float) -> ControlTiming:
+        measuring = max(self._timing.measuring, until_measured(asked, tokens))
+        return replace(self._timing, measuring=measuring)
 
     def _tell(self, decision: Decision, model: str) -> None:
         """Into the catalog, once for each new command."""
@@ -269,13 +306,22 @@ def _units(rows: int) -> int:
 
 def _bound(asked: PlannerInput, demand: Demand, budget_usd: float | None, most: int) -> PlannerInput:
     """The question about one demand. Where no new instance would answer before its end, none is asked for."""
-    most = max(1, most if demand.helped else min(most, len(asked.held)))
+    most = most if demand.helped else max(1, min(most, len(asked.held)))
     work = replace(asked.work, tokens=demand.tokens, units=_units(demand.rows))
     return replace(asked, work=work, target=Target(demand.seconds, budget_usd, most))
 
 
-def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
-    """The command, and what ends by it.
+def _budget_usd(fleet_db: FleetDatabase, target: DatasetTarget, budget: BatchBudgets | None) -> float | None:
+    """What engines may still cost; None: no batch is to be kept from them by its budget."""
+    if budget is None:
+        return None
+    paid = [one for one in fleet_db.charges(target.since) if one.dataset == target.dataset]
+    tokens = sum(one.prompt_tokens + one.completion_tokens for one in paid)
+    return budget.left_beside(sum(one.usd.total for one in paid), tokens)
+
+
+def _write(fleet_db: FleetDatabase, decision: Decision) -> bool:
+    """The command, and what ends by it. False: it is another request's by now.
 
     An instance that is given up works on where its successor has room beside it. Else it ends at once, and a feed takes
     the successor in its place: leases of the front door do not move from one instance to another.
@@ -291,7 +337,8 @@ def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
         capacity_plan(decision),
     ):
         log.info("model %s: another replica has begun another request", target.dataset)
-        return
+        return False
     for one in command.assignments:
         if not one.beside:
             fleet_db.retire(one.instance, command.reason)
+    return True

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SAMPLES = 8  # batches whose first lines are read at one look; a look in a store that is far takes seconds
 MOST_TOKENS = 131_072  # of a prompt, and of answers: whoever names more is refused by the engine, and plans for nobody
+AGAIN_LINES, AGAIN_SHARE = 250, 1.05  # so many further lines, and so many times what was counted, before it is again
 UNKNOWN_PROMPT = 200.0  # tokens, of a batch that was not read yet and is the first of its model
 
 
@@ -50,20 +51,32 @@ class LineLengths:
     def __init__(self, objects: Objects, ledger: UsageLedger) -> None:
         self._objects, self._ledger = objects, ledger
         self._sampled: dict[str, LineLength] = {}
+        self._measured: dict[str, tuple[int, tuple[float, float]]] = {}  # lines that were counted, and their mean
         self._tries: dict[str, int] = {}  # by batch that could not be read
 
     def of(self, records: Sequence[BatchRecord]) -> Mapping[str, LineLength]:
         """By batch id. Of batches that cannot be looked at now: the mean of others of their model."""
         self._sampled = {one.id: self._sampled[one.id] for one in records if one.id in self._sampled}
         self._read_some([one for one in records if one.id not in self._sampled])
-        used = self._ledger.usage_of_batches([one.id for one in records])
         known = dict(self._sampled)
-        for batch_id, usage in used.items():
-            if (answers := usage.requests) > 0 and usage.tokens > 0:
-                longest = known[batch_id].longest if batch_id in known else 0
-                prompt, output = usage.input_tokens / answers, usage.output_tokens / answers
-                known[batch_id] = LineLength(prompt, output, max(longest, round(prompt + output)), True)
+        for batch_id, (prompt, output) in self._measure(records).items():
+            longest = known[batch_id].longest if batch_id in known else 0
+            known[batch_id] = LineLength(prompt, output, max(longest, round(prompt + output)), True)
         return {one.id: known[one.id] if one.id in known else _like(one, records, known) for one in records}
+
+    def _measure(self, records: Sequence[BatchRecord]) -> Mapping[str, tuple[float, float]]:
+        """Tokens of prompt and answer of a finished line, by batch. The ledger adds up all objects of a batch, so it is
+        asked again only when many more are done: of a batch of n objects it adds up some twenty times n in all."""
+        self._measured = {one.id: self._measured[one.id] for one in records if one.id in self._measured}
+        due = [one.id for one in records if self._is_due(one)]
+        for batch_id, usage in (self._ledger.usage_of_batches(due) if due else {}).items():
+            if (answers := usage.requests) > 0 and usage.tokens > 0:
+                self._measured[batch_id] = answers, (usage.input_tokens / answers, usage.output_tokens / answers)
+        return {batch_id: mean for batch_id, (_, mean) in self._measured.items()}
+
+    def _is_due(self, record: BatchRecord) -> bool:
+        counted, _ = self._measured.get(record.id, (0, None))
+        return record.completed >= max(counted + AGAIN_LINES, counted * AGAIN_SHARE)
 
     def _read_some(self, new: Sequence[BatchRecord]) -> None:
         """The largest of those that were tried least, none more once the store has not answered."""

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 VALIDATIONS = 2
+COUNTINGS = 4  # batches whose texts are counted at once, each with up to 32 MiB of them
 DAY = 86_400
 
 Result = TypeVar("Result")
@@ -108,6 +109,7 @@ class BatchLifecycle:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._validations = asyncio.Semaphore(VALIDATIONS)
+        self._countings = asyncio.Semaphore(COUNTINGS)
 
     async def validated(self, carried: Carried) -> bool:
         """Check the input. False: the batch has ended with that."""
@@ -116,7 +118,7 @@ class BatchLifecycle:
             models = await known_models(site.models)
             contexts = await known_contexts(site.models)
             checked = await self.patiently(lambda: self._check(record, models, contexts))
-            checked = await self._counted(checked, contexts)
+        checked = await self._counted(checked, contexts)
         now = int(site.clock())
         if not checked.errors and site.usage.unpriced(record, checked.model or ""):
             said = f"The model '{(checked.model or '')[:100]}' has no price for batches: a budget cannot be kept."
@@ -136,11 +138,15 @@ class BatchLifecycle:
         return True
 
     async def _counted(self, checked: Checked, contexts: Mapping[str, int]) -> Checked:
-        """The same, refused where an engine that runs says that prompts are too long."""
-        if not checked.long_texts or checked.model is None:
+        """The same, refused where an engine that runs says that prompts are too long.
+
+        Nobody waits for that: where COUNTINGS other batches are being counted, it is left to the lines' engine.
+        """
+        if not checked.long_texts or checked.model is None or self._countings.locked():
             return checked
-        engines = self._site.engines.running(checked.model)
-        errors = await too_long_texts(engines, checked.long_texts, contexts.get(checked.model, 0))
+        async with self._countings:
+            engines = self._site.engines.running(checked.model)
+            errors = await too_long_texts(engines, checked.long_texts, contexts.get(checked.model, 0))
         return Checked(errors) if errors else checked
 
     def _check(self, record: BatchRecord, models: frozenset[str] | None, contexts: Mapping[str, int]) -> Checked:

@@ -38,16 +38,19 @@ async def too_long_texts(engines: Sequence[ServingEngine], texts: Sequence[LongT
     """Texts that have more tokens than an engine takes, and more than `context`, in the order of their lines.
 
     `texts`: longest first. The rest is left out once even the densest text so far would fit with their bytes. The first
-    of MOST_ENGINES engines that counts one is asked for all.
+    of MOST_ENGINES engines that counts one is asked for all. It takes ALL_SECONDS at most, whatever they do.
     """
+    until = asyncio.get_running_loop().time() + ALL_SECONDS
     for engine in engines[:MOST_ENGINES]:
-        if (errors := await _too_long(engine, texts, context)) is not None:
+        if (errors := await _too_long(engine, texts, context, until)) is not None:
             return sorted(errors, key=lambda error: error.line or 0)
     return []
 
 
-async def _too_long(engine: ServingEngine, texts: Sequence[LongText], context: int) -> list[LineError] | None:
-    """None: this engine counts nothing."""
+async def _too_long(
+    engine: ServingEngine, texts: Sequence[LongText], context: int, until: float
+) -> list[LineError] | None:
+    """None: this engine counts nothing. `until`: by the loop's clock."""
     errors: list[LineError] = []
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     if engine.api_key:
@@ -55,7 +58,7 @@ async def _too_long(engine: ServingEngine, texts: Sequence[LongText], context: i
     densest, asked = 0.0, 0
     try:
         async with (
-            asyncio.timeout(ALL_SECONDS),
+            asyncio.timeout_at(until),
             aiohttp.ClientSession(headers=headers, auto_decompress=False) as session,
         ):
             for text in texts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from batch_assets.api.records.files import FileRecord
@@ -23,15 +24,34 @@ def now() -> int:
     return int(time.time())
 
 
-async def open_content(objects: Objects, file: FileRecord) -> BinaryIO:
-    """The content, opened. Raises FileNotFoundError."""
-    return await asyncio.to_thread(objects.open, file.path)
+@dataclass(frozen=True, slots=True)
+class OpenContent:
+    """A content whose first part was read: the store has it, and answers."""
+
+    first: bytes
+    rest: BinaryIO
 
 
-async def parts_of(content: BinaryIO) -> AsyncIterator[bytes]:
+async def open_content(objects: Objects, file: FileRecord) -> OpenContent:
+    """The content, opened. Raises FileNotFoundError, and what the store raises."""
+
+    def opened() -> OpenContent:
+        content = objects.open(file.path)
+        try:
+            return OpenContent(content.read(PART_BYTES), content)
+        except BaseException:
+            content.close()
+            raise
+
+    return await asyncio.to_thread(opened)
+
+
+async def parts_of(content: OpenContent) -> AsyncIterator[bytes]:
     """The content, part by part; closes it."""
     try:
-        while part := await asyncio.to_thread(content.read, PART_BYTES):
+        part = content.first
+        while part:
             yield part
+            part = await asyncio.to_thread(content.rest.read, PART_BYTES)
     finally:
-        await asyncio.to_thread(content.close)
+        await asyncio.to_thread(content.rest.close)

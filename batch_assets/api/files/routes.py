@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from batch_assets.api.callers import Caller, Scope, caller_with
-from batch_assets.api.errors import ApiError, not_found
+from batch_assets.api.errors import ApiError, not_found, store_away, store_calls
 from batch_assets.api.files.contents import expiry, now, open_content, parts_of
 from batch_assets.api.files.upload import Upload, read_upload
 from batch_assets.api.records.files import (
@@ -71,7 +71,11 @@ async def upload_file(request: Request, caller: Writer) -> dict[str, Any]:
         content_type = request.headers.get("content-type", "")
         upload = await read_upload(content_type, request.stream(), target, settings.limits.file_bytes)
         file = _checked(upload, caller.tenant, settings.limits.batch_file_days)
-        await asyncio.to_thread(objects.upload, file.path, target)
+        with store_calls():
+            try:
+                await asyncio.to_thread(objects.upload, file.path, target)
+            except FileNotFoundError:  # a folder of the store
+                raise store_away() from None
     await asyncio.to_thread(records_of(request).add, file)
     return shown(file)
 
@@ -102,16 +106,20 @@ def _life(fields: dict[str, str]) -> int | None:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
-    if anchor != "created_at":
-        raise ApiError(
-            400, "Invalid value for 'expires_after.anchor': expected 'created_at'.", param="expires_after.anchor"
-        )
+    if anchor is not None and anchor != "created_at":
+        said = "Invalid value for 'expires_after.anchor': expected 'created_at'."
+        raise ApiError(400, said, param="expires_after.anchor", code="invalid_value")
+    for name, value in (("expires_after.anchor", anchor), ("expires_after.seconds", seconds)):
+        if value is None:
+            said = f"Missing required parameter: '{name}'."
+            raise ApiError(400, said, param=name, code="missing_required_parameter")
     whole = seconds is not None and seconds.isascii() and seconds.isdecimal()
     if seconds is None or not whole or not SHORTEST_LIFE <= int(seconds[:12]) <= LONGEST_LIFE:
         raise ApiError(
             400,
             f"Invalid value for 'expires_after.seconds': expected {SHORTEST_LIFE} to {LONGEST_LIFE}.",
             param="expires_after.seconds",
+            code="invalid_value",
         )
     return int(seconds)
 
@@ -165,9 +173,11 @@ async def file_content(request: Request, caller: Reader, file_id: str) -> Stream
     """The content of a file."""
     file = await found(request, caller, file_id)
     try:
-        content = await open_content(request.app.state.objects, file)
+        with store_calls():
+            content = await open_content(request.app.state.objects, file)
     except FileNotFoundError:
-        raise not_found("File object", file_id) from None
+        await found(request, caller, file_id)  # deleted meanwhile; else its record goes last: the store is away
+        raise store_away() from None
     headers = {"Content-Length": str(file.bytes), "Content-Disposition": attachment(file.filename)}
     return StreamingResponse(parts_of(content), media_type="application/octet-stream", headers=headers)
 

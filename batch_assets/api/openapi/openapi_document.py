@@ -63,7 +63,7 @@ _WORDS = {
     413: "The body is too large.",
     429: "Over a limit a minute (`rate_limit_exceeded`) or over a quota (`quota_exceeded`); see `Retry-After`.",
     502: "The engine was lost, or its answer could not be read.",
-    503: "No engine or no database now, no engine within the latency target, or overloaded; see `Retry-After`.",
+    503: "No engine, database or store now, no engine within the latency target, or overloaded; see `Retry-After`.",
     504: "The engine did not answer in time.",
 }
 _ALWAYS, _OF_ENGINES, _OF_BODIES = (400, 401, 403, 404, 429, 503), (502, 504), (408, 413)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,7 +22,7 @@ from batch_assets.api.records.usage_tables import USAGE_PARTS
 class BatchRecord:
     """One batch. Times are Unix seconds, None until they happen. `errors`, `usage`, `metadata` are JSON.
 
-    `output_seconds`: how long its output files live; None: the default.
+    `output_seconds`: how long its output files live; None: the default. `holder`: the worker that brings it on.
     """
 
     id: str
@@ -54,6 +54,7 @@ class BatchRecord:
     idempotency_key: str | None = None
     epoch: int = 0
     traceparent: str | None = None
+    holder: str | None = field(default=None, compare=False)
 
     @property
     def state(self) -> BatchStatus:

@@ -20,7 +20,8 @@ UNKNOWN_MODEL = ""  # of a batch that is not validated yet
 class RecordFigures:
     """`batches`: by state, all of them. `oldest`: seconds since the creation of the oldest open batch of a state.
 
-    `queued_lines`: lines without an outcome in open batches, by model. `overdue_seconds`: how long the window of an
+    `queued_lines`: lines without an outcome in open batches, by model. `windows`: seconds until the earliest window of
+    these ends, 0 where it is over. `overdue_seconds`: how long the window of an
     open batch has been over, of the one that waits longest. `unreported`, `unreported_seconds`: ended batches that the
     catalog may not have whole, and how long the oldest of them has ended. `stored_bytes`: of all files. `day_tokens`,
     `day_unpriced_tokens`: in the usage ledger since midnight (UTC), and those among them that have no price.
@@ -29,6 +30,7 @@ class RecordFigures:
     batches: Mapping[BatchStatus, int]
     oldest: Mapping[BatchStatus, float]
     queued_lines: Mapping[str, int]
+    windows: Mapping[str, float]
     overdue_seconds: float
     unreported: int
     unreported_seconds: float
@@ -38,13 +40,14 @@ class RecordFigures:
 
 
 def record_figures(records: Records, now: float) -> RecordFigures:
-    """The figures at `now`, in Unix seconds; five queries."""
+    """The figures at `now`, in Unix seconds; four queries."""
     c = BATCHES.c
     open_states = c.status.in_([state.value for state in OPEN])
     ended_at = sa.func.coalesce(c.completed_at, c.failed_at, c.expired_at, c.cancelled_at)
     states = sa.select(c.status, sa.func.count(), sa.func.min(c.created_at)).group_by(c.status)
     left = sa.func.sum(c.total - c.completed - c.failed)
-    lines = sa.select(sa.func.coalesce(c.model, UNKNOWN_MODEL), left).where(open_states).group_by(c.model)
+    ends = sa.func.min(c.expires_at)
+    lines = sa.select(sa.func.coalesce(c.model, UNKNOWN_MODEL), left, ends).where(open_states).group_by(c.model)
     unreported = ~open_states & c.reported.is_(False) & (c.total > 0)
     today = datetime.datetime.fromtimestamp(now, datetime.UTC).date()
     sums = (sa.func.sum(USAGE.c.input_tokens + USAGE.c.output_tokens), sa.func.sum(USAGE.c.unpriced_tokens))
@@ -52,16 +55,16 @@ def record_figures(records: Records, now: float) -> RecordFigures:
     lag = sa.select(sa.func.count(), sa.func.min(ended_at)).where(unreported)
     with records.reading() as connection:
         found = {BatchStatus(status): (count, since) for status, count, since in connection.execute(states)}
-        queued = {model: int(count) for model, count in connection.execute(lines)}
-        first_end = connection.scalar(sa.select(sa.func.min(c.expires_at)).where(open_states))
+        queued = {model: (int(count), end) for model, count, end in connection.execute(lines)}
         waiting, since_end = connection.execute(lag).one()
         stored = connection.scalar(sa.select(sa.func.coalesce(sa.func.sum(FILES.c.bytes), 0)))
         tokens, unpriced = connection.execute(used).one()
     return RecordFigures(
         batches={state: found.get(state, (0, 0))[0] for state in BatchStatus},
         oldest={state: max(0.0, now - found[state][1]) if state in found else 0.0 for state in sorted(OPEN)},
-        queued_lines=queued,
-        overdue_seconds=0.0 if first_end is None else max(0.0, now - first_end),
+        queued_lines={model: count for model, (count, _) in queued.items()},
+        windows={model: max(0.0, end - now) for model, (_, end) in queued.items()},
+        overdue_seconds=max((max(0.0, now - end) for _, end in queued.values()), default=0.0),
         unreported=waiting,
         unreported_seconds=0.0 if since_end is None else max(0.0, now - since_end),
         stored_bytes=int(stored or 0),

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from batch_assets.api.billing.margin import FLEET_PREFIX
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.figures import RecordFigures, record_figures
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER, Sample
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.fleet.reporting.figures import FleetFigures
+from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.http.tls_files import RotatingContext
 
 log = logging.getLogger(__name__)
@@ -82,7 +85,8 @@ class FleetSource:
         """Samples of the fleet. Raises SQLAlchemyError, FleetDatabaseTooNew."""
         if self._database is None:
             self._database = FleetDatabase(self._url)
-        return fleet_samples(self._database.figures())
+        plans = plan_samples(self._database.targets(), self._database.fleet())
+        return [*fleet_samples(self._database.figures()), *plans]
 
     def close(self) -> None:
         """Close all connections."""
@@ -105,6 +109,9 @@ def record_samples(found: RecordFigures) -> Iterator[Sample]:
     for model, lines in bounded_models(found.queued_lines).items():
         text = "Lines without an outcome in open batches."
         yield "batch_assets_queue_depth", text, {"model": model}, lines
+    for model, seconds in sorted(found.windows.items(), key=lambda item: (item[1], item[0]))[:MOST_MODELS]:
+        text = "Seconds until the earliest window of a model's open batches ends."
+        yield "batch_assets_batch_window_seconds", text, {"model": model or UNKNOWN}, seconds
     text = "How long the window of an open batch has been over, at most."
     yield "batch_assets_batch_overdue_seconds", text, {}, found.overdue_seconds
     text = "Ended batches that the catalog may not have whole."
@@ -135,6 +142,25 @@ def fleet_samples(found: FleetFigures) -> Iterator[Sample]:
     yield "batch_assets_fleet_usd_per_hour", text, {}, found.usd_per_hour
     text = "Seconds since the last heartbeat of the run that is silent longest."
     yield "batch_assets_fleet_silent_seconds", text, {}, found.silent_seconds
+
+
+def plan_samples(targets: Iterable[DatasetTarget], instances: Iterable[Instance]) -> Iterator[Sample]:
+    """Of the plans for open batches, by model: those with most lines left. `instances`: that have not ended."""
+    planned = [one for one in targets if one.request and one.plan is not None and one.dataset.startswith(FLEET_PREFIX)]
+    held = Counter(one.works_for for one in instances if one.state == "ready" and not one.retiring)
+    planned.sort(key=lambda one: (-(0 if one.plan is None else one.plan.rows_left), one.dataset))
+    for one in planned[:MOST_MODELS]:
+        model = {"model": one.dataset.removeprefix(FLEET_PREFIX)}
+        assert one.plan is not None
+        text = "Engines that the plan for a model's open batches commands, reserve and standing ones included."
+        yield "batch_assets_plan_engines_wanted", text, model, one.instances
+        text = "Rented engines that answer for a model of the front door."
+        yield "batch_assets_plan_engines_held", text, model, held[one.dataset]
+        text = "Lines without a result, as of the last plan."
+        yield "batch_assets_plan_rows_left", text, model, one.plan.rows_left
+        if one.deadline_in is not None:
+            text = "Seconds until the window ends that asks for most engines."
+            yield "batch_assets_plan_window_seconds", text, model, one.deadline_in
 
 
 def certificate_gauges(service: RotatingContext | None, engines: RotatingContext | None) -> Iterable[Sample]:

@@ -20,6 +20,7 @@ from batch_assets.api.telemetry.tracing import NO_SPANS, Attributes, Spans
 log = logging.getLogger(__name__)
 
 UNMATCHED = "unmatched"
+OPENAI_VERSION = "2020-10-01"  # of the REST API, as OpenAI sends it with every answer
 CLOSED = 499  # as nginx has it: the caller was gone before its answer began
 
 
@@ -70,7 +71,12 @@ class Observation:
     ) -> list[tuple[bytes, bytes]]:
         """Headers of the answer and ours; one that the answer has already stays as it is."""
         milliseconds = int((self._clock() - began) * 1000)
-        own = {"x-request-id": access.request_id, "openai-processing-ms": str(milliseconds), **access.headers}
+        own = {
+            "x-request-id": access.request_id,
+            "openai-processing-ms": str(milliseconds),
+            "openai-version": OPENAI_VERSION,
+            **access.headers,
+        }
         there = list(headers)
         known = {name.lower() for name, _ in there}
         added = [(name.lower().encode(), value.encode("latin-1")) for name, value in own.items()]

@@ -110,6 +110,7 @@ def test_each_answer_has_an_id_and_the_audit_log_names_it(tmp_path: Path) -> Non
             refused = await client.get("/v1/nothing?secret=words", headers=bearer("sk-" + "a" * 43))
             denied = await client.get("/metrics", headers={**bearer("sk-" + "a" * 43)})
             assert refused.headers["x-request-id"].startswith("req_") and denied.status_code == 401
+            assert refused.headers["openai-version"] == denied.headers["openai-version"] == "2020-10-01"
             assert refused.headers["x-request-id"] != denied.headers["x-request-id"]
 
     asyncio.run(scenario())

@@ -139,6 +139,7 @@ def test_a_request_does_not_wait_for_an_endpoint_that_hangs() -> None:
     ("words", "environment", "expected"),
     [
         (["--endpoint", "http://a:1", "--endpoint", "http://b:2/v1", "--endpoint", "http://a:1"], "http://c", 2),
+        (["--endpoint", "http://a:1"], "no address", 1),
         ([], "http://c:3", 1),
         ([], "", 0),
     ],

@@ -13,6 +13,7 @@ def test_every_answer_has_an_id_and_its_time(api: BatchApi, path: str) -> None:
     first, second = api.client.get(path), api.client.get(path)
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert first.headers["openai-processing-ms"].isdecimal()
+    assert first.headers["openai-version"] == "2020-10-01"
     assert first.headers["content-type"].startswith("application/json")
 
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import dagster as dg
 import pytest
 import sqlalchemy as sa
+import yaml
 from support.api_site import CHAT
 from support.capacity_site import fleet_yaml, instance
 from support.sensor_site import Site
@@ -23,11 +24,12 @@ from support.sensor_site import Site
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import Spending, SpendingRecords
 from batch_assets.api.capacity import capacity as module
+from batch_assets.api.capacity.backlog import BatchBudgets
 from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.api.records.database import Records
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet.connection import INSTANCES, LEASES
+from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
 from resources.fleet.resource import GpuFleet
@@ -51,10 +53,10 @@ class Desk:
     steady: float = 0.0
     said: list[dg.AssetObservation] = field(default_factory=list)
 
-    def capacity(self, reserve: int = 0) -> ModelCapacity:
+    def capacity(self, reserve: int = 0, seconds: float = 30.0) -> ModelCapacity:
         return ModelCapacity(
             self.fleet, LocalObjects(self.folder / "store"), UsageLedger(self.records), SpendingRecords(self.records),
-            {MODEL: reserve}, 30.0,
+            {MODEL: reserve}, seconds,
             decided=self.said.append, clock=lambda: self.now, steady=lambda: self.steady,
         )  # fmt: skip
 
@@ -220,9 +222,68 @@ def test_what_a_killed_service_left_is_ended_by_the_next(desk: Desk) -> None:
     desk.capacity().look([batch], {batch.id})
     following = desk.capacity()
     following.look([], set())
-    desk.steady += module.IDLE_SECONDS
+    desk.steady += 60  # two plans of a service that might still write it
     following.look([], set())
     assert not desk.target.request and len(desk.standing()) == 1
+
+
+def test_a_service_with_other_records_does_not_end_what_another_plans(desk: Desk) -> None:
+    desk.works("a", "b")
+    batch, planning, other = desk.batch(hours=3), desk.capacity(), desk.capacity()
+    for _ in range(20):
+        planning.look([batch], {batch.id})
+        other.look([], set())
+        desk.steady += 10
+    assert desk.target.request and desk.target.instances > 1
+    for _ in range(7):  # the first one is gone
+        other.look([], set())
+        desk.steady += 10
+    assert not desk.target.request
+
+
+def test_each_replica_has_an_engine_for_each_kind_of_task_that_it_holds(desk: Desk) -> None:
+    desk.works("a", "b", "c")
+    few = {"hours": 24, "lines": 10}
+    one, two = desk.batch(1, **few, holder="here/1"), desk.batch(2, **few, holder="there/1")
+    three = replace(desk.batch(3, **few, holder="there/1"), endpoint="/v1/embeddings")
+    capacity = desk.capacity()
+    capacity.look([one, two, three], {one.id})
+    assert desk.target.instances == 3
+    desk.steady += 30
+    capacity.look([one, replace(two, holder="here/1")], {one.id, two.id})
+    assert desk.target.instances == 1
+
+
+def test_free_standing_engines_help_where_a_new_instance_would_come_too_late(desk: Desk) -> None:
+    fleet = yaml.safe_load((desk.folder / "fleet.yaml").read_text())
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+    engines = [{"name": url[-1], "kind": "endpoint", "url": url, "models": [MODEL]} for url in urls]
+    (desk.folder / "fleet.yaml").write_text(yaml.safe_dump({**fleet, "engines": engines}))
+    desk.works("a")
+    batch = desk.batch(hours=60 / HOUR)  # boots take two minutes
+    assert desk.capacity().look([batch], {batch.id})[MODEL, "chat"] == 3
+
+
+def test_rent_that_was_paid_is_taken_off_the_budgets(desk: Desk) -> None:
+    """Three instances have stood for twenty minutes, for 0.80 $. What is left to do costs about 4 $ at their speed."""
+    desk.works("a", "b", "c")
+    batch = desk.batch(hours=4, metadata=json.dumps({"budget_usd": "4.50"}), completed=LINES // 2)
+    for ago, short in ((0, False), (1_200, True)):
+        desk.fleet_db.begin_request(NAME, "batches since batch_1")
+        with desk.fleet_db.engine.begin() as connection:
+            connection.execute(sa.update(DATASETS).values(since=DATASETS.c.since - ago))
+        desk.capacity().look([batch], {batch.id})
+        assert desk.target.plan is not None
+        assert ("the budget of 3.70 $ does not pay" in desk.target.plan.reason) == short, desk.target.plan.reason
+
+
+def test_budgets_bear_their_share_of_the_rent_by_tokens() -> None:
+    budgets = BatchBudgets(limit_usd=10.0, left_usd=8.0, tokens_done=1_000.0)
+    assert budgets.left_beside(0.0, 0.0) == 8.0
+    assert budgets.left_beside(6.0, 1_000.0) == pytest.approx(4.0)
+    assert budgets.left_beside(6.0, 3_000.0) == pytest.approx(8.0), "two thirds were others'"
+    assert budgets.left_beside(6.0, 0.0) == pytest.approx(4.0), "a boot before anything is done"
+    assert budgets.left_beside(60.0, 1_000.0) == 0.0
 
 
 def test_no_engine_is_rented_for_a_window_that_ends_before_it_would_answer(desk: Desk) -> None:
@@ -271,3 +332,25 @@ def test_a_model_that_cannot_be_planned_keeps_no_other_from_its_engines(
         engines = capacity.look([first, batch], {first.id, batch.id})
         assert engines["strange", "chat"] == 1 < engines[MODEL, "chat"]
     assert caplog.text.count("model strange") == 1
+
+
+@pytest.mark.parametrize(("lines", "window", "least"), [(10_000, 480, 6), (6_000, 420, 8)])
+def test_a_window_too_short_to_wait_for_measured_speeds_has_its_fleet_at_once(
+    desk: Desk, lines: int, window: int, least: int
+) -> None:
+    """At a look every four seconds. A boot takes two minutes, and a full engine answers its first after one or two."""
+    batch = desk.batch(hours=window / HOUR, lines=lines)
+    engines = desk.capacity(seconds=4.0).look([batch], {batch.id})[MODEL, "chat"]
+    assert engines == desk.target.instances >= least
+
+
+def test_slow_engines_are_counted_on_where_no_speed_can_be_measured_in_time(desk: Desk) -> None:
+    short, long = desk.batch(1, hours=420 / HOUR, lines=6_000), desk.batch(2, hours=12, lines=6_000)
+    desk.capacity(seconds=4.0).look([short], {short.id})
+    assert desk.target.plan is not None and module.NOT_MEASURED_IN_TIME in desk.target.plan.reason
+    desk.capacity(seconds=4.0).look([long], {long.id})
+    assert desk.target.plan is not None and module.NOT_MEASURED_IN_TIME not in desk.target.plan.reason
+    desk.works("a")  # the speed is known, and the window is lost
+    lost = desk.batch(3, hours=200 / HOUR)
+    desk.capacity().look([lost], {lost.id})
+    assert desk.target.plan is not None and module.NOT_MEASURED_IN_TIME not in desk.target.plan.reason

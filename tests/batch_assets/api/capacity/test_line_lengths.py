@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def test_what_is_finished_counts_for_more_than_what_was_read(tmp_path: Path, rec
     assert read[other.id].output == 20.0, "nothing of it can be read: as others of its model"
     key = UsageKey(datetime.date(2026, 1, 1), "t", "batch", "tiny", Kind.COMPLETIONS)
     assert ledger.add_part(BATCH.id, "00000", key, Used(requests=10, input_tokens=500, output_tokens=3_000))
-    found = lengths.of([BATCH, other])[BATCH.id]
+    found = lengths.of([replace(BATCH, completed=250), other])[BATCH.id]
     assert (found.prompt, found.output, found.measured) == (50.0, 300.0, True)
 
 
@@ -117,3 +117,29 @@ def test_a_store_that_does_not_answer_is_asked_once_a_look(tmp_path: Path, recor
     away, others = AwayObjects(tmp_path), [replace(BATCH, id=f"batch_{number}") for number in range(2, 6)]
     LineLengths(away, UsageLedger(records)).of([BATCH, *others])
     assert away.asked == 1
+
+
+class CountingLedger(UsageLedger):
+    """Counts what it is asked."""
+
+    asked = 0
+
+    def usage_of_batches(self, batch_ids: Sequence[str]) -> dict[str, Used]:
+        self.asked += len(batch_ids)
+        return super().usage_of_batches(batch_ids)
+
+
+def test_the_ledger_adds_up_a_batch_again_only_when_many_more_lines_are_done(tmp_path: Path, records: Records) -> None:
+    """A million lines, looked at 4,000 times; at every look the ledger would add up up to 4,000 objects."""
+    ledger = CountingLedger(records)
+    lengths, million = LineLengths(LocalObjects(tmp_path), ledger), replace(BATCH, total=1_000_000)
+    BatchRecords(records).create(BATCH)
+    key = UsageKey(datetime.date(2026, 1, 1), "t", "batch", "tiny", Kind.COMPLETIONS)
+    for part in range(4_000):
+        if part % 100 == 0:  # a hundred objects in one: the ledger's own writing is not what is looked at
+            used = Used(requests=25_000, input_tokens=25_000 * 50, output_tokens=25_000 * (100 + part))
+            assert ledger.add_part(BATCH.id, f"{part:05d}", key, used)
+        lengths.of([replace(million, completed=250 * (part + 1))])
+    assert ledger.asked < 100
+    mean = lengths.of([replace(million, completed=1_000_000)])[BATCH.id].output
+    assert mean == pytest.approx(ledger.batch_usage(BATCH.id).output_tokens / 1_000_000, rel=0.06)

@@ -13,6 +13,7 @@ from support.api_site import CHAT, api_site, line
 from support.http_server import ANSWER, http_server, status
 
 from batch_assets.api.batches.long_texts import LongText
+from batch_assets.api.execution.batch_lifecycle import COUNTINGS
 from batch_assets.api.execution.engines import ServingEngine
 from batch_assets.api.execution.token_counts import CHAT_SLACK, SURE_AFTER, too_long_texts
 
@@ -149,3 +150,50 @@ def test_an_engine_that_hangs_costs_a_bounded_time(monkeypatch: pytest.MonkeyPat
             return list(await too_long_texts([engine(url)], texts("w " * 30, "w " * 40), CONTEXT))
 
     assert asyncio.run(scenario()) == []
+
+
+def test_several_slow_engines_cost_no_more_time_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batch_assets.api.execution.token_counts.ALL_SECONDS", 0.5)
+    asked = []
+
+    async def hang(request: web.Request) -> web.Response:
+        asked.append(request.host)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> float:
+        async with http_server({"/tokenize": hang}) as one, http_server({"/tokenize": hang}) as two:
+            began = asyncio.get_running_loop().time()
+            assert await too_long_texts([engine(one), engine(two)], texts("w " * 30), CONTEXT) == []
+            return asyncio.get_running_loop().time() - began
+
+    took = asyncio.run(scenario())
+    assert len(asked) == 1 and took >= 0.5, "the second one is not begun with"
+
+
+def test_counting_keeps_no_other_batch_from_its_validation(tmp_path: Path) -> None:
+    """More batches than are validated, and than are counted, at once wait for an engine that does not count."""
+
+    async def run() -> str:
+        counting = Counting()
+        hanging: list[str] = []
+
+        async def hang(request: web.Request) -> web.Response:
+            hanging.append(request.host)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        routes = {"/tokenize": hang, "/v1/models": counting.models, CHAT: counting.chat}
+        async with http_server(routes) as url, api_site(tmp_path, url) as site:
+            await site.until((await site.create([line("warm")]))["id"])  # an engine runs
+            long = [line("long", messages=[{"role": "user", "content": "long " + "w" * 300}])]
+            for _ in range(COUNTINGS):
+                await site.create(long)
+            async with asyncio.timeout(4):  # a call may take five seconds
+                while len(hanging) < COUNTINGS:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                for lines in (long, [line("short")]):
+                    batch = await site.until((await site.create(lines))["id"])
+            return str(batch["status"])
+
+    assert asyncio.run(run()) == "completed"
