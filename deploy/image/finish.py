@@ -14,12 +14,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# In pyarrow/: RPC, and the S3 file system (the store is read by obstore), by the start of their names.
-ARROW = ("_flight", "_gandiva", "_s3fs", "libarrow_flight", "libarrow_python_flight", "libarrow_s3")
-SUFFIXES = {".pyi", ".pxd", ".pyx", ".pxi", ".h", ".hpp", ".a", ".map"}  # stubs, sources, maps of JavaScript
+# In pyarrow/, by the start of their names: RPC, the S3 file system (the store is read by obstore), plans of Substrait.
+ARROW = (
+    *("_flight", "_gandiva", "_s3fs", "_substrait"),
+    *("libarrow_flight", "libarrow_python_flight", "libarrow_s3", "libarrow_substrait"),
+)
+# Stubs, sources, maps of JavaScript, Windows programs.
+SUFFIXES = {
+    *(".pyi", ".pxd", ".pyx", ".pxi", ".h", ".hpp", ".c", ".cc", ".cpp", ".proto"),
+    *(".a", ".map", ".exe"),
+}
 TESTS = {"tests", "e2e_test"}
-# Folders by their place: headers, and a second Kubernetes client.
-FOLDERS = ("pyarrow/include", "pyarrow/src", "numpy/_core/include", "kubernetes/aio")
+# By their place: headers, build tools (setuptools reads setup.cfg for `dg`, which a project here does not have), a
+# second Kubernetes client, a second copy of GraphiQL, the film that Dagster's UI shows on a first visit (`nux` is off).
+FOLDERS = (
+    *("pyarrow/include", "pyarrow/src", "numpy/_core/include", "numpy/f2py", "numpy/distutils"),
+    *("setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence.pth"),
+    *("kubernetes/aio", "dagster_webserver/graphiql", "dagster_webserver/webapp/build/Dagster_world.mp4"),
+)
 # Of the descriptions of 400 services of AWS those that boto3 asks for here (storage, machines, prices, logins) stay.
 SERVICES = {
     "ec2",
