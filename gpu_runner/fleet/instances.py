@@ -266,8 +266,8 @@ def _first_seen(
 ) -> dict[str, Any]:
     """When it was first listed, and since when it is billed, if the list says so then.
 
-    That is neither before its intent, whatever the provider's clock did meanwhile, nor after now: its first lease was
-    written with the intent, and no dataset would pay for what comes before that.
+    Whatever the provider's clock did meanwhile, that is not before its intent: its first lease was written with that,
+    and no dataset would pay for what comes before. Nor is it after now, or after the answer to its order.
     """
     if row["seen_at"] is not None:
         return {"seen_at": row["seen_at"]}
@@ -275,7 +275,9 @@ def _first_seen(
         return {"seen_at": now}
     intended = sa.select(sa.func.min(LEASES.c.acquired_at)).where(LEASES.c.instance == row["name"])
     first = connection.execute(intended).scalar()
-    began = min(now, max(billed_until - billed_seconds, row["created_at"] if first is None else first))
+    intent = row["created_at"] if first is None else first
+    answered = row["created_at"] if row["created_at"] > intent else now
+    began = min(now, answered, max(billed_until - billed_seconds, intent))
     return {"seen_at": now, "created_at": began if row["ready_at"] is None else min(began, row["ready_at"])}
 
 

@@ -466,6 +466,20 @@ def test_the_bill_begins_when_the_provider_says(fleet_db: FleetDatabase, clock: 
     assert fleet_db.costs()[0].seconds.total == 6
 
 
+@pytest.mark.parametrize(("said", "billed"), [(1.0, 3.0), (4.0, 4.0), (500.0, 5.0)])
+def test_an_answered_order_is_billed_from_its_answer_at_the_latest(
+    fleet_db: FleetDatabase, clock: Clock, said: float, billed: float
+):
+    """Ordered 5 s ago, answered 3 s ago. The provider's clock may be behind or ahead."""
+    lease = intended(fleet_db)
+    assert lease
+    clock.forward(2)
+    assert fleet_db.created(lease, "i-1", just_now=True)
+    clock.forward(3)
+    fleet_db.seen("ba-1", said)
+    assert fleet_db.costs()[0].seconds.total == billed
+
+
 def test_a_machine_that_is_first_listed_after_its_end_costs_what_the_provider_says(
     fleet_db: FleetDatabase, clock: Clock
 ):
