@@ -117,11 +117,10 @@ class Tunnel:
         self._open = threading.Event()
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._threads = [
-            threading.Thread(target=work, name="port-forward", daemon=True) for work in (self._run, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="port-forward", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="port-forward-health", daemon=True)
+        self._thread.start()
+        self._watcher.start()
 
     @property
     def reachability(self) -> Reachability:
@@ -141,9 +140,9 @@ class Tunnel:
         if process is not None:
             _end(process)
         self._relay.close()
-        for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join(END_SECONDS)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_SECONDS)
+        self._watcher.join(2 * LOOK_SECONDS)  # a look that is under way ends in some seconds, and changes nothing then
 
     def _run(self) -> None:
         failures = 0
@@ -169,9 +168,9 @@ class Tunnel:
         """Look at the way while nothing comes back; cut what hangs on one that leads nowhere."""
         next_at = 0.0
         while not self._closed.wait(LOOK_SECONDS):
-            if not self._doubtful():
+            if self._listens and self._relay.quiet_seconds() < QUIET_SECONDS:
                 self._health.heard()
-            elif time.monotonic() >= next_at:
+            elif self._doubtful() and time.monotonic() >= next_at:
                 was_lost = self.reachability is Reachability.LOST
                 self._health.probed(self._probe())
                 next_at = time.monotonic() + self._health.next_probe_seconds
@@ -180,16 +179,17 @@ class Tunnel:
                     self._restart()
 
     def _doubtful(self) -> bool:
-        if self._listens:
-            return self._relay.quiet_seconds() >= QUIET_SECONDS
-        return self._open.is_set() and time.monotonic() - self._down_at >= DOWN_SECONDS
+        return self._listens or (self._open.is_set() and time.monotonic() - self._down_at >= DOWN_SECONDS)
 
     def _restart(self) -> None:
-        """The command hangs on what is gone: `_run` starts it again."""
+        """The command hangs on what is gone: `_run` starts it again. Until that one listens, nothing is heard."""
         with self._guard:
             process = self._process
         if process is not None:
             _end(process)
+        with self._guard:
+            if self._process is process:
+                self._listens = False
 
     def _hear(self, line: bytes) -> None:
         if found := _LISTENS.match(line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,25 +93,33 @@ def test_a_way_that_is_used_is_not_looked_at():
     assert way.looks == 0
 
 
-def test_a_cut_off_node_ends_what_hangs_and_the_way_is_made_anew():
-    way = Way()
-    with tunnel(way) as made, connect(made) as hanging:
+def startable(flag: Path) -> str:
+    """The command, which ends at once while the file is there."""
+    return f"import pathlib, sys\nif pathlib.Path({str(flag)!r}).exists(): sys.exit(1)\n{FORWARD}"
+
+
+def test_a_cut_off_node_ends_what_hangs_and_the_way_is_made_anew(tmp_path: Path):
+    way, away = Way(), tmp_path / "away"
+    with tunnel(way, startable(away)) as made, connect(made) as hanging:
         hanging.sendall(b"hush")
         eventually(lambda: way.looks > 3)
         assert made.reachability is Reachability.OPEN, "the node answers: the engine is only slow"
         way.found = Probe.SILENT
+        away.touch()
         assert hanging.recv(100) == b"", "nobody waits for what never comes"
-        assert made.reachability is Reachability.LOST
+        lasting = time.monotonic() + 1.0
+        while time.monotonic() < lasting:
+            assert made.reachability is Reachability.LOST
+            time.sleep(0.01)
+        away.unlink()
         eventually(lambda: answers(made), SECONDS)
         eventually(lambda: made.reachability is Reachability.OPEN)
 
 
 def test_an_api_server_that_is_away_leaves_the_engine_alone(tmp_path: Path):
-    away = tmp_path / "away"
-    once = f"import pathlib, sys\nif pathlib.Path({str(away)!r}).exists(): sys.exit(1)\n{FORWARD}"
-    way = Way()
+    way, away = Way(), tmp_path / "away"
     way.found = Probe.AWAY
-    with tunnel(way, once) as made:
+    with tunnel(way, startable(away)) as made:
         away.touch()
         with connect(made) as connection:
             connection.sendall(b"exit")
