@@ -6,7 +6,7 @@ that does not stand, is looked at: first the API server is asked for the pod, th
 for another stream to it. A kubelet that answers, whatever it says, has power and network: what fails is the engine's.
 One that did not answer SILENT_PROBES times in a row, while the API server did each time and no byte came from the
 engine, is gone with its node. Nothing follows from an API server that does not answer: it may come back, and the
-engine with it, for AWAY_SECONDS.
+engine with it, for AWAY_SECONDS. Once it is back, the tunnel has BACK_SECONDS to stand again.
 
 A node that is cut off is told within QUIET_SECONDS + SILENT_PROBES of PROBE_SECONDS and the gaps between them: 14 s.
 """
@@ -24,6 +24,7 @@ PROBE_GAP_SECONDS = 0.5
 CALM_GAP_SECONDS = 5.0  # between probes of a kubelet that answers, while its engine does not
 SILENT_PROBES = 3
 AWAY_SECONDS = 90.0
+BACK_SECONDS = 20.0  # kubectl tries again every 5 s; an API server that starts refuses everybody for some seconds (403)
 
 
 class Probe(enum.Enum):
@@ -41,18 +42,23 @@ class TunnelHealth:
         self._clock = clock
         self._silent_probes = 0
         self._away_since: float | None = None
+        self._back_at: float | None = None
 
     def heard(self) -> None:
         """A byte came from the engine."""
-        self._silent_probes, self._away_since = 0, None
+        self._silent_probes, self._away_since, self._back_at = 0, None, None
 
     def probed(self, found: Probe) -> None:
         """The way was looked at."""
         if found is Probe.AWAY:
-            self._silent_probes = 0
+            self._silent_probes, self._back_at = 0, None
             self._away_since = self._clock() if self._away_since is None else self._away_since
             return
-        self._away_since = None
+        if self._away_since is not None:
+            self._back_at = self._clock() if self._back_at is None else self._back_at
+            if self._clock() - self._back_at < BACK_SECONDS:
+                return
+        self._away_since = self._back_at = None
         self._silent_probes = self._silent_probes + 1 if found is Probe.SILENT else 0
 
     @property
@@ -67,5 +73,5 @@ class TunnelHealth:
             return Reachability.LOST
         if self._away_since is None:
             return Reachability.OPEN
-        lost = self._clock() - self._away_since >= AWAY_SECONDS
+        lost = self._back_at is None and self._clock() - self._away_since >= AWAY_SECONDS
         return Reachability.LOST if lost else Reachability.RESTORING

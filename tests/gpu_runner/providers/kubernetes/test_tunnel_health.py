@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpu_runner.providers.kubernetes.tunnel_health import (
     AWAY_SECONDS,
+    BACK_SECONDS,
     PROBE_GAP_SECONDS,
     PROBE_SECONDS,
     QUIET_SECONDS,
@@ -39,7 +40,7 @@ def test_the_bound_of_the_docstring_holds():
 
 
 def test_one_answer_or_one_byte_begins_the_count_anew():
-    for end in (lambda one: one.probed(Probe.ANSWERED), lambda one: one.probed(Probe.AWAY), TunnelHealth.heard):
+    for end in (lambda one: one.probed(Probe.ANSWERED), TunnelHealth.heard):
         health = TunnelHealth(Steady())
         for _ in range(SILENT_PROBES - 1):
             health.probed(Probe.SILENT)
@@ -59,6 +60,20 @@ def test_an_api_server_that_is_away_takes_nobodys_engine_for_a_while():
     assert health.reachability is Reachability.LOST
     health.heard()
     assert health.reachability is Reachability.OPEN
+
+
+def test_once_the_api_server_is_back_the_tunnel_has_some_time_to_stand_again():
+    clock = Steady()
+    health = TunnelHealth(clock)
+    health.probed(Probe.AWAY)
+    clock.now += AWAY_SECONDS - 1
+    for found in (Probe.ANSWERED, Probe.SILENT, Probe.SILENT, Probe.SILENT):  # nobody has a right yet, no node is known
+        health.probed(found)
+        clock.now += 2
+        assert health.reachability is Reachability.RESTORING
+    clock.now += BACK_SECONDS
+    health.probed(Probe.ANSWERED)
+    assert health.reachability is Reachability.OPEN, "what fails now is the engine's"
 
 
 def test_looks_are_rare_while_they_are_answered():
