@@ -3,4 +3,14 @@
 May import neither `resources` nor `batch_assets`. `rows` has the words that every floor shares.
 """
 
-__all__ = ["answers", "boot_clock", "cost_meter", "errors", "reachability", "rows", "sqlite_files", "table_versions"]
+__all__ = [
+    "answers",
+    "boot_clock",
+    "bounded_postgres",
+    "cost_meter",
+    "errors",
+    "reachability",
+    "rows",
+    "sqlite_files",
+    "table_versions",
+]

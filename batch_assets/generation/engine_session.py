@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from batch_assets.generation.loop_thread import Running
 from batch_assets.generation.pending_lease import BackgroundTask
+from gpu_runner.reachability import Reachability
 from resources.fleet.leased_engine import LeaseSignals
 from resources.fleet.resource import LeasedEngine
 
 WAITS = "waits for batches that another run works on"
+UNREACHABLE_SECONDS = 3.0  # a way that is broken for less is not worth a word
 
 
 class LeaveKind(enum.Enum):
@@ -74,6 +76,7 @@ class EngineSession:
     """One engine at work. `leaving`: why it takes no more rows; `handing_on`: telling that others may have it.
 
     `looking`: what its instance's row says, asked for now and then. `succeeded`: another run has it already.
+    `unreachable`: the way to it is being made anew, and has been for UNREACHABLE_SECONDS.
     """
 
     leased: LeasedEngine
@@ -86,3 +89,17 @@ class EngineSession:
     look_at: float = 0.0
     succeeded: bool = False
     began: float = field(default_factory=time.monotonic)
+    unreachable: bool = False
+    broken_at: float | None = None
+
+    def reachability_changed(self, now: float) -> bool:
+        """Look at the way to it; whether `unreachable` is another one now. `now`: by the clock of all looks."""
+        if self.leased.reachability() is not Reachability.RESTORING:
+            self.broken_at = None
+        elif self.broken_at is None:
+            self.broken_at = now
+        before, self.unreachable = (
+            self.unreachable,
+            self.broken_at is not None and now - self.broken_at >= UNREACHABLE_SECONDS,
+        )
+        return before != self.unreachable

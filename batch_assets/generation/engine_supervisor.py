@@ -314,8 +314,10 @@ class EngineSupervisor:
     # moving
 
     def _look(self, shift: EngineSession) -> None:
-        """Once a second: was notice given, is it to end, has another run taken over?"""
+        """Once a second: can it be reached, was notice given, is it to end, has another run taken over?"""
         now = time.monotonic()
+        if shift.reachability_changed(now):
+            self._tell_reachability(shift)
         if shift.leased.offer is None:
             return
         if shift.looking is None:
@@ -340,6 +342,12 @@ class EngineSupervisor:
             self._leave(shift)
         elif seen.notice_seconds is not None:
             self._on_preemption_notice(shift, seen.notice_seconds, seen.notice_reason)
+
+    def _tell_reachability(self, shift: EngineSession) -> None:
+        if shift.unreachable:
+            self.warn(f"{shift.leased.name} cannot be reached for now{self._why_lost(shift)}; its rows wait for it")
+        else:
+            self.say(f"{shift.leased.name} can be reached again")
 
     def _drain_seconds(self) -> float:
         """How long the rows in flight take to be answered, nearly all of them."""

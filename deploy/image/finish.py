@@ -16,10 +16,31 @@ from pathlib import Path
 
 # In pyarrow/: RPC, and the S3 file system (the store is read by obstore), by the start of their names.
 ARROW = ("_flight", "_gandiva", "_s3fs", "libarrow_flight", "libarrow_python_flight", "libarrow_s3")
-SUFFIXES = {".pyi", ".pxd", ".pyx", ".pxi", ".h", ".hpp", ".a", ".map"}  # stubs, sources, maps of JavaScript
+# In numpy/_core/: what only numpy's own tests load, by the start of their names.
+NUMPY = (
+    "_simd.",
+    "_multiarray_tests.",
+    "_operand_flag_tests.",
+    "_rational_tests.",
+    "_struct_ufunc_tests.",
+    "_umath_tests.",
+)
+# Stubs, sources, maps of JavaScript, Windows programs.
+SUFFIXES = {
+    *(".pyi", ".pxd", ".pyx", ".pxi", ".h", ".hpp", ".c", ".cc", ".cpp", ".proto"),
+    *(".a", ".map", ".exe"),
+}
 TESTS = {"tests", "e2e_test"}
-# Folders by their place: headers, and a second Kubernetes client.
-FOLDERS = ("pyarrow/include", "pyarrow/src", "numpy/_core/include", "kubernetes/aio")
+# By their place: headers, build tools (setuptools reads setup.cfg for `dg`, which a project here does not have), what
+# other projects' tests use, databases that nothing here speaks to, a second Kubernetes client, a second GraphiQL, the
+# film that Dagster's UI shows on a first visit (`nux` is off).
+FOLDERS = (
+    *("pyarrow/include", "pyarrow/src", "numpy/_core/include", "numpy/f2py", "numpy/distutils"),
+    *("setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence.pth"),
+    *("sqlalchemy/testing", "alembic/testing"),
+    *(f"sqlalchemy/dialects/{name}" for name in ("mssql", "mysql", "oracle")),
+    *("kubernetes/aio", "dagster_webserver/graphiql", "dagster_webserver/webapp/build/Dagster_world.mp4"),
+)
 # Of the descriptions of 400 services of AWS those that boto3 asks for here (storage, machines, prices, logins) stay.
 SERVICES = {
     "ec2",
@@ -81,8 +102,11 @@ def unneeded(packages: Path) -> Iterator[Path]:
             yield path
     for path in (packages / "pyarrow").glob("lib*.so"):  # three copies each: the loader takes libX.so.MAJOR
         yield from (path, *path.parent.glob(f"{path.name}.*.*")) if [*path.parent.glob(f"{path.name}.*")] else ()
+    yield from (path for path in (packages / "numpy/_core").iterdir() if path.name.startswith(NUMPY))
     yield from (packages / name for name in FOLDERS if (packages / name).exists())
     yield from (path for path in (packages / "botocore/data").iterdir() if path.is_dir() and path.name not in SERVICES)
+    for service in SERVICES:  # boto3 takes the newest version of each, and nothing here asks for another
+        yield from sorted(path for path in (packages / "botocore/data" / service).glob("*-*-*"))[:-1]
 
 
 def size(folder: Path) -> int:

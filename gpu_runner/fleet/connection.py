@@ -27,6 +27,7 @@ __all__ = ["CLAIMS", "DATASETS", "FACTS", "INSTANCES", "LEASES", "OFFER_FAILURES
 
 
 BUSY_SECONDS = 30  # how long a call waits for another writer of a SQLite file
+PSYCOPG2 = "psycopg2"
 
 
 class database_now(FunctionElement[float]):
@@ -55,28 +56,28 @@ class Tables:
     def __init__(
         self, url: str, *, now: Callable[[], float] | None = None, steady: Steady | None = None, host: str | None = None
     ) -> None:
-        sqlite = url.startswith("sqlite")
         self._injected_now = now
         self._steady = steady or (boot_seconds if now is None else None)
         self._host = boot_name() if host is None else host
         self._seen: Agreed | None = None
         self._kept_at = -math.inf  # by the steady clock: when it was written down for others
         try:
-            self.engine = sa.create_engine(
-                url, pool_pre_ping=not sqlite, connect_args={"timeout": BUSY_SECONDS} if sqlite else {}
-            )
+            self.engine = _open(url)
         except (sa.exc.ArgumentError, ValueError):  # its text may hold parts of the address, and so the password
             raise ValueError("database of the fleet: expected a SQLAlchemy URL, found what cannot be read") from None
-        if sqlite:
-            sa.event.listen(self.engine, "connect", _configure_sqlite)
-            sa.event.listen(self.engine, "begin", _begin_sqlite)
-        else:
-            sa.event.listen(self.engine, "connect", _configure_postgres)
         with self._reader() as connection:
             found = version_of(connection)
         if found != HEAD:
+            self._upgrade(url)
+
+    def _upgrade(self, url: str) -> None:
+        if self.engine.dialect.name == "sqlite":
             with self.engine.begin() as connection:
                 upgrade(connection)
+            return
+        engine = sa.create_engine(url, poolclass=sa.NullPool)  # a change of large tables takes its time
+        with engine.begin() as connection:
+            upgrade(connection)
 
     def close(self) -> None:
         """Close all connections."""
@@ -137,6 +138,24 @@ class Tables:
 
 
 _LOOK = sa.select(database_now(), total_of_jumps())  # begins every transaction: to build it took longer than to ask it
+
+
+def _open(url: str) -> sa.Engine:
+    """An engine each of whose calls ends, in Postgres as `gpu_runner.bounded_postgres` says."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
+        sa.event.listen(engine, "connect", _configure_sqlite)
+        sa.event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    if parsed.get_dialect().driver == PSYCOPG2:
+        from gpu_runner.bounded_postgres import bounded_engine
+
+        engine = bounded_engine(parsed, pool_pre_ping=True)
+    else:
+        engine = sa.create_engine(parsed, pool_pre_ping=True)
+    sa.event.listen(engine, "connect", _configure_postgres)
+    return engine
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

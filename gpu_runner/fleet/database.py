@@ -21,7 +21,7 @@ from gpu_runner.fleet.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet.accounting.budget import BudgetReached, Spend
 from gpu_runner.fleet.claims import Claim, Claims
 from gpu_runner.fleet.connection import CLAIMS, LEASES, RUNS, database_now
-from gpu_runner.fleet.instances import Instances, InstanceState
+from gpu_runner.fleet.instances import FleetFull, Instances, InstanceState
 from gpu_runner.fleet.leases import Lease, RunEnded, release_leases
 from gpu_runner.fleet.reporting.figures import Figures
 from gpu_runner.fleet.reporting.reports import Instance, Reports
@@ -34,6 +34,7 @@ __all__ = [
     "Claim",
     "DatasetTarget",
     "FleetDatabase",
+    "FleetFull",
     "Instance",
     "InstanceCost",
     "InstanceState",

@@ -39,6 +39,13 @@ KEPT_FAILURES = 24 * 3600.0
 _WORDS = {kind: kind.value.replace("_", " ") for kind in FailureKind}
 
 
+class FleetFull(Exception):
+    """The fleet has as many instances that have not ended as it may have: `cap`."""
+
+    def __init__(self, cap: int) -> None:
+        super().__init__(f"the fleet holds all {cap} instances that it may have")
+
+
 class Instances(Leases):
     """The transactions on instances."""
 
@@ -76,9 +83,9 @@ class Instances(Leases):
         """Write down that `name` is about to be ordered, with its first lease.
 
         None when the dataset has `limit` instances already, without that of `replaces`: those that its runs hold, and
-        those that only drain and stay, which the next run may have. None, too, when the fleet has `cap` instances that
-        have not ended. Raises RunEnded for a run that was declared dead, and BudgetReached when
-        the dataset's budget does not pay for the boot, as long again, and a drain.
+        those that only drain and stay, which the next run may have. Raises FleetFull when the fleet has `cap` instances
+        that have not ended, RunEnded for a run that was declared dead, and BudgetReached when the dataset's budget does
+        not pay for the boot, as long again, and a drain.
         """
         described = {column: getattr(offer, column) for column in _OF_OFFER}
         with self._transaction() as (connection, now):
@@ -88,7 +95,7 @@ class Instances(Leases):
                 return None
             standing = sa.select(sa.func.count()).where(INSTANCES.c.state != "ended")
             if cap is not None and connection.execute(standing).scalar_one() >= cap:
-                return None
+                raise FleetFull(cap)
             connection.execute(
                 INSTANCES.insert().values(
                     name=name,
@@ -259,8 +266,8 @@ def _first_seen(
 ) -> dict[str, Any]:
     """When it was first listed, and since when it is billed, if the list says so then.
 
-    That is neither before its intent, whatever the provider's clock did meanwhile, nor after now: its first lease was
-    written with the intent, and no dataset would pay for what comes before that.
+    Whatever the provider's clock did meanwhile, that is not before its intent: its first lease was written with that,
+    and no dataset would pay for what comes before. Nor is it after now, or after the answer to its order.
     """
     if row["seen_at"] is not None:
         return {"seen_at": row["seen_at"]}
@@ -268,7 +275,9 @@ def _first_seen(
         return {"seen_at": now}
     intended = sa.select(sa.func.min(LEASES.c.acquired_at)).where(LEASES.c.instance == row["name"])
     first = connection.execute(intended).scalar()
-    began = min(now, max(billed_until - billed_seconds, row["created_at"] if first is None else first))
+    intent = row["created_at"] if first is None else first
+    answered = row["created_at"] if row["created_at"] > intent else now
+    began = min(now, answered, max(billed_until - billed_seconds, intent))
     return {"seen_at": now, "created_at": began if row["ready_at"] is None else min(began, row["ready_at"])}
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from gpu_runner.fleet.accounting.budget import BudgetRefusal
-from gpu_runner.fleet.database import BudgetReached, FleetDatabase, Lease
+from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.market.offers import Ranking
@@ -222,8 +222,9 @@ class FleetClient:
 
         if warm := self._warm(need, limit, old, shared=full):
             return warm
+        dataset_limit = _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
         if self.fleet_db.leases_of(need.dataset) - (old is not None) >= limit or full():
-            return _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
+            return dataset_limit
         ranking, failures = self.ranking(need, need.work()), self.fleet_db.offer_failures(MEMORY.horizon)
         held = self._held(need, old) if allowed.offers else {}
         avoided = recently_lost(failures, held)  # lost since the command was given
@@ -237,9 +238,10 @@ class FleetClient:
             if warm := self._warm(need, limit, old):
                 return warm
             raise
+        except FleetFull as error:
+            return self._warm(need, limit, old) or _waits(WaitKind.FLEET_LIMIT, str(error))
         if leased is None:
-            held_by_all = _waits(WaitKind.FLEET_LIMIT, "the fleet holds all instances that it may have")
-            return self._warm(need, limit, old) or held_by_all
+            return self._warm(need, limit, old) or dataset_limit
         leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
         leased.why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
         leased.why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
@@ -312,14 +314,15 @@ class FleetClient:
         if allowed.planned and (assigned is None or assigned.successor != decision.new.name):
             raise ProvisioningFailed(f"the plan does not give {leased.name} up for {decision.new.name} any more")
         try:
-            if decision.new.boot_seconds == 0 and decision.new.source == WARM:
+            if warm := decision.new.boot_seconds == 0 and decision.new.source == WARM:
                 found = self._warm(need, limit, leased.lease, decision.new.price_per_hour)
             else:
                 found = self._orders.rent(need, decision.new, limit=limit, note=say, pause=pause, replaces=leased.lease)
-        except BudgetReached as error:
+        except (BudgetReached, FleetFull) as error:
             raise ProvisioningFailed(str(error)) from None
         if found is None:
-            raise ProvisioningFailed("the fleet holds all instances that it may have")
+            why = f"{need.dataset} already holds all instances it may lease beside {leased.name}"
+            raise ProvisioningFailed(f"no warm {decision.new.name} answers, or {why}" if warm else why)
         found.why = decision.sentence
         return found
 

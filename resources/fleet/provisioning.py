@@ -65,10 +65,11 @@ class Provisioner:
         pause: Pause,
         replaces: Lease | None = None,
     ) -> LeasedEngine | None:
-        """Create an instance from this offer and wait until its engine answers. None: no more may be leased now.
+        """Create an instance from this offer and wait until its engine answers. None: the dataset has all it may lease.
 
         The row in the fleet's database comes first: its name is the idempotency token, so a lost answer leaves nothing
-        unknown. Raises ProvisioningFailed; the offer is then remembered as bad for a while. Raises BudgetReached.
+        unknown. Raises ProvisioningFailed; the offer is then remembered as bad for a while. Raises BudgetReached, and
+        FleetFull.
         """
         heart, fleet_db = self.heart, self.fleet_db
         provider = self.providers[offer.provider]

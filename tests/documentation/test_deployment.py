@@ -122,6 +122,8 @@ def test_dagster_has_the_settings_of_one_machine_and_postgres() -> None:
     storage = with_postgres.pop("storage")["postgres"]["postgres_db"]
     assert with_postgres == one_machine
     assert storage["password"] == {"env": "DAGSTER_PG_PASSWORD"}
+    on_a_cluster = yaml.safe_load((COMPOSE.parent / "kubernetes" / "dagster.yaml").read_text())
+    assert storage["params"] == on_a_cluster["storage"]["postgres"]["postgres_db"]["params"]
 
 
 def test_secrets_are_made_once_and_only_their_owner_reads_them(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any, get_args
 import dagster as dg
 import polars as pl
 import pytest
+import sqlalchemy as sa
 import yaml
+from dagster_postgres.event_log import PostgresEventLogStorage
 from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, README, REPOSITORY, Block, blocks
 from support.fleet_databases import intended
 
@@ -193,7 +195,14 @@ def test_the_postgres_block_is_what_dagster_reads(tmp_path: Path, monkeypatch: p
         (tmp_path / "dagster.yaml").write_text(text + yaml.safe_dump(found))
         with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
             assert instance.get_runs_count() == 0
-            assert type(instance.event_log_storage).__name__ == "PostgresEventLogStorage"
+            storage = instance.event_log_storage
+            assert isinstance(storage, PostgresEventLogStorage)
+            with storage.index_connection() as connection:
+                assert connection.scalar(sa.text("SHOW statement_timeout")) == "5min"
+                driver = connection.connection.driver_connection
+                assert driver is not None
+                said = driver.get_dsn_parameters()
+            assert (said["connect_timeout"], said["tcp_user_timeout"]) == ("10", "30000")
 
 
 def test_the_readme_has_its_pictures_within_their_size() -> None:

@@ -280,6 +280,7 @@ def test_the_charts_values_say_the_same() -> None:
     assert coordinator["type"] == "CustomRunCoordinator"
     assert coordinator["config"]["customRunCoordinator"] == DAGSTER["run_coordinator"]
     assert not daemon["runRetries"]["enabled"] and not daemon["runMonitoring"]["enabled"]
+    assert VALUES["postgresql"]["postgresqlParams"] == DAGSTER["storage"]["postgres"]["postgres_db"]["params"]
     assert VALUES["postgresql"]["enabled"] is False and VALUES["rbacEnabled"] is False
     assert VALUES["dagsterWebserver"]["replicaCount"] == workload("webserver")["spec"]["replicas"]
     (deployment,) = VALUES["dagster-user-deployments"]["deployments"]

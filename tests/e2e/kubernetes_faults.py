@@ -51,7 +51,7 @@ Act = Callable[[Victim], object]
 class Fault:
     """`said`: what a run's events have to say, as a pattern. `waits`: nothing can be rented until it is healed.
 
-    `keeps`: the pod goes on, and is ended by us. `lasts`: seconds until it is healed at the earliest.
+    `keeps`: the engine is used on, once it can be reached again. `lasts`: seconds until it is healed at the earliest.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Fault:
     said: str
     heal: Act = lambda _: None
     waits: bool = False
+    keeps: bool = False
     lasts: float = 0.0
 
     def found(self, lines: list[str]) -> str | None:
@@ -132,6 +133,7 @@ CONTROL = (
         "API server does not answer",
         heal=_tool("start", "apiserver"),
         waits=True,
+        keeps=True,
         lasts=OUTAGE_SECONDS,
     ),
 )

@@ -29,7 +29,7 @@ from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2700),
     pytest.mark.skipif(not SOAK, reason="builds images and takes many minutes: set BATCH_ASSETS_SOAK"),
 ]
 
@@ -154,7 +154,7 @@ def test_the_platform_on_a_real_cluster(tmp_path: Path) -> None:
     if not TOOL.exists():
         pytest.skip(f"no cluster: {TOOL.name} is not beside this repository (KUBE_CLUSTER names it)")
     began = time.monotonic()
-    with docker_engine(tmp_path / "docker") as docker:
+    with docker_engine() as docker:
         images = write_images(docker, tmp_path)
     told("images built", time.monotonic() - began)
     with installed_platform(images) as site:

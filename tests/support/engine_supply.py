@@ -10,6 +10,7 @@ from typing import Any
 from gpu_runner.fleet.database import FleetDatabaseError, Lease
 from gpu_runner.fleet.wait_reason import RunActivity, WaitReason
 from gpu_runner.market.offers import Offer
+from gpu_runner.reachability import Reachability
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals, Requirement
 from resources.fleet.migration import Migration
 from support.simulated_engine import SimulatedEngine, simulated_engine
@@ -50,6 +51,7 @@ class FleetClient:
         self.notices: dict[str, float] = {}
         self.retired: dict[str, str] = {}
         self.why: dict[str, str] = {}
+        self.reachability = Reachability.OPEN
         self.offers_better = False
         self.hold_on = self.away = False
         self.succeeded: set[str] = set()
@@ -67,7 +69,9 @@ class FleetClient:
         if isinstance(engine, Exception):
             raise engine
         name = f"i{self.asked}"
-        return LeasedEngine(Lease(name, 1, "run", "d"), engine.url, None, 8, "sim", "h100", offer=OFFER)
+        lease = Lease(name, 1, "run", "d")
+        reachability = lambda: self.reachability  # noqa: E731
+        return LeasedEngine(lease, engine.url, None, 8, "sim", "h100", offer=OFFER, reachability=reachability)
 
     def move(self, need: Requirement, leased: LeasedEngine, decision: Migration, **more: Any) -> LeasedEngine:
         return self.acquire(need, say=more["say"], pause=more["pause"], replaces=leased)

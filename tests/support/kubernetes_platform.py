@@ -84,10 +84,11 @@ class Docker:
 
 
 @contextlib.contextmanager
-def docker_engine(folder: Path) -> Iterator[Docker]:
+def docker_engine() -> Iterator[Docker]:
     """The Docker engine of this machine with a base image; else one that the shared tools start, and end afterwards.
 
-    Skips with a reason where neither can be.
+    Its folder is directly below /tmp: containerd's sockets lie in it, and a path of more than 104 bytes is none for
+    a socket. Skips with a reason where neither engine can be.
     """
     if not shutil.which("docker"):
         pytest.skip("needs Docker's command")
@@ -99,15 +100,17 @@ def docker_engine(folder: Path) -> Iterator[Docker]:
     tools = TOOL.parent
     if not (tools / "docker-engine").exists() or not all(map(shutil.which, ("dockerd", "debootstrap"))):
         pytest.skip("needs a Docker engine (DOCKER_HOST), or the tool docker-engine with dockerd and debootstrap")
-    started = subprocess.run([tools / "docker-engine", "up", folder], capture_output=True, text=True)
-    if started.returncode:
-        pytest.skip(f"no Docker engine can be started here: {started.stderr[-200:]}")
-    engine = Docker(started.stdout.split("DOCKER_HOST=")[1].split()[0])
-    try:
-        subprocess.run([tools / "make-base-image", BASE], check=True, capture_output=True, env=engine.environment)
-        yield engine
-    finally:
-        subprocess.run([tools / "docker-engine", "down", folder], capture_output=True, timeout=120)
+    with tempfile.TemporaryDirectory(prefix="docker-", dir="/tmp") as below:
+        folder = Path(below) / "engine"
+        started = subprocess.run([tools / "docker-engine", "up", folder], capture_output=True, text=True)
+        if started.returncode:
+            pytest.skip(f"no Docker engine can be started here: {started.stderr[-200:]}")
+        engine = Docker(started.stdout.split("DOCKER_HOST=")[1].split()[0])
+        try:
+            subprocess.run([tools / "make-base-image", BASE], check=True, capture_output=True, env=engine.environment)
+            yield engine
+        finally:
+            subprocess.run([tools / "docker-engine", "down", folder], capture_output=True, timeout=120)
 
 
 def write_images(docker: Docker, folder: Path) -> Path:

@@ -7,6 +7,7 @@ to report. Every answer has the clock of the tests' machine.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import email.utils
@@ -51,6 +52,7 @@ class FakeCluster:
     policy: str = ""  # an admission plugin's refusal of every pod
     fault: Callable[[str, str], object] = lambda method, path: None
     ahead: float = 0.0  # of its clock
+    streams: int = 0  # that are open
     asked: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
 
@@ -192,6 +194,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if method == "WATCH":
                 self._watch(query)
                 return
+            if parts.path.endswith("/portforward"):
+                self._open_stream(parts.path.split("/")[-2])
+                return
             with cluster.guard:
                 status, answer = self._answer(parts.path.strip("/").split("/"), query, body)
         except _Refused as error:
@@ -279,6 +284,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             cluster.remove(name)
         return pod
+
+    def _open_stream(self, name: str) -> None:
+        """A stream to the pod, which says nothing until the other end has closed it."""
+        self._may("create", "pods/portforward")
+        if name not in self.cluster.pods:
+            raise _Refused(404, "NotFound", f'pods "{name}" not found')
+        self.send_response(101)
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Upgrade", self.headers["Upgrade"])
+        self.end_headers()
+        self.wfile.flush()
+        self.close_connection = True
+        self.cluster.streams += 1
+        self.connection.settimeout(30)
+        with contextlib.suppress(OSError):
+            self.connection.recv(1)
+        self.cluster.streams -= 1
 
     def _review(self, body: Object) -> tuple[int, Object]:
         if body["kind"] == "SelfSubjectReview":

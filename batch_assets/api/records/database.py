@@ -34,7 +34,8 @@ def is_records_trouble(error: BaseException) -> bool:
 class Records:
     """The records' database. `url`: SQLAlchemy's; it may hold a password and is never shown.
 
-    Every call ends: in Postgres as `bounded_postgres` says, in SQLite when another has written for BUSY_MILLISECONDS.
+    Every call ends: in Postgres as `gpu_runner.bounded_postgres` says, in SQLite when another has written for
+    BUSY_MILLISECONDS.
     """
 
     def __init__(self, url: str) -> None:
@@ -95,12 +96,9 @@ def _bounded_engine(url: str) -> sa.Engine:
         return engine
     if parsed.get_dialect().driver != PSYCOPG2:
         return sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS)
-    from batch_assets.api.records import bounded_postgres
+    from gpu_runner.bounded_postgres import bounded_engine
 
-    arguments = bounded_postgres.connect_arguments(frozenset(parsed.query))
-    engine = sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS, connect_args=arguments)
-    sa.event.listen(engine, "connect", bounded_postgres.limit_statements)
-    return engine
+    return bounded_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS)
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

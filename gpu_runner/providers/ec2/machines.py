@@ -109,6 +109,7 @@ def machine(vm: Vm, now: float, *, public: bool, spot: SpotStatus | None = None,
     state: MachineState = "ended" if vm.ended else "running" if vm.ready else "booting"
     address = vm.public_address if public else vm.private_address
     reason = end_reason(vm) if vm.ended else None
+    past = ended_seconds(vm, now) if vm.ended else None
     return Machine(
         name=vm.name,
         id=vm.id,
@@ -117,7 +118,8 @@ def machine(vm: Vm, now: float, *, public: bool, spot: SpotStatus | None = None,
         max_num_seqs=vm.max_num_seqs,
         notice_seconds=None if vm.ended else notice_seconds(spot, now),
         at_risk=at_risk and not vm.ended,
-        ended_seconds=ended_seconds(vm, now) if vm.ended else None,
+        ended_seconds=past,
+        billed_seconds=max(0.0, now - vm.created_at - (past or 0.0)),
         reason=reason,
         detail=vm.reason_code[:LONGEST_CODE] if reason is EndReason.UNKNOWN else "",
     )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
 
@@ -31,6 +32,7 @@ LARGEST_ERROR = 64 << 10
 PART = 1 << 16
 PAGE = 500
 MOST_PAGES = 200
+SWITCHING_PROTOCOLS = 101
 IN_CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 
 Json = dict[str, Any]
@@ -140,6 +142,15 @@ class ClusterApi:
                     raise ApiAway(f"an event is longer than {LARGEST_LINE:,} bytes")
                 yield from (_json(line) for line in lines if line.strip())
 
+    def stream_status(self, path: str, query: Mapping[str, str], headers: Mapping[str, str], seconds: float) -> int:
+        """HTTP status of the answer to a POST that asks for a stream, which is ended at once; 101: it was granted."""
+        try:
+            with self._sent("POST", path, query, None, seconds, headers) as answer:
+                answer.close()  # what is said on this connection now is no HTTP
+                return answer.status
+        except ApiRefused as error:
+            return error.status
+
     def allowed(self, right: Verb) -> bool:
         """Whether we may do this in the namespace (SelfSubjectAccessReview)."""
         spec = {"namespace": self.namespace, "verb": right.verb, "resource": right.resource, "group": right.group}
@@ -199,14 +210,20 @@ class ClusterApi:
 
     @contextlib.contextmanager
     def _sent(
-        self, method: str, path: str, query: Mapping[str, str], body: Json | None, read_seconds: float
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Json | None,
+        read_seconds: float,
+        more_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """An answer of success, not read yet."""
         client = self.client()
         import urllib3
 
         url = f"{client.configuration.host}{quote(path)}" + (f"?{urlencode(query)}" if query else "")
-        headers = {"Accept": "application/json", "User-Agent": "batch-assets"}
+        headers = {"Accept": "application/json", "User-Agent": "batch-assets", **more_headers}
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
@@ -227,7 +244,7 @@ class ClusterApi:
             self._set_clock(answer.headers.get("Date"))
             if answer.status == 401:  # the kubeconfig may have been renewed: it is read again at the next call
                 self._client = None
-            if not 200 <= answer.status < 300:
+            if not 200 <= answer.status < 300 and answer.status != SWITCHING_PROTOCOLS:
                 raise _refusal(answer)
             yield answer
             answer.release_conn()

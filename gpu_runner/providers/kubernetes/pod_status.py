@@ -249,12 +249,17 @@ def as_machine(pod: PodState, port: int, now: float, *, by_us: bool = False, fai
     if end is not None:
         seconds = max(0.0, now - end.at)
         detail = end.text[:LONGEST_TEXT]
-        return Machine(pod.name, pod.uid, "ended", None, pod.max_num_seqs, None, seconds, end.reason, detail)
+        billed = max(0.0, end.at - pod.created_at)
+        return Machine(
+            pod.name, pod.uid, "ended", None, pod.max_num_seqs, None, seconds, end.reason, detail, billed_seconds=billed
+        )
     notice, why = (None, "") if by_us else _notice(pod, now, failing)
+    billed = max(0.0, now - pod.created_at)
     if not (pod.answered and pod.address):
-        return Machine(pod.name, pod.uid, "booting", None, pod.max_num_seqs, notice, detail=why)
+        return Machine(pod.name, pod.uid, "booting", None, pod.max_num_seqs, notice, detail=why, billed_seconds=billed)
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
-    return Machine(pod.name, pod.uid, "running", f"http://{host}:{port}", pod.max_num_seqs, notice, detail=why)
+    endpoint = f"http://{host}:{port}"
+    return Machine(pod.name, pod.uid, "running", endpoint, pod.max_num_seqs, notice, detail=why, billed_seconds=billed)
 
 
 def _notice(pod: PodState, now: float, failing: str) -> tuple[float | None, str]:

@@ -3,7 +3,7 @@
 kubectl listens by itself and lets its port go whenever it ends: while it starts again, another program could take the
 port and be sent prompts and the engine's key. So the port that clients know is listened on here for as long as the
 tunnel is wanted, and kubectl takes any free one. Connections that come while it starts again are held back; when it
-could not start, they are broken off at once.
+could not start, they are broken off at once. Whether anything still comes from behind it shows here, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 HELD_SECONDS = 5.0  # a connection waits so long for the way behind it, then it is broken off
@@ -29,6 +30,7 @@ class PortRelay:
         self._decided = asyncio.Event()  # where new connections go, or that they go nowhere
         self._closed = asyncio.Event()
         self._target: int | None = None
+        self._unanswered_since: float | None = None  # monotonic: bytes went in, and none came back since
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="port-relay", daemon=True)
         self._thread.start()
@@ -44,6 +46,21 @@ class PortRelay:
     def break_off(self) -> None:
         """New connections are ended at once, and those that wait: there is no way."""
         self._call(lambda: self._decide(None))
+
+    def cut(self) -> None:
+        """As `break_off`, and connections that stand are ended, too."""
+
+        def end_all() -> None:
+            self._decide(None)
+            for task in self._tasks:
+                task.cancel()
+
+        self._call(end_all)
+
+    def quiet_seconds(self) -> float:
+        """For how long nothing has come back on any connection, although something was sent; 0.0: it has."""
+        since = self._unanswered_since
+        return 0.0 if since is None or not self._tasks else time.monotonic() - since
 
     def close(self) -> None:
         """End all connections and let the port go."""
@@ -98,17 +115,28 @@ class PortRelay:
             return
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, onward_writer))
-                both.create_task(_copy(onward_reader, writer))
+                both.create_task(_copy(reader, onward_writer, self._sent))
+                both.create_task(_copy(onward_reader, writer, self._heard))
         except* OSError:
             pass  # one end is gone, so is the other
         finally:
             onward_writer.transport.abort()
 
+    def _sent(self) -> None:
+        if self._unanswered_since is None:
+            self._unanswered_since = time.monotonic()
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Bytes of one direction to their end, all of them sent; no more is read than the other side takes."""
+    def _heard(self) -> None:
+        self._unanswered_since = None
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, note: Callable[[], None]) -> None:
+    """Bytes of one direction to their end, all of them sent; no more is read than the other side takes.
+
+    `note` is called for each part.
+    """
     while part := await reader.read(PART):
+        note()
         writer.write(part)
         await writer.drain()
     writer.transport.set_write_buffer_limits(0)  # from now on `drain` waits until nothing is left

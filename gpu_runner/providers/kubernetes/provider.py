@@ -299,4 +299,4 @@ class KubernetesProvider:
         key = self._key(name)
         if not self._tunnelled():
             return EngineAccess(endpoint, key)
-        return open_forward(self.config, name, key)
+        return open_forward(self.config, self._api, name, key)

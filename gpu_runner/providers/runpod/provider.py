@@ -190,6 +190,8 @@ class RunPodProvider:
             endpoint=None if pod.ended else self._endpoint(pod),
             max_num_seqs=pod.max_num_seqs,
             reason=EndReason.TERMINATED if pod.ended else None,
+            # Of one that has ended RunPod does not say when.
+            billed_seconds=max(0.0, self._now() - pod.created_at) if pod.created_at and not pod.ended else None,
         )
 
     def _endpoint(self, pod: Pod) -> str | None:

@@ -20,9 +20,16 @@ from dagster._core.definitions.freshness import FreshnessState
 from dagster._core.loader import LoadingContextForTest
 from dagster._daemon import controller
 from dagster._daemon.freshness import FreshnessDaemon
+from support.documents import REPOSITORY
 from support.timing import PATIENCE
 
-from batch_assets.dagster_internals.daemon import READ_AGAIN_SECONDS, PolicyFreshnessDaemon, daemons_of
+from batch_assets.dagster_internals.daemon import (
+    ALIVE_FILE,
+    READ_AGAIN_SECONDS,
+    PolicyFreshnessDaemon,
+    daemons_of,
+    show_life,
+)
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
 
 WITH, WITHOUT = dg.AssetKey("with"), dg.AssetKey("without")
@@ -94,6 +101,42 @@ def test_the_definitions_are_read_again_seldom(monkeypatch: pytest.MonkeyPatch):
     assert read == [""]
 
 
+def healthy(home: Path) -> bool:
+    """By the image's health check."""
+    command = [sys.executable, str(REPOSITORY / "deploy" / "image" / "healthy"), "daemon"]
+    return subprocess.run(command, env={"DAGSTER_HOME": str(home)}, timeout=30 * PATIENCE).returncode == 0
+
+
+def test_a_daemon_whose_loop_has_not_turned_for_long_is_not_healthy(tmp_path: Path):
+    file = tmp_path / ALIVE_FILE
+    assert not healthy(tmp_path)
+    file.touch()
+    assert healthy(tmp_path)
+    os.utime(file, (time.time() - 301, time.time() - 301))
+    assert not healthy(tmp_path)
+
+
+def test_the_loop_turns_only_while_its_threads_live(tmp_path: Path):
+    file = tmp_path / ALIVE_FILE
+    failing: list[Exception] = []
+
+    def check() -> None:
+        if failing:
+            raise failing[0]
+
+    running = SimpleNamespace(check_daemon_threads=check)
+    show_life(running, file)  # type: ignore[arg-type]
+    for error in (None, RuntimeError()):
+        os.utime(file, (0, 0))
+        if error is not None:
+            failing.append(error)
+            with pytest.raises(RuntimeError):
+                running.check_daemon_threads()
+        else:
+            running.check_daemon_threads()
+        assert (file.stat().st_mtime > 0) == (error is None)
+
+
 @pytest.mark.timeout(120)
 def test_the_daemon_beats_and_ends_when_it_is_told_to(home: Path, instance: dg.DagsterInstance):
     ensure_storage(home)
@@ -108,6 +151,7 @@ def test_the_daemon_beats_and_ends_when_it_is_told_to(home: Path, instance: dg.D
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
             assert all(status.healthy for status in instance.get_daemon_statuses().values())
+            assert healthy(home)
             daemon.send_signal(signal.SIGTERM)
             assert daemon.wait(timeout=30 * PATIENCE) == 0
         finally:

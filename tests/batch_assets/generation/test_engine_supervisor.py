@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.engine_supply import NEED, FleetClient, Heartbeat, engines
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.snapshots import questions, write_snapshot
 from support.timing import PATIENCE
 
+from batch_assets.generation import engine_session
 from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.providers.engine_process import EngineStartError
+from gpu_runner.reachability import Reachability
 from resources.fleet.client import ProvisioningFailed
 from resources.fleet.leased_engine import LeasedEngine
 from resources.fleet.migration import Migration
@@ -219,6 +222,36 @@ def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
         assert job.work() == ""
     assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
     assert ("i1", "lease lost", False) in renter.released
+
+
+def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
+    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.why["i1"] = "the API server does not answer"
+        renter.reachability = Reachability.RESTORING
+        words = "i1 cannot be reached for now; the API server does not answer; its rows wait for it"
+        job.work(until=lambda: words in job.said)
+        renter.reachability = Reachability.OPEN
+        job.work(until=lambda: "i1 can be reached again" in job.said)
+        assert job.work() == ""
+    assert renter.released == [("i1", "done", False)]
+    assert job.said.count(words) == 1
+
+
+def test_a_way_that_is_broken_for_a_moment_is_not_worth_a_word(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
+        job.work(until=lambda: job.supervisor.shifts)
+        (session,) = job.supervisor.shifts
+        for way, now in ((Reachability.RESTORING, 0.0), (Reachability.RESTORING, 2.9), (Reachability.OPEN, 3.0)):
+            session.leased.reachability = lambda way=way: way
+            assert not session.reachability_changed(now)
+        session.leased.reachability = lambda: Reachability.RESTORING
+        assert [session.reachability_changed(now) for now in (4.0, 6.9, 7.0, 8.0)] == [False, False, True, False]
+        session.leased.reachability = lambda: Reachability.OPEN
+        assert session.reachability_changed(9.0) and not session.unreachable
 
 
 def test_engines_that_do_not_start_end_the_run_after_three(tmp_path: Path):

@@ -199,6 +199,19 @@ def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what
     assert site.fleet_db.instance(taken.name).lease == taken.lease
 
 
+def test_who_holds_all_instances_is_named_the_fleet_or_the_dataset_itself(site: Site, monkeypatch: pytest.MonkeyPatch):
+    site.acquire(site.renter("one"))
+    second = site.renter("two")
+    second.config = second._orders.config = second.config.model_copy(update={"max_instances": 1})
+    other = replace(NEED, dataset="e")
+    assert site.waits(second, WaitKind.FLEET_LIMIT, other) == (
+        "waiting: the fleet holds all 1 instances that it may have"
+    )
+    # Another run of the dataset was quicker, between the question and the order.
+    monkeypatch.setattr(second._orders, "rent", lambda *_, **__: None)
+    assert site.waits(second, WaitKind.DATASET_LIMIT, other) == "waiting: e already holds all instances it may lease"
+
+
 def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may_grow(tmp_path: Path):
     with a_site(tmp_path, offers=[{**CHEAP, "capacity": 2}]) as site:
         site.fleet_db.begin_request("d", "r")

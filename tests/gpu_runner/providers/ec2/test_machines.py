@@ -39,6 +39,14 @@ def test_a_vm_runs_once_its_engine_has_answered():
     assert [seen(state=state, tags=ready).state for state in ("shutting-down", "terminated")] == ["ended"] * 2
 
 
+def test_it_is_billed_from_its_launch_to_its_end():
+    end = dt.datetime.fromtimestamp(NOW - 20, dt.UTC).strftime("User initiated (%Y-%m-%d %H:%M:%S GMT)")
+    assert seen().billed_seconds == pytest.approx(60)
+    assert seen(state="terminated", StateTransitionReason=end).billed_seconds == pytest.approx(40, abs=1)
+    ahead = dt.datetime.fromtimestamp(NOW + 5, dt.UTC)
+    assert seen(LaunchTime=ahead).billed_seconds == 0
+
+
 def test_the_address_is_the_one_that_runs_can_reach():
     assert seen().endpoint == "ssh://batch-assets@203.0.113.7:22/8000"
     assert seen(public=False).endpoint == "ssh://batch-assets@10.0.0.7:22/8000"

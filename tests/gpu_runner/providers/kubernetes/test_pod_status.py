@@ -35,6 +35,13 @@ def ended(reason: str, code: int) -> list[dict[str, Any]]:
 RUNNING = {"phase": "Running", "podIP": "10.1.2.3", "containerStatuses": container(True, running={})}
 
 
+def test_a_pod_is_billed_from_its_creation_to_its_end():
+    found = [as_machine(read_pod(pod(one)), 8000, START + 70) for one in ({}, RUNNING)]
+    assert [machine.billed_seconds for machine in found] == [70, 70]
+    failed = {"phase": "Failed", "containerStatuses": ended("Error", 1)}
+    assert as_machine(read_pod(pod(failed)), 8000, START + 70).billed_seconds == 40
+
+
 def test_a_pod_runs_once_its_engine_has_answered():
     machine = as_machine(read_pod(pod(RUNNING)), 8000, START)
     assert (machine.state, machine.endpoint, machine.max_num_seqs) == ("running", "http://10.1.2.3:8000", 8)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from support.machines import eventually
 
 from gpu_runner.providers.kubernetes.port_relay import PortRelay
 
@@ -120,3 +121,33 @@ def test_closed_it_lets_the_port_and_its_connections_go():
         found.close()
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", found.port), timeout=SECONDS)
+
+
+def test_it_knows_for_how_long_nothing_came_back():
+    with (
+        relay() as found,
+        shouting_server() as behind,
+        socket.create_connection(("127.0.0.1", found.port), timeout=SECONDS) as connection,
+    ):
+        found.lead_to(behind)
+        assert found.quiet_seconds() == 0.0, "nothing was asked"
+        connection.sendall(b"early")
+        eventually(lambda: found.quiet_seconds() >= 0.2)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b"EARLY"
+        assert found.quiet_seconds() == 0.0
+
+
+def test_cut_it_ends_the_connections_that_stand():
+    with (
+        relay() as found,
+        shouting_server() as behind,
+        socket.create_connection(("127.0.0.1", found.port), timeout=SECONDS) as connection,
+    ):
+        found.lead_to(behind)
+        connection.sendall(b"early")
+        eventually(lambda: found.quiet_seconds() > 0.0)
+        found.cut()
+        assert ends_without_a_byte(connection)
+        found.lead_to(behind)
+        assert ask(found.port, b"again") == b"AGAIN"

@@ -140,6 +140,17 @@ def test_a_pod_that_costs_more_than_its_offer_is_ended_at_once(site: RunPodSite)
     assert len(site.pods) == 1 and not site.running()
 
 
+def test_a_pod_is_billed_since_it_was_made_not_since_it_was_listed(site: RunPodSite, tmp_path: Path):
+    provider = site.provider()
+    provider.create(first_offer(provider), "ba-1", ORDER)
+    site.skip(7)
+    (machine,) = provider.list("ba-")
+    assert machine.billed_seconds == pytest.approx(7, abs=1)
+    provider.terminate("ba-1")
+    (machine,) = provider.list("ba-")
+    assert machine.billed_seconds is None, "RunPod says nothing of pods that have ended"
+
+
 def test_the_reaper_ends_an_orphan_and_survives_every_fault_of_a_list(site: RunPodSite, tmp_path: Path):
     provider = site.provider()
     with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:

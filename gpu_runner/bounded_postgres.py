@@ -1,4 +1,5 @@
-"""Connections to Postgres whose calls all end, whatever the server or the way to it does.
+"""Connections to Postgres whose calls all end, whatever the server or the way to it does: of the fleet's database and
+of the service's records.
 
 `connect_timeout` of libpq bounds the connection, `statement_timeout` of the server each statement, also one that waits
 for a lock. Neither ends a call whose server is stopped, or whose network takes packets without an answer: there
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import threading
 import time
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psycopg2.extensions
+import sqlalchemy as sa
 
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 15
@@ -31,8 +34,12 @@ class CallDeadlines:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self.forget()
+
+    def forget(self) -> None:
+        """There is no call and no thread: in a child after a fork, where those of its parent are not."""
+        self._lock = threading.Lock()
         self._calls: dict[int, tuple[float, int]] = {}  # when it is to end by the monotonic clock; its socket
         self._watching = False
 
@@ -43,7 +50,7 @@ class CallDeadlines:
         with self._lock:
             self._calls[number] = (time.monotonic() + self._seconds, descriptor)
             if not self._watching:
-                threading.Thread(target=self._watch, name="records-deadlines", daemon=True).start()
+                threading.Thread(target=self._watch, name="postgres-deadlines", daemon=True).start()
                 self._watching = True
         try:
             yield
@@ -79,6 +86,7 @@ def _shut_down(descriptor: int) -> None:
 
 
 DEADLINES = CallDeadlines(CALL_SECONDS)
+os.register_at_fork(after_in_child=DEADLINES.forget)
 
 
 class BoundedConnection(psycopg2.extensions.connection):  # type: ignore[misc]  # it has no types
@@ -121,13 +129,20 @@ class BoundedCursor(psycopg2.extensions.cursor):  # type: ignore[misc]
             super().executemany(query, vars_list)
 
 
-def connect_arguments(named: frozenset[str]) -> dict[str, Any]:
-    """What SQLAlchemy passes on to psycopg2. `named`: settings that the URL has itself, which stay."""
-    found: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "connection_factory": BoundedConnection}
-    return {name: value for name, value in found.items() if name not in named}
+def bounded_engine(url: sa.URL, **options: Any) -> sa.Engine:
+    """SQLAlchemy's engine for a URL with the driver psycopg2, each of whose calls ends. `options`: of `create_engine`.
+
+    What the URL says itself of CONNECT_SECONDS (`?connect_timeout=`) stays. Not for a change of tables, which may take
+    its time.
+    """
+    arguments: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "connection_factory": BoundedConnection}
+    arguments = {name: value for name, value in arguments.items() if name not in url.query}
+    engine = sa.create_engine(url, connect_args=arguments, **options)
+    sa.event.listen(engine, "connect", _limit_statements)
+    return engine
 
 
-def limit_statements(connection: Any, record: Any) -> None:
+def _limit_statements(connection: Any, record: Any) -> None:
     """A new connection, as SQLAlchemy announces it: the server is to end statements that take too long.
 
     In words of SQL, because poolers before Postgres refuse most options of a connection.
