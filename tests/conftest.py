@@ -31,6 +31,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 MARKS = ("slow", "vllm")
+CLUSTER_MODULES = ("support.kubernetes_cluster", "support.kubernetes_platform")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
@@ -48,8 +49,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if whole and whole[1] in left_out else None
 
 
+def needs_cluster(item: pytest.Item) -> bool:
+    """Whether the test's module uses the real Kubernetes, of which there is one on a machine."""
+    names = vars(item.getparent(pytest.Module).obj).values() if item.getparent(pytest.Module) else ()
+    return any(getattr(value, "__module__", None) in CLUSTER_MODULES for value in names)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout."""
+    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
+
+    Tests that need the cluster come first. Of several workers the first one then has them all, one after the other;
+    elsewhere in the order two workers would meet at the cluster's lock, and one of them wait.
+    """
+    items.sort(key=lambda item: not needs_cluster(item))
     listed = entries(LISTED.read_text())
     for item in items:
         if reason := reason_of(item.nodeid, listed):
