@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
-from support.timing import SOAK
+from support.timing import PATIENCE, SOAK
 
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
@@ -67,4 +67,4 @@ def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             taken.append(cancel_once(site))
             eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")
         print(f"\n{len(taken)} cancels: slowest {max(taken):.1f} s, median {sorted(taken)[len(taken) // 2]:.1f} s")
-        assert max(taken) < 5
+        assert max(taken) < 5 * PATIENCE
