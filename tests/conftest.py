@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from alembic.config import Config
@@ -49,10 +50,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if whole and whole[1] in left_out else None
 
 
+@functools.cache
+def uses_cluster(module: ModuleType) -> bool:
+    """Whether its tests use the real Kubernetes, of which there is one on a machine."""
+    return any(getattr(value, "__module__", None) in CLUSTER_MODULES for value in vars(module).values())
+
+
 def needs_cluster(item: pytest.Item) -> bool:
-    """Whether the test's module uses the real Kubernetes, of which there is one on a machine."""
-    names = vars(item.getparent(pytest.Module).obj).values() if item.getparent(pytest.Module) else ()
-    return any(getattr(value, "__module__", None) in CLUSTER_MODULES for value in names)
+    """Whether the test may wait for the cluster's lock."""
+    module = item.getparent(pytest.Module)
+    return module is not None and uses_cluster(module.obj)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ import dagster as dg
 import pytest
 import yaml
 from support.machines import processes
-from support.timing import PATIENCE
+from support.timing import PATIENCE, SOAK
 
 from batch_assets.catalog import ledger
 from e2e.harness import Platform, eventually, platform
@@ -30,7 +30,7 @@ from resources.store.dataset_store import DatasetStore
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLOCK = 5.0
-ROWS = 4000  # an L40S of an 8B model gives about 150 of these rows a second at this clock
+ROWS = 4000 if SOAK else 2560  # an L40S of an 8B model gives about 150 of these rows a second at this clock
 WINDOW = 4 * 256
 
 
@@ -350,7 +350,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", 3 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 4 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         in_the_middle(site)
