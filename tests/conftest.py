@@ -32,6 +32,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 MARKS = ("slow", "vllm")
+SLOW_SECONDS = 400.0  # after which a slow test without a time-out of its own is held to hang
 CLUSTER_MODULES = ("support.kubernetes_cluster", "support.kubernetes_platform")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
@@ -75,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"in quarantine: {reason}"))
     if config.getoption("timeout") is not None:
         return
-    usual = float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")
+        usual = SLOW_SECONDS if item.get_closest_marker("slow") else float(config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(PATIENCE * (mark.args[0] if mark else usual)), append=False)
 
 
