@@ -191,11 +191,17 @@ def what_the_api_server_refuses_is_told_apart(site: Site) -> None:
 
 
 def grant(site: Site, rules: list[dict[str, Any]]) -> None:
-    """Give the account these rights and no other, and wait until the API server decides by them.
-
-    It learns of a changed role some time after it has stored it. Asking what it would allow changes nothing.
-    """
+    """Give the account these rights and no other."""
     site.cluster.apply({**ROLE, "rules": rules})
+    wait_for_rights(site, rules)
+
+
+def wait_for_rights(site: Site, rules: list[dict[str, Any]]) -> None:
+    """Wait until the API server decides by these rules.
+
+    It learns of a role some time after the role was stored, and some time after its own start; until then it refuses.
+    Asking what it would allow changes nothing.
+    """
     known, given = rights(ROLE["rules"]), rights(rules)
     eventually(lambda: {right for right in known if allowed(site, *right)} == given, SECONDS)
 
@@ -257,6 +263,7 @@ def an_api_server_that_is_away_leaves_engines_alone(site: Site) -> None:
             assert models(access, access.api_key) == 200
         finally:
             site.cluster.tool("start", "apiserver")
+        wait_for_rights(site, ROLE["rules"])
         assert provider.wait_ready("ba-7-b", SECONDS, time.sleep).state == "running"
         assert get(provider, "ba-7").state == "running"
         assert [one.name for one in patiently(lambda: provider.list("ba-7"))] == ["ba-7", "ba-7-b"]
