@@ -62,7 +62,7 @@ def alive(process: psutil.Process) -> bool:
 def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
         taken = []
-        for _ in range(20 if SOAK else 3):
+        for _ in range(20 if SOAK else 2):
             site.launch_job("gsm8k_refresh")
             taken.append(cancel_once(site))
             eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")
