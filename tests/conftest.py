@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from alembic.config import Config
@@ -31,6 +32,8 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 MARKS = ("slow", "vllm")
+SLOW_SECONDS = 400.0  # after which a slow test without a time-out of its own is held to hang
+CLUSTER_MODULES = ("support.kubernetes_cluster", "support.kubernetes_platform")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
@@ -48,17 +51,34 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if whole and whole[1] in left_out else None
 
 
+@functools.cache
+def uses_cluster(module: ModuleType) -> bool:
+    """Whether its tests use the real Kubernetes, of which there is one on a machine."""
+    return any(getattr(value, "__module__", None) in CLUSTER_MODULES for value in vars(module).values())
+
+
+def needs_cluster(item: pytest.Item) -> bool:
+    """Whether the test may wait for the cluster's lock."""
+    module = item.getparent(pytest.Module)
+    return module is not None and uses_cluster(module.obj)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout."""
+    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
+
+    Tests that need the cluster come first. Of several workers the first one then has them all, one after the other;
+    elsewhere in the order two workers would meet at the cluster's lock, and one of them wait.
+    """
+    items.sort(key=lambda item: not needs_cluster(item))
     listed = entries(LISTED.read_text())
     for item in items:
         if reason := reason_of(item.nodeid, listed):
             item.add_marker(pytest.mark.skip(reason=f"in quarantine: {reason}"))
     if config.getoption("timeout") is not None:
         return
-    usual = float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")
+        usual = SLOW_SECONDS if item.get_closest_marker("slow") else float(config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(PATIENCE * (mark.args[0] if mark else usual)), append=False)
 
 

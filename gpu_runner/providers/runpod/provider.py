@@ -33,6 +33,7 @@ from gpu_runner.providers.runpod.pods import Pod, pod_order, read_pod
 LIST_SECONDS, ORDER_SECONDS = 2.0, 3.0
 PRICE_SECONDS = 60.0
 LOOK_SECONDS, STEP_SECONDS = 2.0, 0.25
+CONFIRM_SECONDS = 60.0
 _ROUNDING = 1.001
 
 
@@ -163,15 +164,22 @@ class RunPodProvider:
     # list and terminate
 
     def list(self, tag: str) -> list[Machine]:
-        """Pods by tag, and those that were ended from here within a day. Ends doubles."""
+        """Pods by tag, and those that were ended from here within a day. Ends doubles.
+
+        An end may be accepted and not done, and a list be empty by error. So a pod that was ended less than
+        `CONFIRM_SECONDS` ago is gone when two lists in a row are without it.
+        """
         if not may_begin_a_name(tag):
             return []
-        pods = settle(self._pods(tag), self._end)
+        listed, lately, now = self._pods(tag), self._book.ended_lately(tag), self._now()
+        names = {pod.name for pod in listed if not pod.ended}
+        if any(one.name not in names and now - (one.ended_at or now) < CONFIRM_SECONDS for one in lately):
+            listed = [*{pod.id: pod for pod in (*listed, *self._pods(tag))}.values()]
+        pods = settle(listed, self._end)
         alive = {pod.name for pod in pods if not pod.ended}
-        ended = [one for one in self._book.ended_lately(tag) if one.name not in alive]
+        ended = [one for one in lately if one.name not in alive]
         gone = {one.name for one in ended}
         machines = [self._machine(pod) for pod in pods if pod.name not in gone]
-        now = self._now()
         for one in ended:
             seconds = max(0.0, now - (one.ended_at or now))
             reason = EndReason.TERMINATED

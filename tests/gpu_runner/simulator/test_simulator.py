@@ -218,8 +218,8 @@ def test_a_stalled_engine_is_healthy_and_goes_on_where_it_stood(shared: Simulate
 def test_a_slow_engine_slows_by_its_factor_for_as_long_as_the_rule_says() -> None:
     flags = ["--weights-ms", "5", "--overhead-ms", "0", "--output-tokens", "fixed:20"]
     with simulated_engine("--speed", "10", *flags) as engine:
-        engine.set_faults({"kind": "slow", "factor": 100, "seconds": 1.2})
         started = time.monotonic()
+        engine.set_faults({"kind": "slow", "factor": 100, "seconds": 1.2})
         asked(engine, "x")  # 10 ms when fast, 1 s when slow
         assert time.monotonic() - started > 0.9
 

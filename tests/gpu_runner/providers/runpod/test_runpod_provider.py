@@ -124,6 +124,23 @@ def test_an_end_that_was_accepted_and_not_done_is_not_believed(site: RunPodSite)
     assert machine.state == "ended" and not site.running()
 
 
+def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_error(site: RunPodSite):
+    provider = site.provider()
+    provider.create(first_offer(provider), "ba-1", ORDER)
+    site.fault("deaf_terminate")
+    provider.terminate("ba-1")
+    site.fault("empty_list", "list")
+    (machine,) = provider.list("ba-")
+    assert machine.state != "ended" and site.running()
+    provider.terminate("ba-1")
+    (machine,) = provider.list("ba-")
+    assert machine.state == "ended" and not site.running()
+    before = site.calls.count("list")
+    site.skip(61)
+    provider.list("ba-")
+    assert site.calls.count("list") == before + 1
+
+
 def test_a_pod_that_is_not_listed_yet_is_ended_by_its_id(site: RunPodSite):
     site.lag_seconds = 60
     provider = site.provider()

@@ -85,7 +85,7 @@ def test_an_engine_has_its_gpu_a_session_and_a_key_that_nobody_is_shown(hosts: H
 
     make().terminate("ba-1-a")
     ended = get(provider, "ba-1-a")
-    assert ended.ended_seconds is not None and 0 <= ended.ended_seconds < 5
+    assert ended.ended_seconds is not None and 0 <= ended.ended_seconds < 5 * PATIENCE
     eventually(lambda: not hosts.processes(machine_id))
     eventually(lambda: first_offer(provider).capacity == 2)
     with pytest.raises(OSError, match="closed connection without response"):
@@ -243,9 +243,9 @@ def test_a_tunnel_carries_many_requests_and_keeps_its_port_when_its_host_comes_b
             provider.list("")
         with pytest.raises((ProviderUnclear, ProviderError)):
             provider.terminate("ba-1")
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 15 * PATIENCE
         eventually(lambda: _refused(access))
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 15 * PATIENCE
     finally:
         hosts.do("heal", 1)
     eventually(lambda: not _refused(access))
