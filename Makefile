@@ -45,7 +45,7 @@ ui: $(STAMP)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	@$(BIN)/python -m compileall -q -j 0 -x '/(test_[^/]*|conftest)\.py' batch_assets resources gpu_runner benchmarks tests
-	@cd tests && ../$(BIN)/python -m support.assertion_bytecode
+	@cd tests && ../$(BIN)/python -m support.prepared_modules
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: $(STAMP)

@@ -1,4 +1,7 @@
-"""Stores for tests (a folder, a bucket of moto's S3 server on loopback) and databases of fleets (SQLite, Postgres)."""
+"""Stores for tests (a folder, a bucket of moto's S3 server on loopback) and databases of fleets (SQLite, Postgres).
+
+Heavy packages are imported in functions: the process that only hands out tests to pytest-xdist's workers needs none.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,47 @@ import functools
 import gc
 import logging
 import os
-import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
-from alembic.config import Config
-from hypothesis import settings
-from support.fleet_databases import Clock, postgres_url, sqlite_url
-from support.prepared_databases import prepared_databases, unsynced_databases
 from support.quarantine import LISTED, entries, reason_of
 from support.timing import PATIENCE
+from support.whole_modules import MARKS, mark_of
 
-from gpu_runner.fleet.database import FleetDatabase
-from resources.store.objects import Objects, open_objects
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from support.fleet_databases import Clock
+
+    from gpu_runner.fleet.database import FleetDatabase
+    from resources.store.objects import Objects
 
 # Almost nothing of what is imported and collected is garbage: looking for it took a fifth of a collection's CPU.
 gc.disable()
 
-# Hypothesis would fail an example that takes 0.2 s of wall-clock time.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
-
-MARKS = ("slow", "vllm")
 SLOW_SECONDS = 400.0  # after which a slow test without a time-out of its own is held to hang
 CLUSTER_MODULES = ("support.kubernetes_cluster", "support.kubernetes_platform")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings of the processes that run tests."""
+    worker = hasattr(config, "workerinput")
+    if config.getoption("dist", "no") != "no" and not worker:
+        return
+    from hypothesis import settings
+
+    # Hypothesis would fail an example that takes 0.2 s of wall-clock time.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
+    for kind in ("BetaWarning", "PreviewWarning", "SupersessionWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::dagster.{kind}")
+    if worker:
+        atexit.register(os._exit, 0)  # all is reported: to take a million objects apart takes seconds of CPU
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,8 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     left_out = [] if " or " in chosen else [mark for mark in MARKS if f"not {mark}" in chosen]
     if collection_path.suffix != ".py" or not left_out:
         return None
-    whole = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
-    return True if whole and whole[1] in left_out else None
+    return True if mark_of(collection_path) in left_out else None
 
 
 @functools.cache
@@ -107,6 +122,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def databases_are_prepared() -> Iterator[None]:
     """See `prepared_databases`."""
+    from support.prepared_databases import prepared_databases
+
     with prepared_databases():
         yield
 
@@ -143,6 +160,8 @@ def the_command_line_is_built_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_waits_for_the_disk() -> Iterator[None]:
     """No test cuts the power, and on a busy disk thousands of `fsync` take minutes."""
+    from support.prepared_databases import unsynced_databases
+
     with unsynced_databases(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -164,6 +183,8 @@ def s3_endpoint() -> Iterator[str]:
 @pytest.fixture
 def local_objects(tmp_path: Path) -> Objects:
     """An empty store in a folder."""
+    from resources.store.objects import open_objects
+
     return open_objects(str(tmp_path / "store"))
 
 
@@ -171,6 +192,8 @@ def local_objects(tmp_path: Path) -> Objects:
 def s3_objects(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
     """An empty store below a prefix of its own in the S3 server's bucket."""
     import boto3
+
+    from resources.store.objects import open_objects
 
     for name, value in {
         "AWS_ENDPOINT_URL": s3_endpoint,
@@ -206,6 +229,8 @@ def server() -> Iterator[str]:
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Of an empty database for a fleet's database: on SQLite, then on Postgres."""
+    from support.fleet_databases import postgres_url, sqlite_url
+
     sqlite = request.param == "sqlite"
     with sqlite_url(tmp_path) if sqlite else postgres_url(request.getfixturevalue("server")) as url:
         yield url
@@ -214,11 +239,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def clock() -> Clock:
     """What the fleet's database takes for the database's clock."""
+    from support.fleet_databases import Clock
+
     return Clock()
 
 
 @pytest.fixture
 def fleet_db(url: str, clock: Clock) -> Iterator[FleetDatabase]:
     """An empty book on each kind of database."""
+    from gpu_runner.fleet.database import FleetDatabase
+
     with contextlib.closing(FleetDatabase(url, now=clock)) as fleet_db:
         yield fleet_db

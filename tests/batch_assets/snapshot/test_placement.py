@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import property_test
 from support.timing import SOAK
 
 from batch_assets.snapshot.placement import DUPLICATE, REFUSED, Counts, Placement
@@ -249,8 +249,14 @@ def test_other_batch_rows_hold_for_new_batches_only() -> None:
     assert shape(place(keys("abcdefghvwxyz"), first, batch_rows=5)) == {0: "abc", 1: "def", 2: "ghvwx", 3: "yz"}
 
 
-@settings(max_examples=200 if SOAK else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), with_id=st.booleans(), dedupe=st.booleans(), batch_rows=st.integers(1, 5))
+@property_test(
+    4,
+    200 if SOAK else 20,
+    data=st.data(),
+    with_id=st.booleans(),
+    dedupe=st.booleans(),
+    batch_rows=st.integers(1, 5),
+)
 def test_through_any_edits_every_row_is_placed_once_and_keeps_its_batch(
     data: st.DataObject, with_id: bool, dedupe: bool, batch_rows: int
 ) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import property_test
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
@@ -548,8 +548,9 @@ def test_a_row_that_hangs_alone_is_a_dead_letter_and_the_engine_is_kept() -> Non
 KINDS = ["kill", "hang", "rejected", "once", "always"]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+@property_test(
+    20,
+    80,
     bad=st.dictionaries(st.integers(0, 119), st.sampled_from(KINDS), max_size=8),
     deaths=st.lists(st.floats(0.0, 3.0), max_size=3),
     outage=st.none() | st.floats(0.0, 1.0),

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import property_test
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
@@ -194,8 +194,13 @@ def test_rows_of_one_list_pay_the_same() -> None:
 FAULTS = st.sampled_from([POISON, Transient("http_500"), "hang", RequestDenied("rejected_403", "check", "no")])
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.dictionaries(st.integers(0, 149), FAULTS, max_size=6), st.integers(1, 70), st.integers(0, 40))
+@property_test(
+    10,
+    25,
+    faults=st.dictionaries(st.integers(0, 149), FAULTS, max_size=6),
+    inputs=st.integers(1, 70),
+    most_inputs=st.integers(0, 40),
+)
 def test_whatever_fails_each_row_ends_by_itself(faults: dict[int, object], inputs: int, most_inputs: int) -> None:
     engine = embedder({f"r{i}": fault for i, fault in faults.items()})
     engine.most_inputs = most_inputs

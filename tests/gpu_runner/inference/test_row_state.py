@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import property_test
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches, row
 from support.virtual_time import run
 
@@ -168,8 +169,9 @@ def audit(feed: Feed) -> None:
         assert one.state in states, (one.row.row_id, one.state, states)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+@property_test(
+    12,
+    40,
     bad=st.dictionaries(
         st.integers(0, 59), st.sampled_from(["kill", "hang", "rejected", "denied", "once", "always"]), max_size=6
     ),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import property_test
 
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.speed_model import HardwareType
@@ -163,10 +163,11 @@ def test_without_a_deadline_or_after_it_the_work_goes_on(deadline):
     assert command.instances >= 1 and command.retire == ()
 
 
-@settings(max_examples=150, deadline=None)
-@example(hours=0.19, budget=0.665, most=1, here=1, trying=False, capacity=1)
-@example(hours=1.0, budget=3.0, most=3, here=2, trying=True, capacity=0)
-@given(
+@property_test(
+    40,
+    150,
+    {"hours": 0.19, "budget": 0.665, "most": 1, "here": 1, "trying": False, "capacity": 1},
+    {"hours": 1.0, "budget": 3.0, "most": 3, "here": 2, "trying": True, "capacity": 0},
     hours=st.floats(0.1, 3.0),
     budget=st.none() | st.floats(0.5, 40.0),
     most=st.integers(1, 12),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,12 +120,3 @@ def test_the_lines_are_what_fleet_yaml_takes(listed: Offer):
 def test_what_no_provider_can_rent_has_no_lines():
     assert lines_to_rent(offer("elsewhere")) is None
     assert lines_to_rent(offer("runpod", spot=True)) is None
-
-
-def test_heavy_packages_are_not_loaded_for_a_fleet_without_such_providers():
-    program = (
-        "import sys; import resources.fleet.resource; "
-        "print([name for name in ('boto3', 'botocore', 'asyncssh', 'cryptography') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

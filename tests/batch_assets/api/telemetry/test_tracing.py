@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -214,16 +211,3 @@ def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=f"{name}: expected .*found '{value}'"):
         spans_of_environment()
-
-
-def test_opentelemetry_is_not_imported_without_a_collector(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib\n"
-        "from batch_assets.api.front_door import build_front_door\n"
-        "from batch_assets.api.settings import ApiSettings\n"
-        f"build_front_door(ApiSettings(pathlib.Path({str(tmp_path)!r}), 's', 'sqlite:///{tmp_path}/api.db'))\n"
-        "print(sorted(name for name in sys.modules if name.startswith('opentelemetry.sdk')))"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == "[]"
