@@ -28,8 +28,8 @@ from batch_assets.sensors.reaper import reaper_sensor
 from batch_assets.sensors.reconcile import reconcile_sensor
 from batch_assets.spec.discovery import check_files, declared, external_defs
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import checked_root
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import checked_root
 
 
 def the_fleet() -> GpuFleet:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gpu_runner.client.answer_limit import LARGEST_ANSWER
+from gpu_runner.client.answers.answer_limit import LARGEST_ANSWER
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 FLEET_DB = "BATCH_ASSETS_FLEET_DB"

@@ -39,8 +39,8 @@ from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 from gpu_runner.rows import Batch, Generation, Origin, Outcome, Row
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
-from resources.store.objects import open_objects
 
 BATCH, SLOTS, NAME = 250, 256, "vectors"
 ORIGIN = Origin("bench", "", "here", "cpu", False, "bench")

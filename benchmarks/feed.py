@@ -37,8 +37,8 @@ from batch_assets.spec.models import load_spec
 from batch_assets.tags import RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.simulator.scheduler import StepModel
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
-from resources.store.objects import open_objects
 
 SLOTS = (256, 1024)
 LENGTHS = ((300, 2_000), (500, 4_000), (1_500, 16_000))  # mean and cap of output tokens: peers' barrier grid

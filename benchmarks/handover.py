@@ -37,8 +37,8 @@ from batch_assets.local_dagster.stack import Stack
 from batch_assets.tags import PUBLISH_TAG
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRegistry
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 NAME = "handover"
 BATCH = 250

@@ -33,8 +33,8 @@ from batch_assets.publishing.verify import LedgerEntry, verify
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import Origin, Outcome, Row
+from resources.objects.opening import LocalObjects
 from resources.store.dataset_store import BatchFooter, DatasetStore, SnapshotManifest
-from resources.store.objects import LocalObjects
 
 NAME, BATCH, DEAD_EVERY = "publication", 250, 1_000
 RUN = "benchmark"

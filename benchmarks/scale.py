@@ -43,8 +43,8 @@ from batch_assets.local_dagster.worker_template import WORKER
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.tags import PUBLISH_TAG
 from gpu_runner.fleet.database import FleetDatabase
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 NAME = "scale"
 BATCH = 250

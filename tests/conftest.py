@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from support.fleet_databases import Clock
 
     from gpu_runner.fleet.database import FleetDatabase
-    from resources.store.objects import Objects
+    from resources.objects.opening import Objects
 
 # Almost nothing of what is imported and collected is garbage: looking for it took a fifth of a collection's CPU.
 gc.disable()
@@ -183,7 +183,7 @@ def s3_endpoint() -> Iterator[str]:
 @pytest.fixture
 def local_objects(tmp_path: Path) -> Objects:
     """An empty store in a folder."""
-    from resources.store.objects import open_objects
+    from resources.objects.opening import open_objects
 
     return open_objects(str(tmp_path / "store"))
 
@@ -193,7 +193,7 @@ def s3_objects(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """An empty store below a prefix of its own in the S3 server's bucket."""
     import boto3
 
-    from resources.store.objects import open_objects
+    from resources.objects.opening import open_objects
 
     for name, value in {
         "AWS_ENDPOINT_URL": s3_endpoint,

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from batch_assets.api.records.database import is_records_trouble
-from resources.store.health import is_store_trouble
+from resources.objects.health import is_store_trouble
 
 log = logging.getLogger(__name__)
 

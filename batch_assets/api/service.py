@@ -24,8 +24,8 @@ from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.execution.batch_lifecycle import Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
-from batch_assets.api.execution.engines import EndpointsSupply, EndpointSupply, EngineSupply
-from batch_assets.api.execution.fleet_engines import FleetSupply
+from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, EndpointSupply, EngineSupply
+from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import AliasedModels, EndpointModels, Models, NamedModels, SeveralModels
 from batch_assets.api.records.batches import BatchRecords
@@ -39,8 +39,8 @@ from batch_assets.settings import capacity_seconds, fleet_database
 from batch_assets.spec.discovery import declared_specs
 from gpu_runner.http.tls_files import ssl_of
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchFooter
-from resources.store.objects import open_objects
 
 log = logging.getLogger(__name__)
 

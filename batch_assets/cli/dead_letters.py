@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets.cli.status_command import print_json
+from batch_assets.cli.dataset_commands.status_command import print_json
 from batch_assets.cli.user_errors import CommandError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import direct, engine_url

@@ -15,7 +15,7 @@ from rich.table import Table
 from batch_assets.api.access.api_keys import ApiKey, KeyRequestError, checked_scopes
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.settings import api_settings
-from batch_assets.cli.status_command import print_json
+from batch_assets.cli.dataset_commands.status_command import print_json
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.spec.deadline import parse_seconds
 

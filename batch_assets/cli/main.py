@@ -95,8 +95,8 @@ def run(
             check_endpoint(endpoint)
             allow_endpoint(endpoint, of_environment)
         check_model(model)
-        from batch_assets.cli.run import Request
-        from batch_assets.cli.run_summary import carry_out
+        from batch_assets.cli.dataset_commands.run import Request
+        from batch_assets.cli.dataset_commands.run_summary import carry_out
         from batch_assets.spec.request_options import tags_of
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances)
@@ -123,7 +123,7 @@ def status(
         from batch_assets.spec.discovery import declared_specs
 
         names = [known_dataset(name).name] if name else sorted(declared_specs())
-        from batch_assets.cli.status_command import show_status
+        from batch_assets.cli.dataset_commands.status_command import show_status
 
         show_status(names, alone=name is not None, watch=watch, as_json=as_json)
 
@@ -161,7 +161,7 @@ def plan(
     with user_errors():
         spec = known_dataset(name)
         wished_options(spec, deadline, budget_usd, objective, max_instances)
-        from batch_assets.cli.plan import show_plan
+        from batch_assets.cli.dataset_commands.plan import show_plan
         from batch_assets.spec.discovery import declared
         from batch_assets.spec.request_options import tags_of
 
@@ -194,7 +194,7 @@ def preview(
         if url is not None:
             check_endpoint(url)
         check_model(model)
-        from batch_assets.cli.preview import engine_at, engine_named, show_preview
+        from batch_assets.cli.dataset_commands.preview import engine_at, engine_named, show_preview
         from batch_assets.spec.discovery import declared
 
         found = engine_named(engine) if engine is not None else engine_at(url, of_environment) if url else None
@@ -214,7 +214,7 @@ def adjust(
         if deadline is None and budget_usd is None:
             raise CommandError("name what is to change: --deadline or --budget-usd")
         wished = wished_options(spec, deadline, budget_usd, None, None)
-        from batch_assets.cli.plan import adjust_request
+        from batch_assets.cli.dataset_commands.plan import adjust_request
 
         said = adjust_request(name, wished.deadline if deadline is not None else None, budget_usd)
         if said is None:
@@ -227,7 +227,7 @@ def verify(name: Name, as_json: Json = False) -> None:
     """Compare snapshot, batch objects, catalog and published table; exit status 1 when anything differs."""
     with user_errors():
         known_dataset(name)
-        from batch_assets.cli.status_command import show_verification
+        from batch_assets.cli.dataset_commands.status_command import show_verification
 
         raise typer.Exit(show_verification(name, as_json=as_json))
 
@@ -237,7 +237,7 @@ def rebuild_ledger(name: Name) -> None:
     """Report every committed batch that the catalog does not have, from the store alone. Costs no GPU time."""
     with user_errors():
         known_dataset(name)
-        from batch_assets.cli.status_command import rebuild
+        from batch_assets.cli.dataset_commands.status_command import rebuild
 
         raise typer.Exit(rebuild(name))
 

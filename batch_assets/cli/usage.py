@@ -14,7 +14,7 @@ from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import Used
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
-from batch_assets.cli.status_command import print_json
+from batch_assets.cli.dataset_commands.status_command import print_json
 from batch_assets.local_dagster.home import prepare_home
 
 PLAIN_WIDTH = 160

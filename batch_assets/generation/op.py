@@ -30,10 +30,10 @@ from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from gpu_runner.market.offers import Objective
 from gpu_runner.market.workload import Workload
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
+from resources.objects.health import Probe, StoreAway, StoreHealth
+from resources.objects.opening import self_test
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.health import Probe, StoreAway, StoreHealth
-from resources.store.objects import self_test
 
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.publishing.verify import check_object
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
-from resources.store.objects import CorruptObject
 
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
 

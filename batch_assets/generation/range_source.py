@@ -21,9 +21,9 @@ from batch_assets.generation.store_reads import StoreReads
 from batch_assets.publishing.verify import check_object
 from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Batch, Outcome, Row
+from resources.objects.health import StoreHealth
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.health import StoreHealth
-from resources.store.objects import CorruptObject
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 
 log = logging.getLogger(__name__)

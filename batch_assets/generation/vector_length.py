@@ -8,8 +8,8 @@ from itertools import chain, islice
 
 import pyarrow as pa
 
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
 from resources.store.reusable_answers import ReusableAnswers
 
 # Looked at until one has a vector: objects of earlier snapshots and batches of dead letters have none that counts.

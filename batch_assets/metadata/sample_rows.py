@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.prompt_column import PROMPT
 from batch_assets.publishing.published_table import PublishedTable
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import CorruptObject
 
 SAMPLE_ROWS = 10
 KEPT_COLUMNS = 2

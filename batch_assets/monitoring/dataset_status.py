@@ -28,9 +28,9 @@ from batch_assets.publishing.published_table import PublishedTable, published_ta
 from batch_assets.tags import PARTITION_TAG, PUBLISH_VOID_TAG, RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.wait_reason import WaitKind
+from resources.objects.health import is_store_trouble
+from resources.objects.opening import StoreError, open_objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
-from resources.store.health import is_store_trouble
-from resources.store.objects import StoreError, open_objects
 
 OBSERVE_SECONDS = 8.0  # after which the store is said not to answer
 CHECK_SECONDS = 60.0  # between two listings of the store, while somebody watches

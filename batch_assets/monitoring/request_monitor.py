@@ -33,8 +33,8 @@ from batch_assets.tags import (
     RETRY_RUN_TAG,
     ROWS_TAG,
 )
-from resources.store.health import GIVE_UP_SILENT_SECONDS, is_store_trouble
-from resources.store.objects import CorruptObject, StoreError
+from resources.objects.health import GIVE_UP_SILENT_SECONDS, is_store_trouble
+from resources.objects.opening import CorruptObject, StoreError
 
 Phase = Literal["source", "rows", "publish", "verify", "end"]
 QUIET_SECONDS = 45.0

@@ -40,10 +40,10 @@ from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet.resource import FleetConfigError, GpuFleet
+from resources.objects.health import StoreAway
+from resources.objects.opening import self_test, temporary_folder
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore, DatasetStore, SnapshotManifest
-from resources.store.health import StoreAway
-from resources.store.objects import self_test, temporary_folder
 from resources.store.reusable_answers import ReusableAnswers
 
 KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds

@@ -25,8 +25,8 @@ from batch_assets.api.settings import records_database
 from batch_assets.orchestration.cost_report import DIGITS, SPEND_KEY, put_table, table_metadata
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import Objects, open_for_sensor, open_objects
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import Objects, open_for_sensor, open_objects
 
 BILLING_KEY = dg.AssetKey(["api", "billing"])
 PATH = "_platform/billing.parquet"

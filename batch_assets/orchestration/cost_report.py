@@ -22,8 +22,8 @@ from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reporting.reports import Billed
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import Objects, open_for_sensor, open_objects
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import Objects, open_for_sensor, open_objects
 
 SPEND_KEY = dg.AssetKey(["platform", "spend"])
 FOLDER = "_platform/spend"  # no dataset's: their names do not begin with _

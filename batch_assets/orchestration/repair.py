@@ -17,8 +17,8 @@ from batch_assets.catalog.reader import BatchReport
 from batch_assets.orchestration.reconcile import CHANGED, GONE, Findings, Lost, heal
 from batch_assets.publishing.differences import Difference, Kind
 from batch_assets.publishing.verify import Verification
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore
-from resources.store.objects import CorruptObject
 
 LOST: frozenset[Kind] = frozenset({"missing_batch", "void_catalog_entry", "corrupt_object"})
 MISREPORTED: frozenset[Kind] = frozenset(

@@ -12,8 +12,8 @@ from batch_assets.publishing.dead_letters import current_dead_letters, dead_lett
 from batch_assets.publishing.differences import Difference
 from batch_assets.publishing.published_table import broken_files, published_table
 from batch_assets.snapshot.integrity import damaged_files
+from resources.objects.opening import CorruptObject, ObjectInfo
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
-from resources.store.objects import CorruptObject, ObjectInfo
 
 
 def listed_differences(

@@ -28,8 +28,8 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
 from resources.store.reusable_answers import ReusableAnswers
 
 # The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.

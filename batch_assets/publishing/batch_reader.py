@@ -1,7 +1,7 @@
 """Reading a snapshot's committed batches: neighbours at once, with what the snapshot keeps of their rows.
 
 An object of 250 rows costs a round trip each on S3 and a millisecond of parsing anywhere, so they are read ahead
-(`resources.store.read_ahead`). Memory does not grow with the number of rows, nor with the length of their prompts.
+(`resources.objects.read_ahead`). Memory does not grow with the number of rows, nor with the length of their prompts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batch_assets.publishing.prompt_column import PROMPT, decoded_prompts
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
 from resources.store.outcome_columns import OUTCOME_COLUMNS
 
 RESERVED_COLUMNS = frozenset((*OUTCOME_COLUMNS, PROMPT, "batch", "duplicate_of"))

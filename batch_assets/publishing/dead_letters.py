@@ -17,11 +17,11 @@ from pydantic import ConfigDict
 
 from batch_assets.publishing.batch_reader import CommittedRows, pieces, table_name
 from batch_assets.publishing.table_files import table_schema
+from resources.objects.opening import CorruptObject, temporary_folder
+from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.integrity import Sealed, StoredFile, read_pointer, read_sealed, sha256_of
-from resources.store.objects import CorruptObject, temporary_folder
 from resources.store.outcome_columns import PART_COLUMNS
-from resources.store.read_ahead import read_ahead, threads_for
 
 FORMAT = 1
 _REASON = (

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.prompt_column import PROMPT, prompt_bytes
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
 
 _SLICE_ROWS = 5000
 _BLOCK_BYTES = 8 << 20

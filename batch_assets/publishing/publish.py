@@ -24,10 +24,10 @@ from batch_assets.publishing.published_table import (
     table_version,
 )
 from batch_assets.publishing.table_files import Column, TableWriter, table_schema
+from resources.objects.opening import CorruptObject
+from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.integrity import StoredFile, sha256_of
-from resources.store.objects import CorruptObject
-from resources.store.read_ahead import read_ahead, threads_for
 
 PART_ROWS = 500_000
 _NAMED = 20

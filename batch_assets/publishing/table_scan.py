@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batch_assets.publishing.published_table import PublishedTable
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import CorruptObject
 
 _BATCH_ROWS = 4000
 _RUN_ROWS = 1 << 20

@@ -27,9 +27,9 @@ from batch_assets.publishing.published_table import table_versions
 from batch_assets.publishing.verify_table import Totals, readers_version, verify_table
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
 from gpu_runner.rows import data_version
+from resources.objects.opening import CorruptObject
+from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
-from resources.store.read_ahead import read_ahead, threads_for
 
 REBUILD = "run rebuild-ledger: it reports the batch from the store"
 DEAD_LETTERS = "materialize the dead_letters asset"

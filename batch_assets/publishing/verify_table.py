@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from batch_assets.publishing.differences import Difference, error_text
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.publishing.table_scan import Hashes, repeated_ids, table_batches
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.integrity import sha256_of
-from resources.store.objects import CorruptObject
 
 PUBLISH = "materialize the dataset asset"
 _NAMED = 5

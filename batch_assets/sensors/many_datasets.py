@@ -14,7 +14,7 @@ import dagster as dg
 
 from batch_assets.orchestration.launch_plan import State
 from batch_assets.sensors.round_robin import Turns
-from resources.store.objects import CorruptObject
+from resources.objects.opening import CorruptObject
 
 TICK_SECONDS = 20.0  # for new looks; a sensor has 60 s (DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS)
 MOST_RUNS = 20  # started by one tick: the daemon starts them one after the other, and does not look meanwhile

@@ -15,8 +15,8 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.targets import DatasetTarget
+from resources.objects.opening import StoreError
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import StoreError
 
 Datasets = Mapping[str, tuple[GeneratedDatasetSpec, Path]]
 LOOK_SECONDS = 20.0  # for datasets without open work, of a sensor's 60 s

@@ -11,9 +11,9 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.orchestration.reconcile import Reconciler, heal, too_many
 from batch_assets.sensors.instance import instance_of
+from resources.objects.health import is_store_trouble
+from resources.objects.opening import CorruptObject, StoreError
 from resources.store.dataset_store import BatchStore, DatasetStore
-from resources.store.health import is_store_trouble
-from resources.store.objects import CorruptObject, StoreError
 
 SECONDS = 60
 TICK_SECONDS = 5.0  # after which no further slice is begun

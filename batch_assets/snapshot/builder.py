@@ -26,9 +26,9 @@ from batch_assets.snapshot.placement import DUPLICATE, Counts, PlacedRows, Place
 from batch_assets.snapshot.row_index import previous_file
 from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.integrity import StoredFile
-from resources.store.objects import CorruptObject
 
 DUPLICATE_ROWS = 500_000
 

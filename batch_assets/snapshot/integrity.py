@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpu_runner.rows import data_version
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.integrity import sha256_of
-from resources.store.objects import CorruptObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject
 
 INDEX_ROWS = 1 << 16
 PART_ROWS = 1 << 13

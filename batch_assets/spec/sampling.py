@@ -15,7 +15,7 @@ from typing import Any
 
 from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.fields import encodable
-from gpu_runner.client.answer_parts import MOST_ALTERNATIVES
+from gpu_runner.client.answers.answer_parts import MOST_ALTERNATIVES
 from gpu_runner.rows import Task
 
 MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's unless it is started with --max-logprobs

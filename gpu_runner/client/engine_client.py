@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from gpu_runner.client import answer_numbers
-from gpu_runner.client.answer_limit import answer_limit, list_limit
+from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers.answer_limit import answer_limit, list_limit
 from gpu_runner.client.connections import (
     KEEP_ALIVE_SECONDS,
     allow_open_files,

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from gpu_runner.client import answer_numbers
+from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.protocol import EngineRefused
 from gpu_runner.http.bounded_read import PAGE_BYTES, check_values
 

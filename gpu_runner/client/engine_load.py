@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpu_runner.client import answer_numbers
+from gpu_runner.client.answers import answer_numbers
 
 
 @dataclass(frozen=True, slots=True)

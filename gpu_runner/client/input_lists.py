@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from gpu_runner.client import answer_numbers
+from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.protocol import Completion, Transient, error_of
 
 

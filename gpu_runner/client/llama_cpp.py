@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from gpu_runner.client import answer_numbers
+from gpu_runner.client.answers import answer_numbers
 from gpu_runner.rows import Generation, Task
 
 OWNER = "llamacpp"  # `owned_by` in its list of models

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from gpu_runner.answers import NO_PARTS, AnswerParts
-from gpu_runner.client import answer_numbers
-from gpu_runner.client.answer_parts import at_index_0, chat_parts, completion_parts
+from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers.answer_parts import at_index_0, chat_parts, completion_parts
 from gpu_runner.rows import Generation, Output, Task
 
 MESSAGE_LENGTH = 500

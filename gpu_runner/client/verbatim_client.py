@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gpu_runner.client import answer_numbers
+from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.engine_client import EngineClient
 from gpu_runner.client.protocol import (
     BROKEN_FINISH_REASONS,

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gpu_runner.client.answer_numbers import context_length
+from gpu_runner.client.answers.answer_numbers import context_length
 from gpu_runner.client.llama_cpp import LlamaCppCard
 from gpu_runner.http.addresses import AddressRefused, connect, direct, engine_url, host_and_port
 from gpu_runner.http.bounded_read import PAGE_BYTES, check_values

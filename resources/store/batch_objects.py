@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Outcome, Task, data_version
-from resources.store.objects import CorruptObject
+from resources.objects.opening import CorruptObject
 from resources.store.outcome_tables import is_outcomes_table, outcomes_table, with_all_columns, without_empty_columns
 from resources.store.snapshot_manifest import BatchEntry
 

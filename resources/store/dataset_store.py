@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpu_runner.rows import Outcome, Row, Task, data_version
+from resources.objects.opening import CorruptObject, ObjectInfo, Objects, open_for_sensor, open_objects
 from resources.store.batch_objects import (
     FOOTER_KEY,
     BatchFooter,
@@ -26,7 +27,6 @@ from resources.store.batch_objects import (
 )
 from resources.store.integrity import read_pointer, read_sealed
 from resources.store.journal import Journal
-from resources.store.objects import CorruptObject, ObjectInfo, Objects, open_for_sensor, open_objects
 from resources.store.outcome_tables import outcomes_from
 from resources.store.snapshot_manifest import BatchEntry, Shard, SnapshotManifest
 

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from resources.store.objects import CorruptObject, Objects
+from resources.objects.opening import CorruptObject, Objects
 
 READ_BYTES = 1 << 22
 MOST_POINTER_BYTES = 200

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from gpu_runner.rows import Outcome, Task
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 from resources.store.outcome_tables import outcomes_from, outcomes_table, without_empty_columns
 
 _CHECKSUM_BYTES = 8

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gpu_runner.rows import Outcome, Row
-from resources.store.objects import CorruptObject, Objects
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.outcome_tables import is_outcomes_table, outcomes_from, without_empty_columns
 
 _NAME = re.compile(r"(?P<key>\d{5,})-r(?P<rows>\d+)\.parquet")

@@ -58,8 +58,8 @@ def test_every_dataset_has_its_jobs_and_sensors(definitions: dg.Definitions):
 def test_the_example_makes_five_thousand_prompts(tmp_path: Path):
     from batch_assets.snapshot.builder import build_snapshot
     from batch_assets.spec.discovery import declared
+    from resources.objects.opening import open_objects
     from resources.store.dataset_store import DatasetStore
-    from resources.store.objects import open_objects
 
     store = DatasetStore(open_objects(str(tmp_path / "store")), "example")
     work = tmp_path / "work"

@@ -27,8 +27,8 @@ from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.simulated.config import FaultKind
 from resources.fleet.resource import FleetConfig, GpuFleet
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 
 CODE = ["batch_assets", "resources", "gpu_runner"]
 ROWS = 3

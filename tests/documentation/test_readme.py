@@ -17,15 +17,15 @@ from support.snapshots import commit
 from typer.testing import CliRunner
 
 from batch_assets import settings
+from batch_assets.cli.dataset_commands.status_command import rebuild
 from batch_assets.cli.main import app
-from batch_assets.cli.status_command import rebuild
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.discovery import declared
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 OWN = ("BATCH_ASSETS_", "AWS_", "DAGSTER_")
 

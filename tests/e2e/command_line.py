@@ -21,8 +21,8 @@ from support.timing import PATIENCE
 
 from e2e.harness import eventually
 from gpu_runner.fleet.database import FleetDatabase
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 NAME = "rhymes"
 ROWS, BATCHES = 1000, 20

@@ -26,8 +26,8 @@ from batch_assets.local_dagster.stack import Stack
 from batch_assets.webserver import token as web_token
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ import pytest
 from e2e.harness import eventually, platform
 from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
 from gpu_runner.providers.engine_process import free_port
-from resources.store.objects import open_objects, self_test
+from resources.objects.opening import open_objects, self_test
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

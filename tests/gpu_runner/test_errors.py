@@ -35,12 +35,12 @@ def subclasses(cls: type) -> Iterator[type]:
 def test_every_error_for_users_has_an_exit_status():
     for module in (
         "batch_assets.access", "batch_assets.cli.demos.demo", "batch_assets.cli.demos.demo_fleet",
-        "batch_assets.cli.preview",
+        "batch_assets.cli.dataset_commands.preview",
         "batch_assets.cli.user_errors",
         "batch_assets.local_dagster.dagster_client", "batch_assets.local_dagster.home", "batch_assets.settings",
         "batch_assets.snapshot.source.errors", "batch_assets.spec.errors", "batch_assets.spec.request_options",
         "gpu_runner.fleet.migrations",
-        "resources.endpoints", "resources.fleet.config", "resources.pricing.price_files", "resources.store.health",
+        "resources.endpoints", "resources.fleet.config", "resources.pricing.price_files", "resources.objects.health",
     ):  # fmt: skip
         importlib.import_module(module)
     found = {cls.__name__: getattr(cls, "exit_status", None) for cls in subclasses(UserFacingError)}

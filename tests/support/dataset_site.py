@@ -20,8 +20,8 @@ from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.fleet.database import FleetDatabase
 from resources.endpoints import allow
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore, SnapshotManifest
-from resources.store.objects import open_objects
 
 MODEL = "simulated/tiny"
 BATCH = 10

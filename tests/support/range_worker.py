@@ -10,8 +10,8 @@ from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunId
 from gpu_runner.fleet.database import FleetDatabase, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from resources.fleet.resource import LeasedEngine
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 TTL, BEAT = 8.0, 0.3  # a worker that gets no processor time for so long loses its batches to another
 SLOTS = 8

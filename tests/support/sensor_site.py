@@ -29,8 +29,8 @@ from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.tags import PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
 from gpu_runner.fleet.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchEntry, BatchStore, DatasetStore, SnapshotManifest
-from resources.store.objects import open_objects
 from support.snapshots import commit, questions, write_snapshot
 
 S = dg.DagsterRunStatus

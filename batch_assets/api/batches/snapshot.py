@@ -21,8 +21,8 @@ from batch_assets.api.batches.lines import Line, LineChecker, LineError
 from batch_assets.api.batches.long_texts import LongText
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Task, data_version
+from resources.objects.opening import Objects, temporary_folder
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
-from resources.store.objects import Objects, temporary_folder
 
 BATCH_ROWS = 250
 SHARD_BATCHES = 40

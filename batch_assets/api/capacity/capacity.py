@@ -36,8 +36,8 @@ from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import ControlTiming, Plan, Target
 from gpu_runner.rows import Task
 from resources.fleet.resource import FleetConfigError, GpuFleet
+from resources.objects.opening import Objects
 from resources.pricing.price_files import PricingError
-from resources.store.objects import Objects
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import LIMITS
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.planning.workload_estimate import BYTES_PER_TOKEN, DEFAULT_MAX_TOKENS, OUTPUT_SHARE
-from resources.store.health import is_store_trouble
-from resources.store.objects import CorruptObject, Objects
+from resources.objects.health import is_store_trouble
+from resources.objects.opening import CorruptObject, Objects
 
 log = logging.getLogger(__name__)
 

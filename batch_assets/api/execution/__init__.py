@@ -4,10 +4,9 @@
 feed of rows per model, shared by all batches of that model, in the order of `batch_queue`; `batch_run` is one batch
 under way: its rows, journal and batch objects; `open_parts` are those of them that a feed has; `local_journal` keeps
 rows on this computer that the store does not have yet; `stops` ends rows of batches that are over; `results` writes
-the output and error files; `engines` says who serves a model, `fleet_engines` leases from the fleet, `engine_slots` is
-how many engines a feed has; `token_counts` asks engines how long texts are; `catalog` reports what was made to Dagster;
-`sweeper` deletes what nobody can read any more; `read_ahead` reads many small objects at once; `holders` says whether
-another worker is gone.
+the output and error files; `engines/` say who serves a model; `catalog` reports what was made to Dagster; `sweeper`
+deletes what nobody can read any more; `read_ahead` reads many small objects at once; `holders` says whether another
+worker is gone.
 """
 
-__all__ = ["batch_lifecycle", "batch_run", "catalog", "engines", "fleet_engines", "worker"]
+__all__ = ["batch_lifecycle", "batch_run", "catalog", "engines", "worker"]

@@ -22,10 +22,10 @@ from batch_assets.api.billing.batch_usage import BatchUsage, Settle
 from batch_assets.api.billing.spending import BUDGET, Spending
 from batch_assets.api.billing.usage import Tokens
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines import EngineSupply
+from batch_assets.api.execution.engines.engine_supply import EngineSupply
+from batch_assets.api.execution.engines.token_counts import too_long_texts
 from batch_assets.api.execution.model_feed import Committed
 from batch_assets.api.execution.results import Results, write_results
-from batch_assets.api.execution.token_counts import too_long_texts
 from batch_assets.api.models import Models, known_contexts, known_models
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
 from batch_assets.api.records.database import is_records_trouble
@@ -43,8 +43,8 @@ from batch_assets.api.records.states import (
 from batch_assets.api.settings import ApiLimits
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, Spans
 from gpu_runner.rows import Task
-from resources.store.health import is_store_trouble
-from resources.store.objects import Objects
+from resources.objects.health import is_store_trouble
+from resources.objects.opening import Objects
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from batch_assets.api.execution.read_ahead import read_ahead
 from batch_assets.api.execution.stops import STOPPED, marked
 from batch_assets.api.records.batches import BatchRecord, Held
 from gpu_runner.rows import Batch, Origin, Outcome, Row, Task
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
-from resources.store.objects import CorruptObject, Objects
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import dagster as dg
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter
-from resources.store.objects import CorruptObject, Objects
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from batch_assets.api.batches.create import priority_of
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import HELD_BACK, BatchRun
-from batch_assets.api.execution.engine_slots import EngineSlot, EngineSlots
-from batch_assets.api.execution.engines import EngineAway, EngineSupply, NoFurtherEngine, ServingEngine
+from batch_assets.api.execution.engines.engine_slots import EngineSlot, EngineSlots
+from batch_assets.api.execution.engines.engine_supply import EngineAway, EngineSupply, NoFurtherEngine, ServingEngine
 from batch_assets.api.execution.local_journal import LocalJournal
 from batch_assets.api.execution.open_parts import OpenParts
 from batch_assets.api.execution.stops import StoppableEngine, Stops
@@ -29,8 +29,8 @@ from gpu_runner.client.verbatim_client import VerbatimClient
 from gpu_runner.http.tls_files import TlsFilesError
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.rows import Generation, Origin, Outcome, Task
+from resources.objects.health import is_store_trouble
 from resources.store.dataset_store import BatchFooter
-from resources.store.health import is_store_trouble
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from batch_assets.api.execution.read_ahead import read_ahead
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.api.records.files import FileRecord, Purpose, content_path
 from gpu_runner.rows import Outcome
+from resources.objects.opening import CorruptObject, temporary_folder
 from resources.store.dataset_store import BatchEntry
-from resources.store.objects import CorruptObject, temporary_folder
 
 READS = 4  # at once, of 250 rows each
 KINDS = OUTPUT, ERROR = "output", "error"

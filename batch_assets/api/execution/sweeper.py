@@ -16,7 +16,7 @@ from batch_assets.api.batches.snapshot import batch_folder
 from batch_assets.api.execution.results import unnamed_contents
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.files import FileRecords, content_path
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 
 log = logging.getLogger(__name__)
 

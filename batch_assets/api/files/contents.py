@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from batch_assets.api.records.files import FileRecord
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 
 PART_BYTES = 1 << 20
 

@@ -27,7 +27,7 @@ from batch_assets.api.records.files import (
     new_file_id,
 )
 from batch_assets.api.settings import ApiSettings
-from resources.store.objects import Objects, temporary_folder
+from resources.objects.opening import Objects, temporary_folder
 
 log = logging.getLogger(__name__)
 

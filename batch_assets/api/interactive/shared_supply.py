@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from batch_assets.api.execution.engines import EngineSupply, ServingEngine
+from batch_assets.api.execution.engines.engine_supply import EngineSupply, ServingEngine
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.settings import SettingError

@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from batch_assets import settings
+from batch_assets.cli.dataset_commands.run import Request
+from batch_assets.cli.dataset_commands.run_summary import carry_out
 from batch_assets.cli.fleet_commands.fleet import print_costs
-from batch_assets.cli.run import Request
-from batch_assets.cli.run_summary import carry_out
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import StackError, prepare_home
 from batch_assets.local_dagster.local_fleet import the_fleet

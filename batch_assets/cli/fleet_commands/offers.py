@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
-from batch_assets.cli.status_command import print_json
+from batch_assets.cli.dataset_commands.status_command import print_json
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
@@ -24,9 +24,9 @@ from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.models.facts import KnownModel, Placement
 from gpu_runner.providers.rentable import CLOUDS
+from resources.objects.opening import open_objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 NO_CLOCKS: Mapping[str, float] = {}
 PLAIN_WIDTH = 180  # of output that goes into a file or a pipe

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from batch_assets.snapshot.source.errors import SourceError
-from resources.store.objects import open_objects
+from resources.objects.opening import open_objects
 
 if TYPE_CHECKING:
     pass

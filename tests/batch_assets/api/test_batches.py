@@ -12,7 +12,7 @@ from support.api_site import CHAT, ApiSite, api_site, line
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.api.settings import ApiLimits
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 
 Steps = Callable[[ApiSite], Coroutine[Any, Any, None]]
 BATCH_FIELDS = {

@@ -12,7 +12,12 @@ import pytest
 from support.api_site import ApiSite, api_site, line
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
-from batch_assets.api.execution.engines import EndpointsSupply, EndpointSupply, EngineAway, NoFurtherEngine
+from batch_assets.api.execution.engines.engine_supply import (
+    EndpointsSupply,
+    EndpointSupply,
+    EngineAway,
+    NoFurtherEngine,
+)
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.models import NamedModels, ServedModel, SeveralModels
 from batch_assets.cli import main

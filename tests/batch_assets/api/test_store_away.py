@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.api_site import api_site, line
 
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.opening import LocalObjects, StoreError
 
 
 class _Breaking:

@@ -17,8 +17,8 @@ from batch_assets.tags import (
     USER_PROVIDED_TAG,
     WILL_RETRY_TAG,
 )
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchFooter, DatasetStore
-from resources.store.objects import open_objects
 
 FOOTER = BatchFooter(
     dataset="d",

@@ -10,8 +10,8 @@ import pytest
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import Catalog, current_reports
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore
-from resources.store.objects import open_objects
 
 
 def footer(key: str, *, generation: int = 0, dead: int = 1, run: str = "run-1") -> BatchFooter:

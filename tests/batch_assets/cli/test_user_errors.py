@@ -29,9 +29,9 @@ from gpu_runner.fleet.migrations import VERSION_TABLE, FleetDatabaseTooNew
 from gpu_runner.providers.base import ProviderUnclear
 from resources.endpoints import EndpointsError
 from resources.fleet.config import FleetConfigError
+from resources.objects.health import StoreAway
+from resources.objects.opening import CorruptObject, StoreError
 from resources.pricing.price_files import PricingError
-from resources.store.health import StoreAway
-from resources.store.objects import CorruptObject, StoreError
 
 SPEC = {
     "name": "haiku",

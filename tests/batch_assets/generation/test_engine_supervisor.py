@@ -26,8 +26,8 @@ from gpu_runner.reachability import Reachability
 from resources.fleet.client import ProvisioningFailed
 from resources.fleet.leased_engine import LeasedEngine
 from resources.fleet.migration import Migration
+from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects, open_objects
 
 ROWS = 320
 

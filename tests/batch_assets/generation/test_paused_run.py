@@ -25,9 +25,9 @@ from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from resources.fleet.client import FleetClient
 from resources.fleet.config import FleetConfig
 from resources.fleet.leased_engine import Requirement
+from resources.objects.opening import open_objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 TTL, ROWS = 2.0, 8000
 CLOCK = 3.0

@@ -22,8 +22,8 @@ from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import open_objects
 
 ROWS, BATCH = 200, 20
 SILENT = 10.0

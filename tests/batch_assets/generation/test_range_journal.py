@@ -10,8 +10,8 @@ from support.simulated_engine import simulated_engine
 from support.snapshots import MODEL, questions, write_snapshot
 
 from batch_assets.generation.range_run import RangeRun
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 
 
 def test_what_a_stopped_run_had_journaled_is_not_asked_again(local_objects: Objects) -> None:

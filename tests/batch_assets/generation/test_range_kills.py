@@ -19,8 +19,8 @@ from support.timing import PATIENCE
 
 from batch_assets.generation.range_run import Intent, plan_range
 from gpu_runner.fleet.database import FleetDatabase
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 ROWS, BATCH = 600, 20
 KILLS = 6

@@ -17,8 +17,8 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.client.protocol import EngineRefused
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import Objects
 
 
 def test_a_range_is_generated_committed_and_then_only_reported(any_objects: Objects) -> None:

@@ -30,8 +30,8 @@ from batch_assets.publishing.verify import LedgerEntry, verify
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.reuse import find_reusable
 from gpu_runner.fleet.database import FleetDatabase
+from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchFooter, DatasetStore, SnapshotManifest
-from resources.store.objects import Objects, open_objects
 from resources.store.reusable_answers import ReusableAnswers
 
 KILLS = 2

@@ -17,8 +17,8 @@ from support.timing import PATIENCE
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.rows import Batch
+from resources.objects.opening import LocalObjects, Objects, S3Objects, StoreError
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import LocalObjects, Objects, S3Objects, StoreError
 
 SILENT = 1000.0
 AWAY_SECONDS = 0.7

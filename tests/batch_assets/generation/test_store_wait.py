@@ -18,8 +18,8 @@ from batch_assets.generation import store_wait
 from batch_assets.generation.range_run import RangeRun
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.orchestration.reconcile import Reconciler
-from resources.store.health import StoreAway, StoreHealth
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.health import StoreAway, StoreHealth
+from resources.objects.opening import LocalObjects, StoreError
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(30)]
 

@@ -28,8 +28,8 @@ from batch_assets.metadata.histogram import (
 )
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 
 DAY, NIGHT = "#ffffff", "#0f1114"
 

@@ -16,8 +16,8 @@ from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
 from gpu_runner.rows import Row
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import CorruptObject, Objects
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

@@ -19,7 +19,7 @@ from batch_assets.catalog import ledger
 from batch_assets.cli.interrupts import Interrupted
 from batch_assets.monitoring.request_monitor import ProgressUpdate, RequestMonitor, RunResult
 from batch_assets.tags import REFRESH_TAG
-from resources.store.health import GIVE_UP_SILENT_SECONDS
+from resources.objects.health import GIVE_UP_SILENT_SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,8 @@ from batch_assets.tags import (
 )
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RunActivity
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import open_objects
 
 S = dg.DagsterRunStatus
 REFRESH = {REFRESH_TAG: "d"}

@@ -13,8 +13,8 @@ from batch_assets.orchestration.assets import rows_asset, source_asset
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 
 
 def spec(source: dict[str, Any]) -> GeneratedDatasetSpec:

@@ -20,8 +20,8 @@ from batch_assets.orchestration.billing_report import COLUMNS, billing_report_se
 from gpu_runner.fleet.accounting.charges import SpendLine
 from gpu_runner.fleet.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import Objects, open_objects
 
 NOON = datetime.datetime(2026, 3, 28, 12, tzinfo=datetime.UTC).timestamp()
 DAY = datetime.date(2026, 3, 28)

@@ -31,8 +31,8 @@ from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from gpu_runner.fleet.database import FleetDatabase, LeaseUsage
 from resources.fleet.resource import GpuFleet
+from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchStore
-from resources.store.objects import Objects, open_objects
 
 CENT = 0.06  # US dollars of a real second: 3.6 an hour at a clock of 60
 NOON = datetime.datetime(2026, 3, 28, 12, tzinfo=datetime.UTC).timestamp()

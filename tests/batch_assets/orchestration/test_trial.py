@@ -11,7 +11,7 @@ from support.sensor_site import KEYS, S, Site
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.progress import Figures
-from batch_assets.cli.run import Request
+from batch_assets.cli.dataset_commands.run import Request
 from batch_assets.orchestration.active_request import WorkWatcher
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.spec.request_options import InvalidTag
@@ -110,7 +110,7 @@ def test_a_trial_leaves_no_missing_batches_to_its_request(site: Site) -> None:
 def test_the_summary_says_what_is_left() -> None:
     from types import SimpleNamespace
 
-    from batch_assets.cli.run_summary import trial_done
+    from batch_assets.cli.dataset_commands.run_summary import trial_done
 
     trial = Figures(250, 1, 1, 250, 249, 1, 5000, 9000)
     status = SimpleNamespace(dataset="d", batches=20, rows=5000)

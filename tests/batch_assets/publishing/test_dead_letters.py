@@ -9,8 +9,8 @@ import pytest
 from support.snapshots import SourceRow, commit, current_path, overwrite, questions, write_snapshot
 
 from batch_assets.publishing.dead_letters import DeadLetters, dead_batches, dead_letters
+from resources.objects.opening import CorruptObject, LocalObjects, Objects
 from resources.store.dataset_store import BatchObject, DatasetStore
-from resources.store.objects import CorruptObject, LocalObjects, Objects
 
 LOST = ["id-000003", "id-000012", "id-000018", "id-000046"]
 

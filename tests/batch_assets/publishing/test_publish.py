@@ -22,8 +22,8 @@ from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.rows import Row
+from resources.objects.opening import CorruptObject, LocalObjects, Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject, LocalObjects, Objects
 
 CARD = Card("Sums that a model was asked.", ["team:sums"], ["arithmetic"])
 

@@ -20,8 +20,8 @@ from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.publishing.quality import CHECKS, CheckFigure, Counted, Thresholds, quality
 from batch_assets.publishing.table_scan import Hashes, repeated_ids
 from gpu_runner.rows import Row
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import Objects
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 STRICT = Thresholds(0.0, 1.0, 0.0, 0.0)

@@ -18,8 +18,8 @@ from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.publishing.verify import Difference, LedgerEntry, check_object, verify
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import FOOTER_KEY, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject, Objects
 
 COPIES = {"copy-1": "id-000003", "copy-2": "id-000012"}
 

@@ -22,8 +22,8 @@ from batch_assets.definitions import platform
 from batch_assets.orchestration.reconcile import Findings, Reconciler
 from batch_assets.sensors import catalog_changes, many_datasets, round_robin
 from batch_assets.tags import CANCELED_TAG, PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
-from resources.store.objects import open_objects
 
 NAMES = [f"d{number}" for number in range(4)]
 

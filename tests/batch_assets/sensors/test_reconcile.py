@@ -24,8 +24,8 @@ from batch_assets.publishing.publish import publish
 from batch_assets.sensors import catalog_changes
 from batch_assets.sensors import reconcile as reconcile_sensor
 from batch_assets.tags import PUBLISH_VOID_TAG
+from resources.objects.opening import CorruptObject, LocalObjects, ObjectInfo, StoreError
 from resources.store.dataset_store import BatchStore, DatasetStore
-from resources.store.objects import CorruptObject, LocalObjects, ObjectInfo, StoreError
 
 NAMES = ["d0", "d1", "d2"]
 ROWS = 60

@@ -14,7 +14,7 @@ from support.sensor_site import SPEC, S, Site
 from batch_assets.definitions import platform
 from batch_assets.sensors import capacity, many_datasets, open_datasets, reconcile
 from batch_assets.tags import REFRESH_TAG
-from resources.store import objects
+from resources.objects import opening as objects
 from resources.store.dataset_store import BatchStore
 
 NAMES = ["d0", "d1", "d2"]

@@ -26,8 +26,8 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.templates.prompt_template import Refused, Template
 from gpu_runner.rows import Row, row_key
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.objects import Objects
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("BATCH_ASSETS_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -656,7 +656,7 @@ import pathlib, random, sys, json
 import pyarrow as pa, pyarrow.parquet as pq
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import load_spec
-from resources.store.objects import open_objects
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 folder, rows, ending = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = DatasetStore(open_objects(str(folder / "store")), "d")
@@ -708,7 +708,7 @@ import pathlib, sys
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import load_spec
-from resources.store.objects import open_objects
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 folder = pathlib.Path(sys.argv[1])
 store = DatasetStore(open_objects(str(folder / "store")), "d")

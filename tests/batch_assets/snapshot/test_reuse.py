@@ -18,8 +18,8 @@ from batch_assets.generation.vector_length import vector_length
 from batch_assets.snapshot import reuse as reuse_module
 from batch_assets.snapshot.reuse import ReusableRows, dataset_names, find_reusable
 from gpu_runner.rows import Outcome, Row
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import FOOTER_KEY, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.objects import CorruptObject, Objects
 from resources.store.reusable_answers import ReusableAnswers
 
 

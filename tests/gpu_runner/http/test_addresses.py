@@ -35,7 +35,7 @@ from gpu_runner.rows import Generation
 from resources import endpoints
 from resources.endpoints import FILE, EndpointsError, allow, allowed
 from resources.fleet.config import FleetConfig, FleetConfigError
-from resources.store.objects import StoreError, open_objects
+from resources.objects.opening import StoreError, open_objects
 
 SECRET = "hunter2-secret"
 WITH_SECRETS = [

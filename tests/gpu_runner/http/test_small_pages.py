@@ -13,9 +13,9 @@ from gpu_runner.http.small_pages import TooLarge, read_file, read_page
 from gpu_runner.models.files import ModelFilesUnreadable, read_folder, read_hub
 from gpu_runner.providers.engine_process import answers, served_length
 from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.objects.opening import LocalObjects, StoreError
 from resources.pricing.price_files import PricingError, read_yaml
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import LocalObjects, StoreError
 
 MB = 1 << 20
 

@@ -12,6 +12,7 @@ import pytest
 from support.snapshots import commit, current_path, outcome, overwrite, questions, write_snapshot
 
 from gpu_runner.rows import Outcome
+from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import (
     FOOTER_KEY,
     BatchEntry,
@@ -20,7 +21,6 @@ from resources.store.dataset_store import (
     DatasetStore,
     SnapshotManifest,
 )
-from resources.store.objects import CorruptObject, Objects
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
 from resources.fleet.resource import GpuFleet
-from resources.store.objects import LocalObjects
+from resources.objects.opening import LocalObjects
 
 MODEL = "Qwen/Qwen3-8B"
 NAME = f"api/{MODEL}"

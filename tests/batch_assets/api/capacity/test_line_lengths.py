@@ -21,7 +21,7 @@ from batch_assets.api.capacity.line_lengths import MOST_TOKENS, SAMPLES, LineLen
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import ApiLimits
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.opening import LocalObjects, StoreError
 
 BATCH = BatchRecord(
     "batch_1", "t", CHAT, "file-1", "1h", 0, 3_600, "d", status="in_progress", model="tiny", total=100

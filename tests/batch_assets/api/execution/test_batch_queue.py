@@ -18,7 +18,7 @@ from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.records.batches import BatchRecord
 from gpu_runner.rows import Batch, Row
-from resources.store.objects import LocalObjects
+from resources.objects.opening import LocalObjects
 
 from .test_model_feed import run_of
 

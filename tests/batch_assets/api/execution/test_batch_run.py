@@ -23,7 +23,7 @@ from batch_assets.api.execution.results import write_results
 from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome
-from resources.store.objects import CorruptObject, LocalObjects, StoreError
+from resources.objects.opening import CorruptObject, LocalObjects, StoreError
 
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
 KEY = "00000"

@@ -21,7 +21,7 @@ from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.states import ACCEPT, EXPIRE
 from batch_assets.api.settings import ApiLimits
-from resources.store.objects import LocalObjects
+from resources.objects.opening import LocalObjects
 
 from .test_batch_run import answered
 

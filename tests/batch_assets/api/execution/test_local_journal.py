@@ -12,7 +12,7 @@ import pytest
 from batch_assets.api.execution.holders import began, own_name
 from batch_assets.api.execution.local_journal import LeftRows, LocalJournal
 from gpu_runner.rows import Outcome
-from resources.store.objects import LocalObjects
+from resources.objects.opening import LocalObjects
 
 from .test_batch_run import KEY, answered, run_of
 

@@ -19,9 +19,9 @@ from support.timing import PATIENCE
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
-from batch_assets.api.execution import engine_slots
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines import EndpointSupply, EngineAway, ServingEngine
+from batch_assets.api.execution.engines import engine_slots
+from batch_assets.api.execution.engines.engine_supply import EndpointSupply, EngineAway, ServingEngine
 from batch_assets.api.execution.local_journal import LocalJournal
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.open_parts import OpenParts
@@ -29,7 +29,7 @@ from batch_assets.api.execution.stops import STOPPED
 from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Task
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.opening import LocalObjects, StoreError
 
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
 

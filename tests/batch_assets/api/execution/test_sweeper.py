@@ -15,7 +15,7 @@ from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecord, FileRecords, content_path
 from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, REFUSE
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.opening import LocalObjects, StoreError
 
 NOW = 1_000.0
 

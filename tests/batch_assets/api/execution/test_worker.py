@@ -25,7 +25,7 @@ from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.execution import batch_lifecycle, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines import EndpointSupply
+from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import NamedModels
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
@@ -35,7 +35,7 @@ from batch_assets.api.records.states import ACCEPT
 from batch_assets.api.records.tables import BATCHES
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome, Task
-from resources.store.objects import LocalObjects, StoreError
+from resources.objects.opening import LocalObjects, StoreError
 
 NOBODY = "http://127.0.0.1:9"
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")

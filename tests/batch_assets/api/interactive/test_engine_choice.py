@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from batch_assets.api.errors import ApiError
-from batch_assets.api.execution.engines import ServingEngine
-from batch_assets.api.execution.fleet_engines import serving
+from batch_assets.api.execution.engines.engine_supply import ServingEngine
+from batch_assets.api.execution.engines.fleet_engines import serving
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import EngineReading

@@ -20,7 +20,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.callers import Scope
-from batch_assets.api.execution.engines import EndpointSupply
+from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens

@@ -25,9 +25,9 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec, SpecError, load_spec
 from gpu_runner.market.offers import Offer, OfferFilter
 from gpu_runner.market.speed import GIB, Measurement
+from resources.objects.opening import Objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 
 FLEET_MARKET = offers_command.fleet_market
 SPEC: dict[str, Any] = {
@@ -345,7 +345,7 @@ def test_embeddings_have_no_completion_and_ignore_eos_has_all_of_it(store: Datas
 
 
 def test_when_all_is_done_the_whole_dataset_is_ranked(home: Path) -> None:
-    from resources.store.objects import open_objects
+    from resources.objects.opening import open_objects
 
     there = DatasetStore(open_objects(str(home / "store")), "haiku")
     commit(there, write_snapshot(there, questions(25)))

@@ -27,7 +27,7 @@ from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.snapshot.source.parquet import plain
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.source import SourceSpec
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 
 
 def rows_of(base: Path, columns: list[str], **source: Any) -> tuple[list[tuple[Any, ...]], list[Reject]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from resources.store.objects import LocalObjects, Objects, StoreError, open_objects, self_test, temporary_folder
+from resources.objects.opening import LocalObjects, Objects, StoreError, open_objects, self_test, temporary_folder
 
 
 def paths(objects: Objects, prefix: str, start_after: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from resources.store.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
+from resources.objects.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

@@ -22,8 +22,8 @@ from batch_assets.publishing.verify import verify
 from gpu_runner.answers import Alternative, AnswerParts, Logprobs, TokenLogprob, ToolCall
 from gpu_runner.client.protocol import Completion, Transient, read_answer
 from gpu_runner.rows import Outcome
+from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import Objects
 from resources.store.outcome_columns import PART_COLUMNS
 
 CALL = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}

@@ -14,8 +14,8 @@ from support.http_server import ANSWER, http_server, status
 
 from batch_assets.api.batches.long_texts import LongText
 from batch_assets.api.execution.batch_lifecycle import COUNTINGS
-from batch_assets.api.execution.engines import ServingEngine
-from batch_assets.api.execution.token_counts import CHAT_SLACK, SURE_AFTER, too_long_texts
+from batch_assets.api.execution.engines.engine_supply import ServingEngine
+from batch_assets.api.execution.engines.token_counts import CHAT_SLACK, SURE_AFTER, too_long_texts
 
 CONTEXT = 20
 
@@ -139,7 +139,7 @@ def test_texts_that_are_likely_short_enough_are_not_asked_about() -> None:
 
 
 def test_an_engine_that_hangs_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batch_assets.api.execution.token_counts.CALL_SECONDS", 0.05)
+    monkeypatch.setattr("batch_assets.api.execution.engines.token_counts.CALL_SECONDS", 0.05)
 
     async def hang(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
@@ -153,7 +153,7 @@ def test_an_engine_that_hangs_costs_a_bounded_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_slow_engines_cost_no_more_time_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batch_assets.api.execution.token_counts.ALL_SECONDS", 0.5)
+    monkeypatch.setattr("batch_assets.api.execution.engines.token_counts.ALL_SECONDS", 0.5)
     asked = []
 
     async def hang(request: web.Request) -> web.Response:

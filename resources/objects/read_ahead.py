@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from resources.store.objects import Objects
+from resources.objects.opening import Objects
 
 Job = TypeVar("Job")
 Found = TypeVar("Found")

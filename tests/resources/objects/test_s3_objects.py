@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from resources.store.objects import Objects, StoreError, open_objects, self_test
+from resources.objects.opening import Objects, StoreError, open_objects, self_test
 
 
 @pytest.fixture

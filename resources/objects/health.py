@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from resources.store.objects import CorruptObject, StoreError
+from resources.objects.opening import CorruptObject, StoreError
 
 CallKind = Literal["read", "write"]
 JOIN_SECONDS = 1.0

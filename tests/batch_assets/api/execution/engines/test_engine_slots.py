@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from batch_assets.api.execution.engine_slots import SURPLUS_SECONDS, EngineSlot, EngineSlots
+from batch_assets.api.execution.engines.engine_slots import SURPLUS_SECONDS, EngineSlot, EngineSlots
 
 
 class Clock:

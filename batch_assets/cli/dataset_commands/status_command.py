@@ -21,8 +21,8 @@ from batch_assets.local_dagster.home import dagster_runs
 from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
 from batch_assets.monitoring.display import clock_lines, status_table
 from batch_assets.settings import dagster_home
+from resources.objects.opening import CorruptObject, StoreError
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
-from resources.store.objects import CorruptObject, StoreError
 
 if TYPE_CHECKING:
     from batch_assets.publishing.verify import Verification
@@ -115,7 +115,7 @@ def _print_differences(name: str, found: Verification) -> None:
 
 def rebuild(name: str) -> int:
     """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
-    from resources.store.read_ahead import read_ahead, threads_for
+    from resources.objects.read_ahead import read_ahead, threads_for
 
     with observing([name]) as (seen,):
         snapshot = seen.store.current_snapshot()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from resources.store.objects import LocalObjects, Objects, StoreError, open_objects
-from resources.store.store_folder import MARKER, StoreFolder
+from resources.objects.opening import LocalObjects, Objects, StoreError, open_objects
+from resources.objects.store_folder import MARKER, StoreFolder
 
 
 def paths(objects: Objects, prefix: str, start_after: str = "") -> list[str]:
@@ -29,7 +29,7 @@ def test_a_file_that_is_still_being_written_is_no_object(local_objects: LocalObj
 def test_a_killed_writer_leaves_no_object(local_objects: LocalObjects) -> None:
     code = (
         "import os, sys\n"
-        "from resources.store.objects import LocalObjects, open_objects\n"
+        "from resources.objects.opening import LocalObjects, open_objects\n"
         "LocalObjects._sync = staticmethod(lambda file: os._exit(9))\n"
         "open_objects(sys.argv[1]).create('d/a', b'x' * 1000000)\n"
     )

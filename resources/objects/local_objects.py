@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from resources.store.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
-from resources.store.store_folder import MARKER, FolderGone, StoreFolder
+from resources.objects.object_interface import LARGEST_OBJECT, ObjectInfo, StoreError, refuse_large
+from resources.objects.store_folder import MARKER, FolderGone, StoreFolder
 
 _TEMPORARY = ".writing-"
 

@@ -15,8 +15,8 @@ from support.capacity_site import SPEC, fleet_yaml, instance
 from support.sensor_site import Site
 from typer.testing import CliRunner
 
+from batch_assets.cli.dataset_commands.plan import report, wanted_words
 from batch_assets.cli.main import app
-from batch_assets.cli.plan import report, wanted_words
 from batch_assets.planning.planner_input import FleetView, propose, wanted_of
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import load_spec

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from resources.store.local_objects import LocalObjects
-from resources.store.object_interface import CorruptObject, ObjectInfo, Objects, StoreError
-from resources.store.s3_objects import S3Objects
+from resources.objects.local_objects import LocalObjects
+from resources.objects.object_interface import CorruptObject, ObjectInfo, Objects, StoreError
+from resources.objects.s3_objects import S3Objects
 
 __all__ = [
     "CorruptObject",

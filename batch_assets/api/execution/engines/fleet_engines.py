@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from batch_assets.api.billing.margin import fleet_name
-from batch_assets.api.execution.engines import EngineAway, ServingEngine
+from batch_assets.api.execution.engines.engine_supply import EngineAway, ServingEngine
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.rows import Task

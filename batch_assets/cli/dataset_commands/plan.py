@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.cli.dataset_commands.status_command import print_json
 from batch_assets.cli.fleet_commands.offers import PLAIN_WIDTH
-from batch_assets.cli.status_command import print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.clock_scale import scale_words
@@ -25,8 +25,8 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.planner.types import Candidate, Interval, Plan, Target
+from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
-from resources.store.objects import open_objects
 
 CURVE_LINES = 12
 

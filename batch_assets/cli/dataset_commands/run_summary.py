@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
-from batch_assets.cli.run import Request, Runner
 from batch_assets.durations import duration
 from batch_assets.monitoring.display import display
 
@@ -30,7 +30,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
                 ending = runner.run()
         except Interrupted:
             return EXIT_STATUS
-    from batch_assets.cli.status_command import print_json
+    from batch_assets.cli.dataset_commands.status_command import print_json
     from batch_assets.monitoring.dataset_status import dataset_status, observing
 
     with observing([request.dataset]) as (seen,):
@@ -63,7 +63,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
 
 def _verified(dataset: str, ending: RunResult) -> str:
     """What the success rests on."""
-    from batch_assets.cli.status_command import verified
+    from batch_assets.cli.dataset_commands.status_command import verified
 
     if ending.verification is None:
         return f"{dataset}: not verified: names and sizes were compared"

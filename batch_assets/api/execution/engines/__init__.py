@@ -1,0 +1,6 @@
+"""Who serves a model for the service's batches: `engine_supply` says what an engine is and names running ones,
+`fleet_engines` leases from the fleet; `engine_slots` is how many engines a model's feed has; `token_counts` asks
+engines how long texts are.
+"""
+
+__all__ = ["engine_slots", "engine_supply", "fleet_engines", "token_counts"]
