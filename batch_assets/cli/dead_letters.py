@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.cli.user_errors import CommandError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import direct, engine_url
@@ -31,7 +31,6 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 MOST_LETTERS = 1000  # of one call of the service
 CALL_SECONDS = 30.0
 PART = 64 << 10
-PLAIN_WIDTH = 160
 _COLUMNS = ("task_id", "tenant", "model", "code", "failures", "created_at", "died_at")
 
 

@@ -15,11 +15,10 @@ from rich.table import Table
 from batch_assets.api.access.api_keys import ApiKey, KeyRequestError, checked_scopes
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.settings import api_settings
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.spec.deadline import parse_seconds
 
-PLAIN_WIDTH = 160
 LONGEST_SECONDS = 3653 * 86400.0
 
 

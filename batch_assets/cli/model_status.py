@@ -17,14 +17,14 @@ from batch_assets.api.capacity.backlog import lines_left
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
-from batch_assets.cli.dataset_commands.status_command import WATCH_SECONDS, print_json
+from batch_assets.cli.dataset_commands.status_command import WATCH_SECONDS
 from batch_assets.cli.interrupts import Interrupted, Signals
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.settings import fleet_database
 from gpu_runner.fleet.database import FleetDatabase
 
-PLAIN_WIDTH = 160
 MOST_SHOWN = 50  # batches; `--json` has all
 
 

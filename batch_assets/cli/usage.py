@@ -14,10 +14,8 @@ from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import Used
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.local_dagster.home import prepare_home
-
-PLAIN_WIDTH = 160
 
 
 def show_usage(tenant: str | None, days: int, *, as_json: bool, today: datetime.date) -> None:

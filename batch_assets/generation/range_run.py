@@ -20,9 +20,9 @@ from batch_assets.generation.range_journal import RangeJournal
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.generation.range_source import RangeSource, RunClaims
 from batch_assets.generation.vector_length import vector_length
-from gpu_runner.client.answers.vector_length import VectorLength
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.client.protocol import is_rejection
+from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Origin, Outcome
 from resources.fleet.resource import LeasedEngine

@@ -1,10 +1,10 @@
 """HTTP client of one OpenAI-compatible server, and what its answers mean. Answers are outside data.
 
 `engine_client` sends; `connections` are its sockets, and `request_progress` knows how far a request got; `protocol`
-makes requests and reads answers, `input_lists` those to several inputs; `answers/` check them;
-`engine_info` says who serves; `llama_cpp` and `engine_load` know what servers name differently; `json_schemas/` are
-those of structured outputs; `trace_context` says to which trace a request belongs; `verbatim_client` passes whole
-requests on.
+makes requests and reads answers, `input_lists` those to several inputs; `answers/` check them, and `vector_length` that
+vectors are of one length; `engine_info` says who serves; `llama_cpp` and `engine_load` know what servers name
+differently; `json_schemas/` are those of structured outputs; `trace_context` says to which trace a request belongs;
+`verbatim_client` passes whole requests on.
 """
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "protocol",
     "request_progress",
     "trace_context",
+    "vector_length",
     "verbatim_client",
 ]

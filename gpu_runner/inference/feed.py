@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from gpu_runner.client.answers.vector_length import VectorLength
 from gpu_runner.client.connections import allow_open_files
 from gpu_runner.client.protocol import EngineLost
+from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.answer_memory import AnswerMemory
 from gpu_runner.inference.engine_monitor import Engine

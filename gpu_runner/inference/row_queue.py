@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gpu_runner.client.answers.vector_length import VectorLength
 from gpu_runner.client.protocol import Repair
+from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
 from gpu_runner.inference.row_state import Item, OpenBatch

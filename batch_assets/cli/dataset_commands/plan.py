@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
-from batch_assets.cli.dataset_commands.status_command import print_json
-from batch_assets.cli.fleet_commands.offers import PLAIN_WIDTH
+from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.clock_scale import scale_words
@@ -67,7 +66,7 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str],
     else:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=max(console.width, PLAIN_WIDTH))
+            console = Console(width=max(console.width, WIDE_WIDTH))
         console.print(report(view), highlight=False)
     return 0 if view.plan.feasible else 1
 

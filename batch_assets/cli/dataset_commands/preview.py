@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.planner_input import FleetView, Proposal, propose

@@ -30,7 +30,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
                 ending = runner.run()
         except Interrupted:
             return EXIT_STATUS
-    from batch_assets.cli.dataset_commands.status_command import print_json
+    from batch_assets.cli.output import print_json
     from batch_assets.monitoring.dataset_status import dataset_status, observing
 
     with observing([request.dataset]) as (seen,):

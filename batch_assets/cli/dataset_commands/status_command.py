@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.table import Table
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import BatchReport
 from batch_assets.cli.interrupts import Interrupted, Signals
+from batch_assets.cli.output import print_json
 from batch_assets.local_dagster.home import dagster_runs
 from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
 from batch_assets.monitoring.display import clock_lines, status_table
@@ -58,11 +58,6 @@ def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool
 
 def _dagster_runs(seen: Sequence[Observer]) -> bool:
     return bool(seen) and dagster_runs(dagster_home(), seen[0].instance)
-
-
-def print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
 
 
 def show_verification(name: str, *, as_json: bool = False) -> int:

@@ -11,14 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet.database import FleetDatabase, Instance
 
-PLAIN_WIDTH = 160
 PARTS = ("useful", "booting", "idle", "wasted")
 
 

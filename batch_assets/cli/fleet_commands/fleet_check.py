@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.local_dagster.local_fleet import the_fleet
 from gpu_runner.providers.base import Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckedProvider, CheckOutcome, CheckResult, CheckSubject
 
 SECONDS = 30.0
-PLAIN_WIDTH = 160
 _STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome.FAILED: "red"}
 
 

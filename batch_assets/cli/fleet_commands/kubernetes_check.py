@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import print_json
 from batch_assets.kubernetes.rights import Account, Cluster, check_rights
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.providers.checks import CheckOutcome, CheckResult

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
-from batch_assets.cli.dataset_commands.status_command import print_json
+from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
@@ -29,7 +29,6 @@ from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
 
 NO_CLOCKS: Mapping[str, float] = {}
-PLAIN_WIDTH = 180  # of output that goes into a file or a pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
         return
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, PLAIN_WIDTH))
+        console = Console(width=max(console.width, WIDE_WIDTH))
     console.print(report(view, limit, time.time()), highlight=False)
 
 

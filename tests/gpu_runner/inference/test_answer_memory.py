@@ -12,8 +12,8 @@ import pytest
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
-from gpu_runner.client.answers.vector_length import VectorLength
 from gpu_runner.client.protocol import Completion, EngineLost, EngineRefused, Transient
+from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.rows import Generation

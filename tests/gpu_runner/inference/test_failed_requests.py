@@ -11,8 +11,8 @@ import pytest
 from support.fake_engine import FakeEngine, Sink, batches
 from support.virtual_time import run
 
-from gpu_runner.client.answers.vector_length import VectorLength
 from gpu_runner.client.protocol import EngineRefused, RequestDenied, Transient
+from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory
 from gpu_runner.inference.engine_monitor import Watchdog
 from gpu_runner.inference.failed_requests import FailedRequests
