@@ -139,7 +139,7 @@ def test_no_hostile_engine_takes_more_than_300_mb_and_every_row_has_one_outcome(
     }
     names = [path.split("/")[1] for path in routes]
     with HostileServer(routes) as server:
-        client = [sys.executable, str(Path(__file__).parents[2] / "support" / "hostile_client.py"), server.url, *names]
+        client = [sys.executable, str(Path(__file__).parents[3] / "support" / "hostile_client.py"), server.url, *names]
         run = subprocess.run(client, capture_output=True, text=True, timeout=300, check=True)
     found = {line["case"]: line for line in map(json.loads, run.stdout.splitlines())}
     assert {name: line["found"] for name, line in found.items()} == {
