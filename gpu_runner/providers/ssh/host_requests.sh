@@ -82,21 +82,30 @@ settle_all() {
     done
 }
 
-describe() ( # machine NAME ID STATE PORT SLOTS SECONDS REASON
-    this_boot=$boot state=booting seconds=- reason=-
+as_seconds() { # as_seconds HUNDREDTHS; negative where the one moment was read after the other
+    if [ "$1" -ge 0 ]; then printf '%d.%02d' $(($1 / 100)) $(($1 % 100)); else echo 0.00; fi
+}
+
+describe() ( # machine NAME ID STATE PORT SLOTS SECONDS REASON BILLED
+    this_boot=$boot state=booting seconds=- reason=- billed=- made_at=
     . "$1/settings"
+    until=$now until_part=$part
     if [ -e "$1/end" ]; then
         state=ended
         read -r reason ended_at end_boot end_part <"$1/end"
         if [ "$end_boot" != "$this_boot" ]; then ended_at=0 end_part=00; fi
+        until=$ended_at until_part=${end_part:-00}
         # A one before the hundredths, so that 08 is no octal number.
-        past=$(((now - ended_at) * 100 + 1$part - 1${end_part:-00}))
-        [ "$past" -ge 0 ] || past=0  # it ended after `now` was read
-        seconds=$(printf '%d.%02d' $((past / 100)) $((past % 100)))
-    elif [ -e "$1/gone" ]; then state=ended seconds=0.00 reason=interrupted # its end could not be written
+        seconds=$(as_seconds $(((now - until) * 100 + 1$part - 1$until_part)))
+    elif [ -e "$1/gone" ]; then # its end could not be written
+        state=ended seconds=0.00 reason=interrupted made_at=
     elif [ -e "$1/ready" ]; then state=running
     fi
-    printf 'machine %s %s %s %s %s %s %s\n' "$name" "$machine_id" "$state" "$port" "$slots" "$seconds" "$reason"
+    if [ -n "$made_at" ] && [ "$boot" = "$this_boot" ]; then
+        billed=$(as_seconds $(((until - ${made_at%.*}) * 100 + 1$until_part - 1${made_at#*.})))
+    fi
+    printf 'machine %s %s %s %s %s %s %s %s\n' \
+        "$name" "$machine_id" "$state" "$port" "$slots" "$seconds" "$reason" "$billed"
 )
 
 list_gpus() {
@@ -165,7 +174,7 @@ write_machine() { # into the folder $new
         printf '%s\n' "$environment_text" >"$new/environment" && printf '%12d\n' "$now" >"$new/alive" &&
         printf "name='%s'\nmachine_id='%s'\nport=%s\ngpus='%s'\nslots='%s'\norphan_seconds=%s\ngrace_seconds=%s\nboot='%s'\n" \
             "$name" "$machine_id" "$port" "$gpus" "$slots" "$orphan_seconds" "$grace_seconds" "$boot" >"$new/settings" &&
-        printf 'root=%s\n' "$quoted_root" >>"$new/settings" && : >>"$new/lock"
+        printf 'root=%s\nmade_at=%s\n' "$quoted_root" "$now.$part" >>"$new/settings" && : >>"$new/lock"
 }
 
 request_create() {

@@ -9,7 +9,7 @@
 umask 077
 export LC_ALL=C
 cd "$1" || exit 1
-. ./settings # name machine_id port gpus orphan_seconds grace_seconds boot root
+. ./settings # name machine_id port gpus orphan_seconds grace_seconds boot root made_at
 
 seconds_up() { # $now: whole seconds; $part: hundredths after them
     read -r now _ </proc/uptime

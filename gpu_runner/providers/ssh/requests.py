@@ -28,7 +28,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _PLACEHOLDER = re.compile(r"\{(model|port|gpus|name)\}")
 _MACHINE = re.compile(
     r"machine ([a-z0-9][a-z0-9._-]{0,62}) (i-[0-9a-f]{12}) (booting|running|ended) (\d{4,5}) (\d{1,9}|-) "
-    r"(\d{1,12}\.\d\d|-) (-|[a-z-]{1,20})"
+    r"(\d{1,12}\.\d\d|-) (-|[a-z-]{1,20}) (\d{1,12}\.\d\d|-)"
 )
 _GPU = re.compile(r"gpu ([A-Za-z0-9][A-Za-z0-9._-]{0,63}) ([a-z0-9][a-z0-9._-]{0,62})")
 _SEEN = re.compile(r"seen (\d{1,3}), (\d{1,9}), ([ -~]{1,100})")
@@ -72,7 +72,11 @@ class BadReply(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HostMachine:
-    """A machine as its host says. `port`: of its engine, on the host's loopback. Seconds: since its end."""
+    """A machine as its host says. `port`: of its engine, on the host's loopback.
+
+    Seconds: `ended_seconds` since its end; `billed_seconds` since it was made, or until its end; None where the host
+    was started anew since.
+    """
 
     name: str
     id: str
@@ -82,6 +86,7 @@ class HostMachine:
     ended_seconds: float | None
     reason: EndReason | None = None
     detail: str = ""
+    billed_seconds: float | None = None
 
     def machine(self, host: str) -> Machine:
         """As a provider tells it."""
@@ -93,6 +98,7 @@ class HostMachine:
             endpoint,
             max_num_seqs=self.slots,
             ended_seconds=self.ended_seconds,
+            billed_seconds=self.billed_seconds,
             reason=self.reason,
             detail=self.detail,
         )
@@ -231,7 +237,7 @@ def parse_reply(nonce: str, output: bytes) -> HostReply:
 
 
 def _machine(line: str) -> HostMachine:
-    name, machine_id, state, port, slots, seconds, reason = _match(_MACHINE, line).groups()
+    name, machine_id, state, port, slots, seconds, reason, billed = _match(_MACHINE, line).groups()
     if reason not in _REASONS:
         raise BadReply(f"a machine has an unknown reason of its end: {reason}")
     return HostMachine(
@@ -242,6 +248,7 @@ def _machine(line: str) -> HostMachine:
         None if slots == "-" else int(slots),
         None if seconds == "-" else float(seconds),
         *_REASONS[reason],
+        billed_seconds=None if billed == "-" else float(billed),
     )
 
 

@@ -70,9 +70,15 @@ def served(access: EngineAccess, key: str | None = None) -> Any:
 
 def test_an_engine_has_its_gpu_a_session_and_a_key_that_nobody_is_shown(hosts: Hosts, make: Make, tmp_path: Path):
     provider = make()
+    ordered_at = time.monotonic()
     machine_id = provider.create(first_offer(provider), "ba-1-a", ORDER)
+    made_at = time.monotonic()
     machine = make().wait_ready("ba-1-a", 20, time.sleep)
     assert machine.endpoint is not None
+    asked_at = time.monotonic()
+    billed = get(provider, "ba-1-a").billed_seconds
+    assert billed is not None  # in hundredths, as is the host's clock
+    assert asked_at - made_at - 0.02 <= billed <= time.monotonic() - ordered_at + 0.02
     access = make().access("ba-1-a", machine.endpoint)
     assert access.api_key is not None and served(access) == "tiny"
     (engine,) = hosts.processes(machine_id)
@@ -86,6 +92,8 @@ def test_an_engine_has_its_gpu_a_session_and_a_key_that_nobody_is_shown(hosts: H
     make().terminate("ba-1-a")
     ended = get(provider, "ba-1-a")
     assert ended.ended_seconds is not None and 0 <= ended.ended_seconds < 5 * PATIENCE
+    time.sleep(0.05)
+    assert get(provider, "ba-1-a").billed_seconds == ended.billed_seconds, "its bill has ended, too"
     eventually(lambda: not hosts.processes(machine_id))
     eventually(lambda: first_offer(provider).capacity == 2)
     with pytest.raises(OSError, match="closed connection without response"):

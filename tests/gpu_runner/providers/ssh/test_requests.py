@@ -29,7 +29,7 @@ WORDS = st.lists(
     min_size=1,
     max_size=6,
 )
-MACHINE = b"machine ba-1-a i-0123456789ab running 18000 8 - -\n"
+MACHINE = b"machine ba-1-a i-0123456789ab running 18000 8 - - 3.00\n"
 
 
 def echoed(text: str) -> list[str]:
@@ -66,18 +66,20 @@ def test_a_text_with_nul_is_refused():
 def test_an_answer_is_read_whatever_a_login_shell_printed_before():
     reply = parse_reply("n", b"Welcome\nbegin x\nbegin n\n" + MACHINE + b"gpu 0 ba-1-a\nend n ok\n")
     assert reply.result is Result.OK
-    assert reply.machines == (HostMachine("ba-1-a", "i-0123456789ab", "running", 18000, 8, None),)
+    assert reply.machines == (HostMachine("ba-1-a", "i-0123456789ab", "running", 18000, 8, None, billed_seconds=3.0),)
     assert reply.taken == {"0"}
     assert reply.machines[0].machine("h").endpoint == "ssh://h/18000"
     (ended,) = parse_reply(
-        "n", b"begin n\nmachine b i-0123456789ab ended 18000 - 7.00 boot-failed\nend n ok\n"
+        "n", b"begin n\nmachine b i-0123456789ab ended 18000 - 7.00 boot-failed 2.50\nend n ok\n"
     ).machines
     assert (ended.slots, ended.ended_seconds, ended.machine("h").endpoint) == (None, 7.0, None)
     assert (ended.reason, ended.detail) == (EndReason.BOOT_FAILED, "")
+    assert (ended.billed_seconds, ended.machine("h").billed_seconds) == (2.5, 2.5)
     (lost,) = parse_reply(
-        "n", b"begin n\nmachine b i-0123456789ab ended 18000 - 7.00 host-restarted\nend n ok\n"
+        "n", b"begin n\nmachine b i-0123456789ab ended 18000 - 7.00 host-restarted -\nend n ok\n"
     ).machines
     assert lost.machine("h").reason is EndReason.INTERRUPTED
+    assert lost.billed_seconds is None
     assert lost.machine("h").describe_end() == "interrupted: the host was started anew"
 
 
@@ -90,9 +92,9 @@ def test_an_answer_is_read_whatever_a_login_shell_printed_before():
         b"begin n\nend n ok\nmore\n",
         b"begin m\nend m ok\n",
         b"begin n\nend n what\n",
-        b"begin n\nmachine ../b i-0123456789ab running 18000 8 - -\nend n ok\n",
-        b"begin n\nmachine b i-0123456789ab running 18000 8 - sold\nend n ok\n",
-        b"begin n\nmachine b i-0123456789ab running 1e9 8 - -\nend n ok\n",
+        b"begin n\nmachine ../b i-0123456789ab running 18000 8 - - 3.00\nend n ok\n",
+        b"begin n\nmachine b i-0123456789ab running 18000 8 - sold -\nend n ok\n",
+        b"begin n\nmachine b i-0123456789ab running 1e9 8 - - -\nend n ok\n",
         b"begin n\ngpu 0 \xff\nend n ok\n",
         b"x" * (LONGEST_REPLY + 1),
     ],
