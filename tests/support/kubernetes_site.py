@@ -309,6 +309,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
         return 201, {"status": {"allowed": (asked["verb"], resource) not in self.cluster.forbidden}}
 
+    def _left(self) -> bool:
+        """Whether the client has closed its connection."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _watch(self, query: dict[str, str]) -> None:
         self._may("watch", "pods")
         events: queue.Queue[Object | None] = queue.Queue()
@@ -328,6 +337,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 try:
                     event = events.get(timeout=0.05)
                 except queue.Empty:
+                    if self._left():
+                        return
                     continue
                 if event is None:
                     return

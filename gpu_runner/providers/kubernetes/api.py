@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -130,8 +130,8 @@ class ClusterApi:
             step["continue"] = str(metadata["continue"])
         raise ApiAway(f"its list has more than {PAGE * MOST_PAGES:,} objects")
 
-    def watch(self, path: str, query: Mapping[str, str], version: str, seconds: int) -> Iterator[Json]:
-        """Events from a version on, until the API server ends the stream after `seconds`."""
+    def watch(self, path: str, query: Mapping[str, str], version: str, seconds: int) -> Generator[Json, None, None]:
+        """Events from a version on, until the API server ends the stream after `seconds`; closing it ends it, too."""
         asked = {**query, "watch": "true", "resourceVersion": version, "timeoutSeconds": str(seconds)}
         asked["allowWatchBookmarks"] = "true"
         with self._sent("GET", path, asked, None, seconds + READ_SECONDS) as answer:

@@ -7,6 +7,7 @@ nothing else behind. The thread ends when nobody has asked for two minutes, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -174,14 +175,18 @@ class PodWatch:
                 failures += 1
 
     def _take_events(self, version: str) -> None:
-        for event in self.api.watch(self.path, self._query, version, WATCH_SECONDS):
-            if event.get("type") == "ERROR":
-                status = event.get("object") or {}
-                raise ApiRefused(int(status.get("code") or 0), str(status.get("reason")), str(status.get("message")))
-            if event.get("type") in ("ADDED", "MODIFIED", "DELETED") and (pod := _read(event.get("object") or {})):
-                self.copy.event(event["type"], pod, self.api.now())
-            if not self._wanted():
-                return
+        with contextlib.closing(self.api.watch(self.path, self._query, version, WATCH_SECONDS)) as events:
+            for event in events:
+                self._take(event)
+                if not self._wanted():
+                    return
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if event.get("type") == "ERROR":
+            status = event.get("object") or {}
+            raise ApiRefused(int(status.get("code") or 0), str(status.get("reason")), str(status.get("message")))
+        if event.get("type") in ("ADDED", "MODIFIED", "DELETED") and (pod := _read(event.get("object") or {})):
+            self.copy.event(event["type"], pod, self.api.now())
 
 
 def _read(pod: Mapping[str, Any]) -> PodState | None:
