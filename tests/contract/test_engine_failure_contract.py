@@ -105,9 +105,7 @@ def test_a_dead_engine_process_fails_its_requests_and_then_the_server_exits(mort
     if engine.kind == "simulator":
         faults(engine, {"kind": "engine_dead", "exit_after": 1})
     else:
-        send(engine, "VLLM::EngineCore", signal.SIGCONT)
-        time.sleep(0.2)  # some have their first tokens; none its thousandth
-        send(engine, "VLLM::EngineCore", signal.SIGKILL)
+        send(engine, "VLLM::EngineCore", signal.SIGKILL)  # it stands still: none is done, however busy the computer is
     for thread in threads:
         thread.join(30)
     assert {answer.status for answer in plain} == {500}

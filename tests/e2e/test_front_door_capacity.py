@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from support.api_site import api_site, line
-from support.timing import PATIENCE
+from support.timing import PATIENCE, SOAK
 
 from batch_assets.api import service
 from batch_assets.api.capacity import capacity
@@ -70,7 +70,12 @@ async def until(true: Callable[[], bool], seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize(("known", "window"), [(True, 150), (False, 130)])
+UNMEASURED = pytest.param(
+    False, 130, marks=pytest.mark.skipif(not SOAK, reason="needs both cores for itself: set BATCH_ASSETS_SOAK")
+)
+
+
+@pytest.mark.parametrize(("known", "window"), [(True, 150), UNMEASURED])
 def test_a_short_window_rents_three_instances_and_gives_them_back(
     known: bool, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,4 +111,4 @@ def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, m
     assert set(dead) == set(poison)
     assert set(dead.values()) == {"engine_killed"}
     assert {line["tries"] for row, line in table.items() if row not in poison} == {1}
-    assert crashes <= 9 * len(poison)
+    assert crashes <= (9 if SOAK else 10) * len(poison)  # of two rows, one search more counts

@@ -26,7 +26,8 @@ from support.timing import SOAK
 
 from gpu_runner.fleet.accounting.budget import END_SECONDS
 from gpu_runner.fleet.connection import INSTANCES, LEASES
-from gpu_runner.fleet.database import BudgetReached, FleetDatabase, Instance, Lease, LeaseUsage, RunEnded
+from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Instance, Lease, LeaseUsage, RunEnded
+from gpu_runner.fleet.leases import STANDING
 from gpu_runner.fleet.reaper import sweep
 from gpu_runner.providers.base import EngineOrder, Machine, ProviderError, ProviderUnclear
 from gpu_runner.providers.engine_process import EngineStartError
@@ -117,14 +118,18 @@ class FleetMachine(RuleBasedStateMachine):
         replaces = old.lease if old is not None and n // 72 % 2 else None
         held = [one for one in self._live(dataset=dataset) if not one.draining and one.lease != replaces]
         rows = self.fleet_db.fleet()
-        left = [one for one in rows if one.works_for == dataset and one.lease is None and one.state == "ready"]
+        left = [one for one in rows if one.works_for == dataset and one.lease is None and one.state in STANDING]
         left = [one for one in left if not one.retiring and one.notice_seconds is None]
         left = [one for one in left if replaces is None or one.name != replaces.instance]
-        allowed = len(held) + len(left) < limit and len(rows) < cap
+        allowed = len(held) + len(left) < limit
         offer = replace(OFFER, provider=cloud.name)
         words = {"run_id": run_id, "dataset": dataset, "limit": limit, "cap": cap, "replaces": replaces, "ttl": TTL}
         if run_id in self.dead:
             with pytest.raises(RunEnded):
+                intended(self.fleet_db, name, offer=offer, **words)
+            return
+        if allowed and len(rows) >= cap:
+            with pytest.raises(FleetFull):
                 intended(self.fleet_db, name, offer=offer, **words)
             return
         if allowed and not self._fits(dataset, Lease(name, 1, run_id, dataset), 2 * BOOT):
