@@ -41,7 +41,11 @@ class Database:
     def leave(self) -> None:
         self._records.close()
         self._path.rename(self._kept)
-        self._path.mkdir()
+        while not self._path.is_dir():
+            try:
+                self._path.mkdir()
+            except FileExistsError:  # a thread of the service has opened a new file meanwhile
+                self._path.unlink(missing_ok=True)
 
     def come_back(self) -> None:
         self._path.rmdir()
