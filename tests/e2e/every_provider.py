@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,12 +50,30 @@ class SshdVm(Vm):
         super().power_off()
 
 
+def began_at(pid: int) -> float:
+    """Unix seconds, to a hundredth: psutil's are off by up to a second, as the kernel's time of boot has no fraction.
+
+    proc(5), /proc/pid/stat: `starttime` is the 22nd field, in clock ticks since the boot.
+    """
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class Lifetime:
-    """Of a process: Unix seconds. `ended_at` is when it was first seen to be gone."""
+    """Of a process: Unix seconds. A thread waits for its end."""
 
+    pid: int
     began_at: float
     ended_at: float | None = None
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._wait, args=(os.pidfd_open(self.pid),), daemon=True).start()
+
+    def _wait(self, pidfd: int) -> None:
+        select.select([pidfd], [], [])
+        self.ended_at = time.time()
+        os.close(pidfd)
 
 
 @dataclass
@@ -100,16 +120,13 @@ class EveryProvider:
     def look(self) -> None:
         """Notice which engines of the SSH hosts run. Machines are looked for twice a second."""
         now = time.time()
-        for engines in self._engines.values():
-            for pid, life in engines.items():
-                if life.ended_at is None and not _alive(pid):
-                    life.ended_at = now
         if now - self._looked_at > 0.5:
             self._looked_at = now
             for process in self.hosts.processes():
-                with contextlib.suppress(psutil.Error):
-                    machine_id, began_at = process.environ()["GPU_RUNNER_MACHINE"], process.create_time()
-                    self._engines.setdefault(machine_id, {}).setdefault(process.pid, Lifetime(began_at))
+                with contextlib.suppress(psutil.Error, OSError):
+                    engines = self._engines.setdefault(process.environ()["GPU_RUNNER_MACHINE"], {})
+                    if process.pid not in engines:
+                        engines[process.pid] = Lifetime(process.pid, began_at(process.pid))
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """Seconds that each machine was there, by provider and its id there. All must have ended."""
@@ -141,13 +158,6 @@ class EveryProvider:
         found = left_running(self.home) + [f"{one.pid}" for one in self.hosts.processes()]
         found += [f"{one.id} of EC2" for one in self.ec2.running()]
         return found + [f"{one.id} of RunPod" for one in self.runpod.running()]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _vm_maker(folder: Path, home: Path) -> Callable[[str], Vm]:
