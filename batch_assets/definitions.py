@@ -8,7 +8,6 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets import settings
-from batch_assets.api.execution.catalog import api_batches
 from batch_assets.catalog.publications import publish_job
 from batch_assets.component import dataset_definitions
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
@@ -16,6 +15,7 @@ from batch_assets.dagster_internals.code_server import leave_out_component_types
 from batch_assets.kubernetes.run_workers import read_worker_sizes
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.local_dagster.loopback import keep_loopback_direct
+from batch_assets.orchestration.api_batches import api_batches
 from batch_assets.orchestration.billing_report import billing, billing_report_sensor
 from batch_assets.orchestration.cost_report import cost_report_sensor, spend
 from batch_assets.orchestration.freshness import freshness

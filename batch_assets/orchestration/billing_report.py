@@ -10,18 +10,15 @@ import contextlib
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pyarrow as pa
-import sqlalchemy as sa
 
 from batch_assets.api.billing.ledger import LedgerTotals, UsageLedger, UsageLine
 from batch_assets.api.billing.margin import Margin, MarginLine, by_class, engine_cost, margin_lines
 from batch_assets.api.billing.usage import Used
-from batch_assets.api.records.database import Records
-from batch_assets.api.settings import records_database
+from batch_assets.orchestration.api_records import opened_records
 from batch_assets.orchestration.cost_report import DIGITS, SPEND_KEY, put_table, table_metadata
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from resources.fleet.resource import GpuFleet
@@ -110,13 +107,8 @@ def classes_markdown(classes: Mapping[str, Margin]) -> str:
 @contextlib.contextmanager
 def usage_ledger() -> Iterator[UsageLedger | None]:
     """The ledger of this DAGSTER_HOME's front door; None where none was ever started."""
-    database = records_database()
-    url = sa.make_url(database)
-    if url.get_backend_name() == "sqlite" and not (url.database and Path(url.database).exists()):
-        yield None
-        return
-    with contextlib.closing(UsageLedger(Records(database))) as ledger:
-        yield ledger
+    with opened_records() as records:
+        yield None if records is None else UsageLedger(records)
 
 
 @dg.asset(

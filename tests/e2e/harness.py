@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,12 +183,14 @@ class Platform:
         assert found["__typename"] == "LaunchRunSuccess", found
         assert self.finish(found["run"]["runId"]) == dg.DagsterRunStatus.SUCCESS
 
-    def launch_backfill(self, first: str | None = None, last: str | None = None) -> str:
-        """A UI backfill over a range of batches, or all; returns its id."""
-        keys = self.keys()
+    def launch_backfill(
+        self, first: str | None = None, last: str | None = None, asset: Sequence[str] | None = None
+    ) -> str:
+        """A UI backfill over a range of batches, or all; returns its id. `asset`: another than the rows."""
+        start, end = first or self.keys()[0], last or self.keys()[-1]
         target = {
-            "assetKey": {"path": [self.name, "rows"]},
-            "partitions": {"range": {"start": first or keys[0], "end": last or keys[-1]}},
+            "assetKey": {"path": list(asset or [self.name, "rows"])},
+            "partitions": {"range": {"start": start, "end": end}},
         }
         found = self.gql(LAUNCH_BACKFILL, p={"partitionsByAssets": [target]})["launchPartitionBackfill"]
         assert found["__typename"] == "LaunchBackfillSuccess", found

@@ -19,7 +19,10 @@ from support.served_door import ServedDoor
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
+from batch_assets.api.batches.redrive import REDRIVE_OF
+from batch_assets.api.execution.catalog import KEY, partition_of
 from batch_assets.settings import fleet_database
+from e2e.harness import eventually, platform
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 
@@ -47,29 +50,33 @@ class Door(ServedDoor):
             time.sleep(0.05)
 
     def create(self, lines: list[Any], **more: Any) -> Any:
-        file = self.client().files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
         asked: dict[str, Any] = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
-        return self.client().batches.create(input_file_id=file.id, **asked)
+        with self.client() as client:
+            file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+            return client.batches.create(input_file_id=file.id, **asked)
+
+    def retrieve(self, batch_id: str) -> Any:
+        with self.client() as client:
+            return client.batches.retrieve(batch_id)
 
     def ended(self, batch_id: str) -> Any:
         found: list[Any] = []
 
         def has_ended() -> bool:
-            found[:] = [self.client().batches.retrieve(batch_id)]
+            found[:] = [self.retrieve(batch_id)]
             return found[0].status in ENDED
 
         self.wait(has_ended, 90)
         return found[0]
 
     def done(self, batch_id: str) -> int:
-        counts = self.client().batches.retrieve(batch_id).request_counts
-        assert counts is not None
-        return counts.completed
+        return int(self.retrieve(batch_id).request_counts.completed)
 
     def lines(self, file_id: str | None) -> list[Any]:
         if file_id is None:
             return []
-        return [json.loads(one) for one in self.client().files.content(file_id).text.splitlines()]
+        with self.client() as client:
+            return [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ def test_an_engine_that_is_away_fails_no_line(tmp_path: Path) -> None:
             batch = served.create([line(f"r{number}") for number in range(600)])
             served.wait(lambda: served.done(batch.id) > 100)
         time.sleep(3.0)  # longer than anything that decides whether an engine lives
-        assert served.client().batches.retrieve(batch.id).status == "in_progress"
+        assert served.retrieve(batch.id).status == "in_progress"
         with simulated_engine(*slots):
             check(served, served.ended(batch.id), 600)
     finally:
@@ -162,3 +169,32 @@ def test_batches_run_on_engines_that_are_leased_from_the_fleet(tmp_path: Path, m
     asyncio.run(steps())
     with contextlib.closing(FleetDatabase(fleet_database())) as fleet_db:
         assert fleet_db.runs() == []
+
+
+def test_a_backfill_in_the_ui_asks_for_the_lines_of_a_batch_without_an_answer_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused_once = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}, "times": 1}])
+    simulator = ["--speed", "20", "--output-tokens", "fixed:8", "--faults", refused_once]
+    spec = {"name": "other", "source": {"grid": {"word": ["sun"]}}, "prompt": {"user": "{{ word }}"}}
+    with platform(tmp_path, monkeypatch, spec, simulator=simulator) as site:
+        served = Door(tmp_path, site.simulator.url)
+        with contextlib.closing(served):
+            served.start()
+            names = ["oops" if number in (7, 599) else "r" for number in range(600)]
+            asked = [line(f"{name}{number}", model="test-model") for number, name in enumerate(names)]
+            batch = served.ended(served.create(asked, metadata={"who": "me"}).id)
+            assert (batch.request_counts.completed, batch.request_counts.failed) == (598, 2)
+            keys = [partition_of(batch.id, f"{number:05}") for number in range(3)]
+            eventually(lambda: site.instance.get_materialized_partitions(KEY) == set(keys), 60, "the catalog's entries")
+            backfill = site.launch_backfill(*keys[::2], asset=KEY.path)
+            assert site.finish_backfill(backfill)["status"] == "COMPLETED_SUCCESS"
+            with served.client() as client:
+                newest = client.batches.list(limit=1).data[0]
+            assert newest.metadata == {"who": "me", REDRIVE_OF: batch.id}
+            again = served.ended(newest.id)
+            assert {one["custom_id"] for one in served.lines(again.output_file_id)} == {"oops7", "oops599"}
+            assert again.error_file_id is None and served.retrieve(batch.id) == batch
+            redriven = site.instance.get_latest_data_version_record(KEY, partition_key=keys[0])
+            assert redriven is not None and redriven.asset_materialization is not None
+            assert redriven.asset_materialization.metadata["redriven_as"].value == again.id

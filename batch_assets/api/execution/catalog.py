@@ -29,23 +29,27 @@ MOST_WAITING = 10_000
 RETRY_SECONDS = 5.0
 LOOK_SECONDS = 30.0
 
-api_batches = dg.AssetSpec(
-    KEY,
-    description="Batches of the Batch API, 250 lines to a partition. `batch-assets serve` makes them.",
-    partitions_def=dg.DynamicPartitionsDefinition(name=PARTITIONS),
-    group_name="api",
-    kinds={"parquet"},
-)
-
 
 def partition_of(batch_id: str, key: str) -> str:
     """The partition key of 250 rows of a batch."""
     return f"{batch_id}_{key}"
 
 
+def part_of(partition: str) -> tuple[str, str]:
+    """(batch id, key of its 250 rows) of a partition key."""
+    batch_id, _, key = partition.rpartition("_")
+    return batch_id, key
+
+
 def materialization(batch_id: str, footer: BatchFooter) -> dg.AssetMaterialization:
     """The entry of a batch object, made from its footer alone: reporting it again gives the same entry."""
-    metadata: dict[str, dg.MetadataValue] = {
+    partition = partition_of(batch_id, footer.key)
+    return dg.AssetMaterialization(KEY, partition=partition, metadata=part_metadata(batch_id, footer))
+
+
+def part_metadata(batch_id: str, footer: BatchFooter) -> dict[str, dg.MetadataValue]:
+    """What the catalog is told of 250 rows."""
+    return {
         "dagster/partition_row_count": dg.MetadataValue.int(footer.rows),
         "rows": dg.MetadataValue.int(footer.rows),
         "ok": dg.MetadataValue.int(footer.ok),
@@ -57,7 +61,6 @@ def materialization(batch_id: str, footer: BatchFooter) -> dg.AssetMaterializati
         "engine": dg.MetadataValue.text(footer.engine),
         "batch": dg.MetadataValue.text(batch_id),
     }
-    return dg.AssetMaterialization(KEY, partition=partition_of(batch_id, footer.key), metadata=metadata)
 
 
 class CatalogReports:

@@ -197,6 +197,12 @@ class BatchRecords:
             )
         return self.get(tenant, batch_id)
 
+    def of_any_tenant(self, batch_id: str) -> BatchRecord | None:
+        """One batch, for who operates the service."""
+        with self._records.reading() as connection:
+            row = connection.execute(sa.select(*_COLUMNS).where(BATCHES.c.id == batch_id)).one_or_none()
+        return None if row is None else _record(row)
+
     # of workers
 
     def open_batches(self) -> list[OpenBatch]:
