@@ -12,7 +12,7 @@ import pytest
 from support.timing import PATIENCE, SOAK
 
 from e2e.harness import Platform, eventually, platform
-from e2e.test_losses import WINDOW, answered, check_table, gsm8k, leased_run, published
+from e2e.test_losses import WINDOW, answered, check_table, gsm8k, leased_run, losses, published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,14 +35,6 @@ def test_a_ui_backfill_of_gsm8k_ends_green_and_an_overlapping_one_too(
         check_table(site, 7473)
         again = sum(answered(site).values()) - 7473
         assert 0 <= again <= losses(site) * WINDOW
-
-
-def losses(site: Platform) -> int:
-    """How often a run of batches lost its engine or its worker, because the machine gave it no time for so long."""
-    runs = site.rows_runs()
-    with contextlib.closing(site.fleet_db()) as fleet_db:
-        leased_again = sum(max(0, len(fleet_db.history(run.run_id)) - 1) for run in runs)
-    return leased_again + sum(run.status == dg.DagsterRunStatus.FAILURE for run in runs)
 
 
 def cancel_once(site: Platform) -> float:

@@ -230,7 +230,7 @@ HELD_SECONDS = 40.0
 # An order's or an end's way on a busy machine. RunPod lists no pod that has ended, so that its end is what sweeps see.
 WAY_SECONDS = 4 * PATIENCE
 USED_PROVIDERS = 4
-LOOK_SECONDS = 0.5  # per machine: the way of an order to a busy host
+LOOK_SECONDS = 0.5 * PATIENCE  # per machine: the way of an order to a busy host
 WHOLE_SECONDS = {"aws": 1.0}  # EC2 says the times of a VM without their fractions
 
 

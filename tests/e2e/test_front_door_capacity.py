@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 NAME = f"api/{MODEL}"
 LINES = 2_000
-KNOWN_SPEED = 2_500  # tokens a second
+KNOWN_SPEED = 2_000  # tokens a second; an instance does a quarter more, if the machine has time for it
 IDLE_SECONDS = 2.0
 
 

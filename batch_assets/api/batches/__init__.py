@@ -2,7 +2,7 @@
 
 `routes` has the calls, `create` checks what is asked for, `lines` checks one line of a file, `snapshot` checks all
 lines and keeps them as 250-row batches, as a dataset's prompts are kept, `long_texts` has prompts whose tokens are to
-be counted.
+be counted, `redrive` asks for the lines of an ended batch once more.
 """
 
-__all__ = ["create", "lines", "long_texts", "routes", "snapshot"]
+__all__ = ["create", "lines", "long_texts", "redrive", "routes", "snapshot"]
