@@ -1,6 +1,6 @@
 """The front door beside a plain client: the same lines, the same simulated engine, the same number of requests at once.
 
-    python benchmarks/front_door.py [--lines 10000] [--slots 64] [--rounds 2] [--json FILE]
+    python benchmarks/front_door.py [--endpoint /v1/embeddings] [--lines 10000] [--slots 64] [--rounds 2] [--json FILE]
 
 Per round: an asyncio client that keeps `4 × slots` requests in flight and throws the answers away, then a batch by
 `batch-assets serve`, from its creation to `completed`. Also the time from creation to the engine's first request, by
@@ -32,7 +32,7 @@ from gpu_runner.providers.engine_process import free_port
 
 ROOT = Path(__file__).parent.parent
 ENDED = ("completed", "failed", "expired", "cancelled")
-CHAT = "/v1/chat/completions"
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ class Round:
     peak_mib: float
 
 
-def body(number: int) -> dict[str, Any]:
+def body(endpoint: str, number: int) -> dict[str, Any]:
     """The request of one line."""
+    if endpoint == EMBEDDINGS:
+        return {"model": "tiny", "input": f"say {number}"}
     return {"model": "tiny", "max_tokens": 32, "messages": [{"role": "user", "content": f"say {number}"}]}
 
 
@@ -84,7 +86,7 @@ def service(home: Path, endpoint: str, slots: int) -> Iterator[tuple[str, psutil
         process.wait(30)
 
 
-async def plain(url: str, lines: int, at_once: int) -> float:
+async def plain(url: str, endpoint: str, lines: int, at_once: int) -> float:
     """Rows per second of the plain client."""
     numbers = iter(range(lines))
     connector = aiohttp.TCPConnector(limit=0)
@@ -92,9 +94,9 @@ async def plain(url: str, lines: int, at_once: int) -> float:
 
         async def ask() -> None:
             for number in numbers:
-                data = json.dumps(body(number)).encode()
+                data = json.dumps(body(endpoint, number)).encode()
                 headers = {"Content-Type": "application/json"}
-                async with session.post(f"{url}{CHAT}", data=data, headers=headers) as answer:
+                async with session.post(f"{url}{endpoint}", data=data, headers=headers) as answer:
                     assert answer.status == 200
                     json.loads(await answer.read())
 
@@ -114,16 +116,16 @@ async def wait_up(session: aiohttp.ClientSession, base: str) -> None:
     raise SystemExit("the service did not start")
 
 
-async def batch(session: aiohttp.ClientSession, base: str, lines: int) -> tuple[float, float, float]:
+async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines: int) -> tuple[float, float, float]:
     """(seconds of the upload, when the batch was created, seconds from then to its end)."""
-    rows = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body(n)} for n in range(lines)]
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": endpoint, "body": body(endpoint, n)} for n in range(lines)]
     form = aiohttp.FormData({"purpose": "batch"})
     form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="in.jsonl")
     began = time.perf_counter()
     async with session.post(f"{base}/files", data=form) as answer:
         file = await answer.json()
     upload = time.perf_counter() - began
-    asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    asked = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
     created, began = time.time(), time.perf_counter()
     async with session.post(f"{base}/batches", json=asked) as answer:
         found = await answer.json()
@@ -154,18 +156,18 @@ def peak_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
-async def rounds(lines: int, slots: int, number: int, home: Path) -> list[Round]:
+async def rounds(endpoint: str, lines: int, slots: int, number: int, home: Path) -> list[Round]:
     """Plain and door in turn, on one engine."""
     found: list[Round] = []
     log = home / "requests"
     with engine(slots, log) as url, service(home, url, slots) as (base, process):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
             await wait_up(session, base)
-            await batch(session, base, 10)  # warm
+            await batch(session, base, endpoint, 10)  # warm
             for _ in range(number):
-                plain_rate = await plain(url, lines, 4 * slots)
+                plain_rate = await plain(url, endpoint, lines, 4 * slots)
                 cpu = sum(process.cpu_times()[:2])
-                upload, created, took = await batch(session, base, lines)
+                upload, created, took = await batch(session, base, endpoint, lines)
                 spent = sum(process.cpu_times()[:2]) - cpu
                 peak = peak_mib(process.pid)
                 one = Round(
@@ -185,13 +187,14 @@ async def rounds(lines: int, slots: int, number: int, home: Path) -> list[Round]
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--endpoint", choices=(CHAT, EMBEDDINGS), default=CHAT)
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="front-door-") as folder:
-        found = asyncio.run(rounds(asked.lines, asked.slots, asked.rounds, Path(folder)))
+        found = asyncio.run(rounds(asked.endpoint, asked.lines, asked.slots, asked.rounds, Path(folder)))
     best = max(found, key=lambda one: one.ratio)
     print(f"{asked.lines:,} lines: {best.door_rate:,.0f} rows/s, {best.ratio:.2f} of the plain client")
     if asked.json is not None:

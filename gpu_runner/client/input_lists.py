@@ -1,4 +1,4 @@
-"""Answers to a request of several inputs: one vector for each, and what each has of the usage. Pure functions.
+"""Requests of several inputs and their answers: one for each input, with its share of the usage. Pure functions.
 
 `POST /v1/embeddings` takes a list as `input` and answers with one entry of `data` for each, named by its `index`
 (OpenAI's API; vLLM and llama.cpp do so). The usage is told for the request as a whole.
@@ -7,12 +7,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.protocol import Completion, Transient, error_of
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingBody:
+    """The body of a request for the vector of one text. `fields`: all others, as JSON without its last brace.
+
+    `text`: as JSON. Bodies with the same `fields` may be asked for together.
+    """
+
+    fields: bytes
+    text: bytes
+
+    @classmethod
+    def read(cls, body: bytes) -> EmbeddingBody | None:
+        """None for a body whose input is not one text, or that is not JSON."""
+        try:
+            found = orjson.loads(body)
+            text = found.pop("input")
+            if not isinstance(text, str):
+                return None
+            return cls(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)[:-1], orjson.dumps(text))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+
+
+def body_of_texts(bodies: Sequence[EmbeddingBody]) -> bytes:
+    """One request for all of them. They have the same fields."""
+    fields = bodies[0].fields
+    comma = b"," if len(fields) > 1 else b""
+    return fields + comma + b'"input":[' + b",".join([body.text for body in bodies]) + b"]}"
 
 
 def divide(total: int, weights: Sequence[int]) -> list[int]:
@@ -49,6 +80,20 @@ def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: 
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
         raise Transient("garbage_body", f"{len(body)} bytes that are no vectors of {len(weights)} inputs") from error
     return [Completion(vector, "stop", share, 0) for vector, share in zip(vectors, tokens, strict=True)]
+
+
+def answers_of_inputs(answer: Mapping[str, Any], weights: Sequence[int]) -> list[dict[str, Any]]:
+    """A body for each input, as if it had been asked for alone, from the body for all of them. `weights`: bytes.
+
+    Raises ValueError, LookupError, TypeError or AttributeError for what is no answer to all inputs.
+    """
+    data = [{**entry, "index": 0} for entry in entries_in_order(answer["data"], len(weights))]
+    beside = {name: value for name, value in answer.items() if name not in ("data", "usage")}
+    total = answer_numbers.token_count((answer.get("usage") or {}).get("prompt_tokens"))
+    return [
+        {**beside, "data": [entry], "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        for entry, tokens in zip(data, divide(total, weights), strict=True)
+    ]
 
 
 def entries_in_order(data: Any, count: int) -> list[Mapping[str, Any]]:

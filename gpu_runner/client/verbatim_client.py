@@ -1,18 +1,23 @@
 """An engine client for requests that somebody else wrote: bodies go out and answers come back as they are.
 
 A row's prompt is the whole body of its request, and its output the whole body of the answer, as JSON on one line. What
-an answer means for the engine (lost, overloaded, alive) is judged as for any other row.
+an answer means for the engine (lost, overloaded, alive) is judged as for any other row. Requests for the vector of one
+text may go out as one request for several.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import orjson
 
 from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers.answer_limit import list_limit
 from gpu_runner.client.engine_client import EngineClient
+from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts
 from gpu_runner.client.protocol import (
     BROKEN_FINISH_REASONS,
     Completion,
@@ -47,10 +52,41 @@ class VerbatimClient(EngineClient):
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
         return await self._ask(prompt, admit, self._completion)
 
-    @property
-    def takes_lists(self) -> bool:
-        """Never: a body goes out as it was written."""
-        return False
+    async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
+        """Asks for several rows that want vectors: those of one text that agree in all else by one request, the others
+        alone. Each row's answer is one of its own, with its share of the tokens. Raises like `generate`: for all.
+        """
+        groups: dict[bytes, list[int]] = {}
+        bodies = [EmbeddingBody.read(prompt) for prompt in prompts]
+        for place, body in enumerate(bodies):
+            groups.setdefault(b"%d" % place if body is None else body.fields, []).append(place)
+        tasks = [asyncio.ensure_future(self._of_group(prompts, bodies, places, admit)) for places in groups.values()]
+        try:
+            found = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        by_place = dict(pair for pairs in found for pair in pairs)
+        return [by_place[place] for place in range(len(prompts))]
+
+    async def _of_group(
+        self,
+        prompts: Sequence[bytes],
+        bodies: Sequence[EmbeddingBody | None],
+        places: Sequence[int],
+        admit: Admit | None,
+    ) -> list[tuple[int, Completion]]:
+        if len(places) == 1:
+            return [(places[0], await self.generate(prompts[places[0]], admit=admit))]
+        texts = [body for place in places if (body := bodies[place]) is not None]
+        limit, weights = list_limit(self._limit, len(texts)), [len(body.text) for body in texts]
+
+        async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> list[Completion]:
+            return read_each(await self._body(answer, limit, admit), weights)
+
+        return list(zip(places, await self._ask(body_of_texts(texts), admit, read), strict=True))
 
     async def canary(self, prompt: bytes | None = None) -> None:
         """One token, to a row's request if there is one. Raises like `generate`."""
@@ -63,17 +99,22 @@ class VerbatimClient(EngineClient):
         await self._ask(orjson.dumps(body), None, self._completion)
 
     async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
+        return read_whole(await self._body(answer, self._limit, admit))
+
+    @staticmethod
+    async def _body(answer: aiohttp.ClientResponse, limit: int, admit: Admit | None) -> bytes:
+        """The body of an answer of status 200, of `limit` bytes at most."""
         try:
             if answer.status != 200:
                 raise refusal(answer, await read_beginning(answer, ERROR_BYTES))
-            body = await read_body(answer, self._limit, admit)
+            body = await read_body(answer, limit, admit)
             if len(body) > PAGE_BYTES:
-                check_values(body, self._limit)
+                check_values(body, limit)
         except (BodyTooLarge, ValueError) as error:
-            raise RowRejected("answer_too_large", f"expected at most {self._limit:,} bytes, found {error}") from error
+            raise RowRejected("answer_too_large", f"expected at most {limit:,} bytes, found {error}") from error
         except UnaskedEncoding as error:
             raise RowRejected("content_encoding", "expected an answer without an encoding") from error
-        return read_whole(body)
+        return body
 
 
 def refusal(answer: aiohttp.ClientResponse, body: bytes) -> EngineError:
@@ -121,6 +162,17 @@ def read_whole(body: bytes) -> Completion:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Transient("garbage_body", f"{len(body)} bytes that are no answer") from error
     return Completion(text, reason, tokens[0], tokens[1])
+
+
+def read_each(body: bytes, weights: Sequence[int]) -> list[Completion]:
+    """The answers to several texts of one request. `weights`: bytes of each. Raises Transient."""
+    try:
+        found = answers_of_inputs(orjson.loads(body), weights)
+        return [
+            Completion(orjson.dumps(answer).decode(), "stop", answer["usage"]["prompt_tokens"], 0) for answer in found
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Transient("garbage_body", f"{len(body)} bytes that are no answer to {len(weights)} inputs") from error
 
 
 def _finish_reason(choices: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from batch_assets.api.telemetry.tracing import Span, sent_in
 from gpu_runner.client.engine_client import EngineLoad
@@ -82,17 +82,42 @@ class StoppableEngine:
     async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
         """Ask for one row. Raises as `VerbatimClient.generate`, and RowRejected for a row of a batch that is over."""
         key, _, body = prompt.partition(b" ")
-        if self._stops.is_stopped(key):
+        async with self._stoppable([key]):
+            return await self._client.generate(body, admit=admit)
+
+    @property
+    def takes_lists(self) -> bool:
+        """As of the client."""
+        return self._client.takes_lists
+
+    async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
+        """Ask for several rows. Raises as `VerbatimClient.generate_list`, and RowRejected where the batch of one is
+        over: the others are asked for again. A trace of one of them holds the request.
+        """
+        keys, bodies = [], []
+        for prompt in prompts:
+            key, _, body = prompt.partition(b" ")
+            keys.append(key)
+            bodies.append(body)
+        async with self._stoppable(list(dict.fromkeys(keys))):
+            return await self._client.generate_list(bodies, admit=admit)
+
+    @contextlib.asynccontextmanager
+    async def _stoppable(self, keys: Sequence[bytes]) -> AsyncIterator[None]:
+        """A request for rows of these batches. Raises RowRejected when one of them is over, before it or meanwhile."""
+        if any(self._stops.is_stopped(key) for key in keys):
             raise RowRejected(STOPPED)
         try:
             async with asyncio.timeout(None) as request:
-                self._stops.begin(key, request)
+                for key in keys:
+                    self._stops.begin(key, request)
                 try:
-                    span = self._span_of(key.decode())
+                    span = self._span_of(keys[0].decode())
                     with contextlib.nullcontext() if span is None else sent_in(span):
-                        return await self._client.generate(body, admit=admit)
+                        yield
                 finally:
-                    self._stops.end(key, request)
+                    for key in keys:
+                        self._stops.end(key, request)
         except TimeoutError:
             raise RowRejected(STOPPED) from None
 

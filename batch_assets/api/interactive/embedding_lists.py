@@ -26,7 +26,7 @@ from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import InteractiveRequest, RequestSize
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
-from gpu_runner.client.input_lists import divide, entries_in_order
+from gpu_runner.client.input_lists import answers_of_inputs
 from gpu_runner.micro_batches.list_batcher import BatcherClosed, BatcherFull, BatchPolicy, ListBatcher, ListRefused
 
 MICRO_BATCHES = "BATCH_ASSETS_MICRO_BATCHES"
@@ -185,7 +185,7 @@ class EmbeddingLists:
             found, usage = await self._proxy.whole(answer)
         try:
             return _answers(orjson.loads(found), usage, [len(text) for text in texts])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ApiError(502, "The engine's answer could not be read.", code="engine_garbage") from error
 
 
@@ -230,15 +230,12 @@ def _size_of(one: EmbeddingInput) -> int:
 
 
 def _answers(found: Mapping[str, Any], usage: Usage | None, sizes: Sequence[int]) -> list[EmbeddingAnswer]:
-    """An answer for each input. Raises ValueError, LookupError or TypeError for what is no answer to all of them."""
-    data = [{**entry, "index": 0} for entry in entries_in_order(found["data"], len(sizes))]
-    beside = {name: value for name, value in found.items() if name not in ("data", "usage")}
-    answers = []
-    for entry, tokens in zip(data, divide(usage.prompt_tokens if usage else 0, sizes), strict=True):
-        used = {"prompt_tokens": tokens, "total_tokens": tokens}
-        body = orjson.dumps({**beside, "data": [entry], "usage": used})
-        answers.append(EmbeddingAnswer(body, Usage(tokens, 0) if usage else None))
-    return answers
+    """An answer for each input; the tokens of all are those of `usage`. Raises as `answers_of_inputs`."""
+    found = {**found, "usage": {"prompt_tokens": usage.prompt_tokens if usage else 0}}
+    return [
+        EmbeddingAnswer(orjson.dumps(body), Usage(body["usage"]["prompt_tokens"], 0) if usage else None)
+        for body in answers_of_inputs(found, sizes)
+    ]
 
 
 def embedding_lists(proxy: Proxy, metrics: ServiceMetrics) -> EmbeddingLists | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,32 @@ def test_each_endpoint_answers_with_its_own_body(
         assert [one["custom_id"] for one in output] == ["a", "b"]
 
     on_site(tmp_path, engine.url, steps)
+
+
+def test_lines_of_one_text_for_vectors_go_out_as_lists_and_a_refused_one_is_found(tmp_path: Path) -> None:
+    url, log = "/v1/embeddings", tmp_path / "log"
+    refusal = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}}])
+    lines = [line(f"oops {number}" if number in (17, 180) else f"text {number}", url) for number in range(300)]
+    lines[40]["body"]["input"] = ["two", "texts"]
+    lines[50]["body"]["encoding_format"] = "base64"
+
+    async def steps(site: ApiSite) -> None:
+        batch = await site.until((await site.create(lines, url))["id"])
+        output, errors = await site.results(batch)
+        check_sums(batch, 300, output, errors)
+        assert [one["custom_id"] for one in errors] == ["oops 17", "oops 180"]
+        assert {one["response"]["status_code"] for one in errors} == {400}
+        bodies = {one["custom_id"]: one["response"]["body"] for one in output}
+        assert {len(body["data"]) for body in bodies.values()} == {1, 2} and len(bodies["text 40"]["data"]) == 2
+        assert isinstance(bodies["text 50"]["data"][0]["embedding"], str)
+        vectors = {tuple(body["data"][0]["embedding"]) for name, body in bodies.items() if name != "text 50"}
+        assert len(vectors) == 297, "each line has the vector of its own text"
+        assert batch["usage"]["input_tokens"] == sum(body["usage"]["prompt_tokens"] for body in bodies.values())
+
+    options = ("--speed", "20", "--faults", refusal, "--request-log", str(log))
+    with simulated_engine(*options) as vectors:
+        on_site(tmp_path, vectors.url, steps)
+    assert 0 < log.read_text().count('"event":"received"') < 100
 
 
 def test_lines_that_the_engine_refuses_are_in_the_error_file(tmp_path: Path, engine: SimulatedEngine) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runner.client.input_lists import divide, read_vectors
+from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts, divide, read_vectors
 from gpu_runner.client.protocol import Requests, RowRejected, Transient
 from gpu_runner.rows import Generation
 
@@ -74,3 +74,32 @@ def test_the_body_holds_all_inputs_and_the_sampling_once() -> None:
     texts = ["one", 'tw"o', ""]
     body = requests.body_of_list([orjson.dumps(text) for text in texts])
     assert orjson.loads(body) == {"model": "m", "dimensions": 8, "input": texts}
+
+
+def test_bodies_that_agree_but_for_their_text_are_one_request() -> None:
+    one = EmbeddingBody.read(b'{"model": "m", "input": "a \\" b", "dimensions": 8}')
+    other = EmbeddingBody.read(b'{"dimensions": 8, "input": "c", "model": "m"}')
+    assert one is not None and other is not None and one.fields == other.fields
+    assert orjson.loads(body_of_texts([one, other])) == {"model": "m", "dimensions": 8, "input": ['a " b', "c"]}
+    bare = EmbeddingBody.read(b'{"input": "c"}')
+    assert bare is not None and orjson.loads(body_of_texts([bare])) == {"input": ["c"]}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"input": ["a"]}', b'{"input": [1, 2]}', b'{"input": null}', b"\xff"]
+)
+def test_other_bodies_go_alone(body: bytes) -> None:
+    assert EmbeddingBody.read(body) is None
+
+
+def test_each_text_gets_an_answer_of_its_own() -> None:
+    data = [{"index": 1, "embedding": "AAAA"}, {"index": 0, "embedding": "BBBB", "object": "embedding"}]
+    answer = {"object": "list", "model": "m", "data": data, "usage": {"prompt_tokens": 5, "total_tokens": 5}}
+    first, second = answers_of_inputs(answer, [4, 1])
+    entry_of_first = {"index": 0, "embedding": "BBBB", "object": "embedding"}
+    used = {"prompt_tokens": 4, "total_tokens": 4}
+    assert first == {"object": "list", "model": "m", "data": [entry_of_first], "usage": used}
+    assert second["data"] == [{"index": 0, "embedding": "AAAA"}] and second["usage"]["prompt_tokens"] == 1
+    assert [one["usage"]["prompt_tokens"] for one in answers_of_inputs({"data": data}, [1, 1])] == [0, 0]
+    with pytest.raises(ValueError, match="one entry for each"):
+        answers_of_inputs(answer, [1, 1, 1])

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
 import pytest
+from support.simulated_engine import simulated_engine
+from support.timing import PATIENCE
 
-from gpu_runner.client.protocol import EngineRefused, RowRejected, Transient
-from gpu_runner.client.verbatim_client import KEPT_ERROR_BYTES, error_json, read_whole, refusal
+from gpu_runner.client.protocol import Completion, EngineRefused, RowRejected, Transient
+from gpu_runner.client.verbatim_client import (
+    KEPT_ERROR_BYTES,
+    VerbatimClient,
+    error_json,
+    read_each,
+    read_whole,
+    refusal,
+)
+from gpu_runner.rows import Generation
 
 
 @dataclass
@@ -76,3 +89,57 @@ def test_an_embedding_in_base64_is_an_answer() -> None:
 def test_what_is_no_whole_answer_is_asked_again(body: bytes) -> None:
     with pytest.raises(Transient):
         read_whole(body)
+
+
+def embedding(text: Any, **more: Any) -> bytes:
+    return json.dumps({"model": "tiny", "input": text, **more}).encode()
+
+
+def asked(log: Path) -> int:
+    return log.read_text().count('"event":"received"')
+
+
+def test_texts_that_agree_in_all_else_are_one_request_and_each_answer_is_as_if_alone(tmp_path: Path) -> None:
+    bodies = [embedding("a"), embedding("b", user="u"), embedding("c c c"), embedding(["d", "e"]), embedding("f")]
+
+    async def ask() -> tuple[list[Completion], list[Completion]]:
+        async with VerbatimClient(engine.url, Generation("embedding", "tiny")) as client:
+            assert client.takes_lists
+            together = await client.generate_list(bodies)
+            return together, [await client.generate(body) for body in bodies]
+
+    log = tmp_path / "log"
+    with simulated_engine("--speed", "50", "--request-log", str(log)) as engine:
+        together, alone = asyncio.run(ask())
+        deadline = time.monotonic() + 10 * PATIENCE
+        while asked(log) < 3 + len(bodies) and time.monotonic() < deadline:  # it is written five times a second
+            time.sleep(0.02)
+    assert asked(log) == 3 + len(bodies), "together: the three that agree, the one with a user, the list"
+    assert [json.loads(str(one.output))["data"] for one in together] == [
+        json.loads(str(one.output))["data"] for one in alone
+    ]
+    for places in ([0, 2, 4], [1], [3]):
+        tokens = [sum(answers[place].prompt_tokens for place in places) for answers in (together, alone)]
+        assert tokens[0] == tokens[1] > 0
+    assert {one.finish_reason for one in together} == {"stop"}
+
+
+def test_one_refused_request_of_a_list_fails_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    refusal = json.dumps(
+        [{"kind": "too_long", "match": {"contains": "oops"}}, {"kind": "hang", "match": {"contains": "slow"}}]
+    )
+
+    async def ask() -> None:
+        async with VerbatimClient(engine.url, Generation("embedding", "tiny")) as client:
+            with pytest.raises(RowRejected):
+                await client.generate_list([embedding("oops"), embedding("a"), embedding("slow", user="u")])
+            assert asyncio.all_tasks() - {asyncio.current_task()} == set()
+
+    with simulated_engine("--speed", "50", "--faults", refusal) as engine:
+        asyncio.run(ask())
+
+
+def test_an_answer_to_several_texts_that_is_none_is_asked_for_once_more() -> None:
+    for body in (b"", b"[]", b'{"data": []}', b'{"data": [{"index": 0}, {"index": 0}]}'):
+        with pytest.raises(Transient, match="garbage_body"):
+            read_each(body, [1, 1])
