@@ -43,6 +43,11 @@ def instances(site: Platform) -> list[Instance]:
         return fleet_db.fleet(ended=True)
 
 
+def held(site: Platform) -> Instance | None:
+    """The instance that a run holds, and whose engine has answered."""
+    return next((one for one in instances(site) if one.lease is not None and one.state == "ready"), None)
+
+
 def answers(folder: Path, name: str) -> int:
     """Rows that the engine of an instance wrote to the end, by its own log."""
     file = folder / f"{name}.jsonl"
@@ -52,16 +57,11 @@ def answers(folder: Path, name: str) -> int:
     return sum(json.loads(line).get("outcome") in ("stop", "length") for line in lines)
 
 
-def at_work(site: Platform, folder: Path, rows: int) -> Instance | None:
-    """An instance that a run holds, and whose engine has answered so many rows."""
-    held = [one for one in instances(site) if one.lease is not None and one.state == "ready"]
-    return next((one for one in held if answers(folder, one.name) >= rows), None)
-
-
 def lose(site: Platform, hosts: Hosts, folder: Path, how: str, rows: int) -> tuple[int, float]:
     """Cut off or kill the host in use when it has answered so many rows; returns it, and when the run had left it."""
-    one = eventually(lambda: at_work(site, folder, rows), 150, f"{rows} answers of an instance in use", every=0.05)
+    one = eventually(lambda: held(site), 90, "an instance that a run holds")
     number = int(one.region.removeprefix("host"))
+    eventually(lambda: answers(folder, one.name) >= rows, 60, f"{rows} answers of {one.name}", every=0.05)
     hosts.do(how, number)
     at = time.monotonic()
 
