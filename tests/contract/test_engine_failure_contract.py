@@ -16,6 +16,7 @@ import urllib.request
 import psutil
 import pytest
 from support.contract_engines import CONTEXT, Answer, Served
+from support.timing import PATIENCE
 
 
 def faults(engine: Served, *rules: dict[str, object]) -> None:
@@ -49,10 +50,19 @@ def long_requests(
     return threads
 
 
-def await_connections(engine: Served, count: int) -> None:
-    """Wait until the server has accepted this many connections, and a moment more, for what was sent on them."""
+def await_requests(engine: Served, count: int) -> None:
+    """Wait until the engine, which stands still, has this many requests.
+
+    The simulator counts them still. Of vLLM one sees that its server has accepted as many connections; a moment more is
+    for what was sent on them.
+    """
+    deadline = time.monotonic() + 30 * PATIENCE
+    if engine.kind == "simulator":
+        while (has := engine.total("num_requests_running") + engine.total("num_requests_waiting")) < count:
+            assert time.monotonic() < deadline, f"{has:.0f} of {count} requests"
+            time.sleep(0.05)
+        return
     port = urllib.parse.urlsplit(engine.url).port
-    deadline = time.monotonic() + 30
     while True:
         accepted = [
             connection
@@ -101,7 +111,7 @@ def test_a_dead_engine_process_fails_its_requests_and_then_the_server_exits(mort
     else:
         send(engine, "VLLM::EngineCore", signal.SIGSTOP)
     threads = long_requests(engine, 30, plain, wait=False) + long_requests(engine, 30, streams, wait=False, stream=True)
-    await_connections(engine, len(threads))
+    await_requests(engine, len(threads))
     if engine.kind == "simulator":
         faults(engine, {"kind": "engine_dead", "exit_after": 1})
     else:

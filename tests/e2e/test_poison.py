@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.timing import SOAK
 
-from e2e.harness import platform, shared_data
+from e2e.harness import eventually, platform, shared_data
 from e2e.test_losses import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -84,6 +84,18 @@ def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, m
     assert all(json.loads(line["output"]).keys() == {"answer", "why"} for line in good)
 
 
+def engine_deaths(log: Path) -> Counter[str]:
+    """How often an engine died of each prompt, by the log of all engines.
+
+    A scripted crash writes the log first and ends the process with the request that meets it: of such a prompt the log
+    has no end, and every time that it was received is one death.
+    """
+    events = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    ended = {event["prompt"] for event in events if event["event"] == "finished"}
+    received = Counter(event["prompt"] for event in events if event["event"] == "received")
+    return Counter({prompt: times for prompt, times in received.items() if prompt not in ended})
+
+
 def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, poison = poisoned_source(tmp_path, rows := 1000 if SOAK else 200, ["crash"])
     log = tmp_path / "engines.jsonl"
@@ -102,13 +114,11 @@ def test_rows_that_kill_engines_are_found_and_cost_nobody_else(tmp_path: Path, m
         site.launch_job("poisoned_refresh")
         published(site, 800)
         table = {line["row_id"]: line for line in site.published_rows()}
-        with_leases = [run.run_id for run in site.rows_runs()]
-        fleet_db = site.fleet_db()
-        crashes = sum(len(fleet_db.history(run_id)) for run_id in with_leases) - len(with_leases)
-        fleet_db.close()
+        eventually(lambda: len(engine_deaths(log)) == len(poison), 20, "the last lines of the engines' log")
+        crashes = engine_deaths(log).total()
     dead = {row: line["error"] for row, line in table.items() if line["error"] is not None}
     print(f"\n{len(poison)} rows of {rows} kill engines: {crashes} engines died", file=sys.stderr)
     assert set(dead) == set(poison)
     assert set(dead.values()) == {"engine_killed"}
     assert {line["tries"] for row, line in table.items() if row not in poison} == {1}
-    assert crashes <= (9 if SOAK else 10) * len(poison)  # of two rows, one search more counts
+    assert crashes <= 9 * len(poison) + (0 if SOAK else 8)  # a search may be long, and two rows are no mean

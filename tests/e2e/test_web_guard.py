@@ -57,7 +57,7 @@ ATTEMPTS = """async ({ui, mutation}) => {
   });
   const frame = async (name, fill) => {
     const made = document.createElement('iframe'); made.name = name; document.body.append(made);
-    await new Promise(done => { made.onload = done; fill(made); setTimeout(done, 3000); });
+    await new Promise(done => { made.onload = done; fill(made); setTimeout(done, 30000); });
     try { said[name] = made.contentDocument ? made.contentDocument.body.innerText : 'unreadable'; }
     catch (error) { said[name] = 'unreadable'; }
   };

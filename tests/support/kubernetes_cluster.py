@@ -175,8 +175,10 @@ def bare_cluster(*images: Path) -> Iterator[RealCluster]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         cluster = RealCluster(Path(below) / "cluster")
         command = [TOOL, "up", cluster.folder]
-        started = subprocess.run(command, capture_output=True, text=True, timeout=180, umask=CONTAINERS_UMASK)
         try:
+            started = subprocess.run(
+                command, capture_output=True, text=True, timeout=180 * PATIENCE, umask=CONTAINERS_UMASK
+            )
             if started.returncode and (lacking := re.search(r"(not found|Needs|needs|install|root).*", started.stderr)):
                 pytest.skip(f"no cluster: {lacking[0]}")
             assert started.returncode == 0, started.stderr

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.machines import H100, ended_machines
+from support.machines import ended_machines
 from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
@@ -29,7 +29,10 @@ from resources.objects.opening import open_objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
 
-TTL, ROWS = 2.0, 8000
+TTL, ROWS = 6.0, 8000
+# Of 256 slots, which do 300 rows a second: about 13 s of rent go by until the run drains, with half the rows done, and
+# the drain ends 8 s before the budget would be reached.
+OFFER = {"instance_type": "l40s", "gpu": "L40S", "price_per_hour": 3.6}
 CLOCK = 3.0
 PRICE = CLOCK * 3.6 / 3600  # of a real second
 TO_THE_END = PRICE * (TTL + END_SECONDS)
@@ -61,7 +64,7 @@ def test_a_run_drains_before_its_budget_is_reached_waits_visibly_and_goes_on_whe
         stack.callback(supervisor.end)
         stack.enter_context(heart.beating("d", "00000", "00009"))
 
-        budget = TO_THE_END + PRICE * 9
+        budget = TO_THE_END + PRICE * 25
         fleet_db.begin_request("d", "r", budget_usd=budget)
         step_until(supervisor, lambda: waits_for_the_budget(heart))
         paused = run.progress()
@@ -74,7 +77,7 @@ def test_a_run_drains_before_its_budget_is_reached_waits_visibly_and_goes_on_whe
         assert fleet_db.fleet() == []
         assert fleet_db.spend("d").usd <= budget
         bill = sum(one.usd for one in cloud.meter().bills())
-        assert fleet_db.spend("d").usd == pytest.approx(bill, abs=PRICE)
+        assert fleet_db.spend("d").usd == pytest.approx(bill, abs=PRICE * PATIENCE)
 
         fleet_db.override("d", budget_usd=1000)
         step_until(supervisor, lambda: False)
@@ -83,7 +86,7 @@ def test_a_run_drains_before_its_budget_is_reached_waits_visibly_and_goes_on_whe
 
 
 def a_cloud(home: Path) -> SimulatedCloud:
-    provider = {"name": "sim-a", "boot_seconds": 0.0, "offers": [{**H100, "price_per_hour": 3.6}]}
+    provider = {"name": "sim-a", "boot_seconds": 0.0, "offers": [OFFER]}
     arguments = ["--output-tokens", "fixed:100"]
     words = {"clock": CLOCK, "seed": 0, "providers": [provider], "arguments": arguments}
     return SimulatedCloud(home, SimulatedCloudConfig.model_validate(words))

@@ -21,6 +21,7 @@ import pytest
 from support.machines import ORDER, eventually, first_offer, get
 from support.provider_sites import SITES, ProviderSite, ec2, ssh
 from support.ssh_site import Hosts, missing, ssh_hosts
+from support.timing import PATIENCE
 
 from gpu_runner.providers.base import EndReason, EngineAccess, ProviderError, open_access
 from gpu_runner.providers.checks import CheckedProvider
@@ -87,7 +88,7 @@ def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: Provid
     machine_id = provider.create(first_offer(provider), "ba-1-a", ORDER)
     assert get(provider, "ba-1-a").state == "booting"
     site.boots("ba-1-a")
-    machine = site.make().wait_ready("ba-1-a", 20, time.sleep)
+    machine = site.make().wait_ready("ba-1-a", 20 * PATIENCE, time.sleep)
     assert (machine.name, machine.id, machine.state, machine.max_num_seqs) == ("ba-1-a", machine_id, "running", 8)
     assert machine.endpoint is not None and len(machine.endpoint) <= 300
     assert get(site.make(), "ba-1-a").state == "running"
@@ -144,19 +145,19 @@ def test_waiting_for_an_engine_ends_with_the_time_the_machine_or_the_waiter(
 
     provider = site.make()
     with pytest.raises(EngineStartError, match="has no machine ba-never"):
-        provider.wait_ready("ba-never", 20, time.sleep)
+        provider.wait_ready("ba-never", 20 * PATIENCE, time.sleep)
     if site.mute:
         awaited = iscoroutinefunction(resolve_name(site.mute))
         monkeypatch.setattr(site.mute, AsyncMock(return_value=False) if awaited else lambda endpoint: False)
     provider.create(first_offer(provider), "ba-slow", ORDER)
     with pytest.raises(GivesUp):
-        provider.wait_ready("ba-slow", 20, give_up)
+        provider.wait_ready("ba-slow", 20 * PATIENCE, give_up)
     with pytest.raises(EngineStartError, match="not ready after 0 s"):
         provider.wait_ready("ba-slow", 0, time.sleep)
     provider.terminate("ba-slow")
     site.ends("ba-slow")
     with pytest.raises(EngineStartError, match=r"ba-slow at .* has ended: terminated"):
-        provider.wait_ready("ba-slow", 20, time.sleep)
+        provider.wait_ready("ba-slow", 20 * PATIENCE, time.sleep)
 
 
 def test_an_order_that_cannot_be_taken_starts_nothing(site: ProviderSite):

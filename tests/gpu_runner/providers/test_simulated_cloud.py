@@ -15,6 +15,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from support.machines import H100, ORDER, ended_machines, eventually, first_offer, get, processes, simulated_cloud
+from support.timing import PATIENCE
 
 from gpu_runner.market.gpus import find_sheet
 from gpu_runner.market.offers import Offer, rank, screen, speed_of
@@ -159,7 +160,7 @@ def test_a_model_that_does_not_fit_fails_at_its_boot(home: Path):
     provider = SimulatedCloud(home, SimulatedCloudConfig.model_validate(given)).providers["sim-a"]
     provider.create(first_offer(provider), "ba-1", ORDER)
     with pytest.raises(EngineStartError, match="has ended: boot failed"):
-        provider.wait_ready("ba-1", 20, time.sleep)
+        provider.wait_ready("ba-1", 20 * PATIENCE, time.sleep)
     assert "does not fit a KV cache" in (home / "machines" / "sim-a.ba-1.log").read_text()
 
 
@@ -172,7 +173,7 @@ def test_boot_takes_its_time_on_the_clouds_clock_and_arguments_reach_the_engine(
     provider = SimulatedCloud(home, SimulatedCloudConfig.model_validate(given)).providers["sim-a"]
     began = time.monotonic()
     provider.create(first_offer(provider), "ba-1", replace(ORDER, arguments=("--seed", "7")))
-    machine = provider.wait_ready("ba-1", 20, time.sleep)
+    machine = provider.wait_ready("ba-1", 20 * PATIENCE, time.sleep)
     assert time.monotonic() - began >= 1.5
     (engine,) = [one.cmdline() for one in processes(machine.id) if "gpu_runner.simulator" in one.cmdline()[:3]]
     assert engine[-4:] == ["--request-log", f"{home}/ba-1.log", "--seed", "7"]
@@ -271,8 +272,8 @@ def test_a_boot_fails_or_hangs_as_ordered(home: Path):
     for name in ("ba-fails", "ba-hangs", "ba-works"):
         provider.create(offer, name, ORDER)
     with pytest.raises(EngineStartError, match="boot failed"):
-        provider.wait_ready("ba-fails", 20, time.sleep)
-    assert provider.wait_ready("ba-works", 20, time.sleep).endpoint
+        provider.wait_ready("ba-fails", 20 * PATIENCE, time.sleep)
+    assert provider.wait_ready("ba-works", 20 * PATIENCE, time.sleep).endpoint
     assert get(provider, "ba-hangs").state == "booting"
     failed, hangs, _ = cloud.meter().bills()
     assert 120 <= failed.seconds < 1200
@@ -288,7 +289,7 @@ def test_a_machine_is_taken_away_after_its_notice_or_without_one(home: Path):
     for name in ("ba-told", "ba-untold"):
         provider.create(offer, name, ORDER)
     for name in ("ba-told", "ba-untold"):
-        provider.wait_ready(name, 20, time.sleep)
+        provider.wait_ready(name, 20 * PATIENCE, time.sleep)
     assert get(provider, "ba-told").notice_seconds is None
     assert cloud.interrupt("sim-a", "ba-told", notice_seconds=3)
     assert cloud.interrupt("sim-a", "ba-untold")
@@ -309,7 +310,8 @@ def test_a_machine_is_taken_away_after_its_notice_or_without_one(home: Path):
 
 @pytest.mark.slow
 def test_scheduled_interruptions_take_what_runs_then(home: Path):
-    scheduled = [{"at": 3000, "offer": "h100-spot", "notice_seconds": 1.0}]
+    # After 15 s, announced after 7 s: both machines are ordered before, on a busy computer too.
+    scheduled = [{"at": 9000, "offer": "h100-spot", "notice_seconds": 8.0}]
     cloud = simulated_cloud(home, offers=[SPOT, H100], interruptions=scheduled, boot_seconds=0)
     provider = cloud.providers["sim-a"]
     spot, sure = provider.offers()
@@ -319,7 +321,7 @@ def test_scheduled_interruptions_take_what_runs_then(home: Path):
     eventually(lambda: get(provider, "ba-spot").state == "ended")
     bill = cloud.meter().bills()[0]
     assert bill.ended_at is not None
-    assert (bill.ended_at - cloud.started_at) * 600 == pytest.approx(3000, abs=600)
+    assert 15 <= bill.ended_at - cloud.started_at < 15 + 2 * PATIENCE
     assert get(provider, "ba-sure").state != "ended"
     provider.create(spot, "ba-after", ORDER)
     time.sleep(0.3)

@@ -257,6 +257,6 @@ def test_a_feed_takes_more_engines_loses_one_and_gives_one_back(
         assert supply.held == {} and supply.most_held == 3
 
     with contextlib.ExitStack() as stack:
-        options = ("--speed", "20", "--max-num-seqs", "4")
+        options = ("--speed", "5", "--max-num-seqs", "4")
         asyncio.run(works([stack.enter_context(simulated_engine(*options)) for _ in range(3)]))
     assert set(answered.values()) == {1} and len(answered) == 1_500

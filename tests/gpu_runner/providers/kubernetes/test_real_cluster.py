@@ -228,16 +228,16 @@ def refusal_of_another(site: Site, name: str) -> str:
 
 
 def a_drain_is_a_notice_in_which_the_engine_answers(site: Site) -> None:
-    with machine(site, "ba-5") as (provider, access):
+    with machine(site, "ba-5", notice_seconds=15) as (provider, access):
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "ba-5", "namespace": NAMESPACE}}
         site.cluster.run(
             "create", "--raw", f"/api/v1/namespaces/{NAMESPACE}/pods/ba-5/eviction", "-f", "-", given=eviction
         )
         noticed = get(provider, "ba-5")
         assert noticed.state == "running"
-        assert noticed.notice_seconds is not None and 0 < noticed.notice_seconds <= 9 + 2  # seconds of two clocks
+        assert noticed.notice_seconds is not None and 0 < noticed.notice_seconds <= 15 + 5 + 2  # seconds of two clocks
         assert models(access, access.api_key) == 200
-        eventually(lambda: get(provider, "ba-5").state == "ended")
+        eventually(lambda: get(provider, "ba-5").state == "ended", SECONDS)
         assert get(provider, "ba-5").reason.startswith("drained")
 
 

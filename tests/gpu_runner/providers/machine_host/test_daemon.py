@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machines import ORDER, ended_machines, eventually, first_offer, get, local_provider, part, parts, processes
+from support.timing import PATIENCE
 
 from gpu_runner.providers.base import Provider, ProviderError
 from gpu_runner.providers.machine_host import registry as register_module
@@ -35,7 +36,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 def running(provider: Provider, name: str = "ba-1") -> str:
     """Order a machine, wait until it runs, and return its id."""
     machine_id = provider.create(first_offer(provider), name, ORDER)
-    provider.wait_ready(name, 20, time.sleep)
+    provider.wait_ready(name, 20 * PATIENCE, time.sleep)
     return machine_id
 
 
@@ -76,7 +77,7 @@ def finish(process: subprocess.Popen[bytes]) -> int:
     """Close its pipes and wait for it."""
     assert process.stdin and process.stdout
     process.stdin.close()
-    status = process.wait(timeout=20)
+    status = process.wait(timeout=20 * PATIENCE)
     process.stdout.close()
     return status
 
@@ -104,7 +105,7 @@ def test_a_caller_killed_before_its_order_is_entered_has_rented_nothing(home: Pa
 def test_a_caller_killed_right_after_has_rented_a_machine_that_boots(home: Path):
     assert finish(orderer(home, "after")) == -signal.SIGKILL
     provider = local_provider(home)
-    machine = provider.wait_ready("ba-1", 20, time.sleep)
+    machine = provider.wait_ready("ba-1", 20 * PATIENCE, time.sleep)
     assert provider.create(first_offer(provider), "ba-1", ORDER) == machine.id
     provider.terminate("ba-1")
     eventually(lambda: not processes(machine.id))
@@ -113,7 +114,7 @@ def test_a_caller_killed_right_after_has_rented_a_machine_that_boots(home: Path)
 def test_a_machine_outlives_the_guarded_process_tree_that_ordered_it(home: Path):
     process = orderer(home, "never", 60, guarded=True)
     assert process.stdout is not None and process.stdout.readline() == b"ordered\n"
-    machine = local_provider(home).wait_ready("ba-1", 20, time.sleep)
+    machine = local_provider(home).wait_ready("ba-1", 20 * PATIENCE, time.sleep)
     finish(process)  # the guard does not wait for the host
     assert len(processes(machine.id)) == 4  # host, the guard's two, engine
     local_provider(home).terminate("ba-1")
@@ -296,7 +297,7 @@ def test_after_a_hundred_random_kills_every_bill_is_closed_and_nothing_runs(home
         time.sleep(rng.uniform(0, 0.3))
         assert len([one for one in provider.list("") if one.state != "ended"]) <= 6
     for process in orderers:
-        process.wait(timeout=20)
+        process.wait(timeout=60 * PATIENCE)
     records = MachineRegistry(home).machines()
     for record in records:
         provider.terminate(record.name)

@@ -73,7 +73,7 @@ def test_an_engine_has_its_gpu_a_session_and_a_key_that_nobody_is_shown(hosts: H
     ordered_at = time.monotonic()
     machine_id = provider.create(first_offer(provider), "ba-1-a", ORDER)
     made_at = time.monotonic()
-    machine = make().wait_ready("ba-1-a", 20, time.sleep)
+    machine = make().wait_ready("ba-1-a", 20 * PATIENCE, time.sleep)
     assert machine.endpoint is not None
     asked_at = time.monotonic()
     billed = get(provider, "ba-1-a").billed_seconds
@@ -96,7 +96,7 @@ def test_an_engine_has_its_gpu_a_session_and_a_key_that_nobody_is_shown(hosts: H
     assert get(provider, "ba-1-a").billed_seconds == ended.billed_seconds, "its bill has ended, too"
     eventually(lambda: not hosts.processes(machine_id))
     eventually(lambda: first_offer(provider).capacity == 2)
-    with pytest.raises(OSError, match="closed connection without response"):
+    with pytest.raises(OSError, match=r"closed connection|reset by peer"):
         served(access)
     access.close()
     access.close()
@@ -157,7 +157,7 @@ def test_a_boot_that_fails_names_its_log(hosts: Hosts, make: Make):
     provider = make()
     dead_id = provider.create(first_offer(provider), "ba-dead", replace(ORDER, arguments=("--no-such-option",)))
     with pytest.raises(EngineStartError, match=r"ba-dead .* has ended: boot failed; its log: .*ba-dead\.log"):
-        provider.wait_ready("ba-dead", 20, time.sleep)
+        provider.wait_ready("ba-dead", 20 * PATIENCE, time.sleep)
     assert not hosts.processes(dead_id)
     provider = make(command=["sh", "-c", "exec sleep 600", "{port}"])
     provider.create(first_offer(provider), "ba-slow", ORDER)
@@ -188,7 +188,7 @@ def test_a_machine_without_a_sign_of_life_or_whose_supervisor_was_killed_ends(ho
 
     other = make()
     lost = other.create(offer, "ba-lost", ORDER)
-    other.wait_ready("ba-lost", 20, time.sleep)
+    other.wait_ready("ba-lost", 20 * PATIENCE, time.sleep)
     hosts.run(1, 'kill -KILL "$(cat "$1"/machines/ba-lost/supervisor)"', str(root(tmp_path)))
     eventually(lambda: get(other, "ba-lost").state == "ended")
     assert get(other, "ba-lost").reason == "interrupted"
@@ -240,7 +240,7 @@ async def _get(endpoint: str, key: str | None, count: int) -> list[int]:
 def test_a_tunnel_carries_many_requests_and_keeps_its_port_when_its_host_comes_back(hosts: Hosts, make: Make):
     provider = make(1, orphan_seconds=600)
     provider.create(first_offer(provider), "ba-1", ORDER)
-    machine = provider.wait_ready("ba-1", 20, time.sleep)
+    machine = provider.wait_ready("ba-1", 20 * PATIENCE, time.sleep)
     assert machine.endpoint is not None
     access = provider.access("ba-1", machine.endpoint)
     assert set(asyncio.run(_get(access.endpoint, access.api_key, 300))) == {200}
