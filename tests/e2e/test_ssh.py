@@ -44,8 +44,9 @@ def instances(site: Platform) -> list[Instance]:
 
 
 def held(site: Platform) -> Instance | None:
-    """The instance that a run holds, and whose engine has answered."""
-    return next((one for one in instances(site) if one.lease is not None and one.state == "ready"), None)
+    """The instance that a run holds, or of which it awaits its last answers, and whose engine has answered."""
+    found = (one for one in instances(site) if one.lease is not None or one.draining)
+    return next((one for one in found if one.state == "ready"), None)
 
 
 def answers(folder: Path, name: str) -> int:
@@ -59,9 +60,14 @@ def answers(folder: Path, name: str) -> int:
 
 def lose(site: Platform, hosts: Hosts, folder: Path, how: str, rows: int) -> tuple[int, float]:
     """Cut off or kill the host in use when it has answered so many rows; returns it, and when the run had left it."""
-    one = eventually(lambda: held(site), 90, "an instance that a run holds")
+
+    def at_work() -> Instance | None:
+        """A busy machine may make a run leave a host that is well: whichever it holds then will do."""
+        one = held(site)
+        return one if one is not None and answers(folder, one.name) >= rows else None
+
+    one = eventually(at_work, 150, f"an instance that a run holds, with {rows} answers", every=0.1)
     number = int(one.region.removeprefix("host"))
-    eventually(lambda: answers(folder, one.name) >= rows, 60, f"{rows} answers of {one.name}", every=0.05)
     hosts.do(how, number)
     at = time.monotonic()
 
