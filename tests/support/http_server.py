@@ -23,7 +23,8 @@ async def http_server(routes: dict[str, Handler], **options: Any) -> AsyncIterat
     app = web.Application(client_max_size=1 << 23)
     for path, handler in routes.items():
         app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, access_log=None, **options)
+    # Handlers that hang are not waited for: aiohttp would do so for a minute.
+    runner = web.AppRunner(app, access_log=None, **{"shutdown_timeout": 0.1, **options})
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
