@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import pathlib, sys
 import batch_assets
@@ -35,6 +37,7 @@ assert not [name for name in sys.modules if name.startswith("opentelemetry.sdk")
 """
 
 
+@pytest.mark.slow
 def test_what_a_fresh_process_imports_is_what_it_needs_and_dagster_finds_the_component_alone(tmp_path: Path) -> None:
     """The package's names, the definitions, and a front door. One process, as its start is dear.
 

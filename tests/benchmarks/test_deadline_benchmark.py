@@ -24,6 +24,7 @@ def results(worlds: tuple[int, ...]) -> list[Result]:
     return [play(INVENTED, 1, number, HOUR, ("on demand", "ours")) for number in worlds]
 
 
+@pytest.mark.slow
 @PLAYED
 def test_no_deadline_is_missed_and_no_budget_passed(worlds: tuple[int, ...]):
     assert [one.number for one in results(worlds) if one.missed("ours")] == []
@@ -91,6 +92,7 @@ def test_what_is_taken_loses_little_and_is_seen():
     assert outcome.finish > offer.boot + scenario.tokens / offer.speed
 
 
+@pytest.mark.slow
 def test_every_policy_plays():
     scenario, _ = prepare(INVENTED, 1, 2)
     for make in POLICIES.values():

@@ -232,6 +232,7 @@ def test_a_file_that_is_no_model_is_said_in_the_log(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_key_is_asked_for(gguf_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRACT_API_KEY", API_KEY)
 

@@ -119,12 +119,14 @@ def checked(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([promtool(), *arguments], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_rules_are_valid_and_their_cases_hold() -> None:
     for arguments in (("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")):
         found = checked(*arguments[:2], str(FOLDER / arguments[2]))
         assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_every_alert_has_a_case_that_fires_and_the_cases_can_fail(tmp_path: Path) -> None:
     cases = (FOLDER / "alerts_test.yaml").read_text()
     assert {name for name in rules() if f'alertname="{name}"' not in cases} == set()

@@ -92,6 +92,7 @@ def test_a_command_of_the_readme_works(block: Block, home: Path) -> None:
     assert "example" in run(block, REPOSITORY, home)
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_readme_open_the_table(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def opened(url: str) -> Iterator[sa.Engine]:
         engine.dispose()
 
 
+@pytest.mark.slow
 def test_connections_and_statements_have_time_outs(postgres: str) -> None:
     with opened(postgres) as engine, engine.connect() as connection:
         driver = connection.connection.driver_connection

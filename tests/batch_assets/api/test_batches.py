@@ -358,6 +358,7 @@ def test_a_batch_of_another_tenant_is_not_there(tmp_path: Path, engine: Simulate
     on_site(tmp_path, engine.url, steps)
 
 
+@pytest.mark.slow
 def test_a_tenant_with_many_lines_does_not_hold_up_another(tmp_path: Path) -> None:
     async def create(site: ApiSite, tenant: dict[str, str], lines: int) -> str:
         file = await site.upload([line(str(number)) for number in range(lines)], **tenant)
@@ -452,6 +453,7 @@ def test_the_input_may_be_deleted_while_its_batch_runs(tmp_path: Path, engine: S
     on_site(tmp_path, engine.url, steps)
 
 
+@pytest.mark.slow
 def test_many_small_batches_share_one_engine(tmp_path: Path, engine: SimulatedEngine) -> None:
     async def steps(site: ApiSite) -> None:
         made = [await site.create([line(f"{n}-{m}") for m in range(3)]) for n in range(30)]
@@ -476,6 +478,7 @@ def test_models_are_those_of_the_engine(tmp_path: Path, engine: SimulatedEngine)
     on_site(tmp_path, engine.url, steps)
 
 
+@pytest.mark.slow
 def test_on_s3_a_batch_is_the_same(tmp_path: Path, engine: SimulatedEngine, s3_objects: Objects) -> None:
     async def run() -> None:
         async with api_site(tmp_path, engine.url, store_root=s3_objects.root) as site:

@@ -56,6 +56,7 @@ def test_a_batch_waits_at_its_budget_and_ends_with_its_window(tmp_path: Path) ->
         asyncio.run(steps(engine.url))
 
 
+@pytest.mark.slow
 def test_a_window_that_ends_while_the_budget_holds_expires_the_rest(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
         async with api_site(tmp_path, url, prices=PRICES) as site:

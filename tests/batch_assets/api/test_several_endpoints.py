@@ -42,6 +42,7 @@ class Said:
         return self.said
 
 
+@pytest.mark.slow
 def test_lines_go_to_all_endpoints_of_the_model_and_one_that_ends_does_not_stop_the_others(tmp_path: Path) -> None:
     async def scenario(site: ApiSite, first: SimulatedEngine, second: SimulatedEngine) -> None:
         whole = await site.create([line(f"a{number}") for number in range(300)])

@@ -137,6 +137,7 @@ def test_the_loop_turns_only_while_its_threads_live(tmp_path: Path):
         assert (file.stat().st_mtime > 0) == (error is None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_daemon_beats_and_ends_when_it_is_told_to(home: Path, instance: dg.DagsterInstance):
     ensure_storage(home)

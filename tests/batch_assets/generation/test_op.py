@@ -64,6 +64,7 @@ def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site:
     assert site.fleet_db.runs() == []
 
 
+@pytest.mark.slow
 def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite, engine: SimulatedEngine):
     assert site.run_rows("00000", "00002", engine.url).success
     first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
@@ -75,6 +76,7 @@ def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite
     assert all(len(objects) == 1 for objects in site.store.objects_by_batch().values())
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: DatasetSite, engine: SimulatedEngine):
     assert site.run_rows("00000", "00001", engine.url).success
     (site.folder / "fleet.yaml").write_text("engines: [{name: e, kind: process, command: ['false']}]\n")
@@ -87,6 +89,7 @@ def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: 
     assert site.fleet_db.runs() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_asked_again(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
@@ -118,6 +121,7 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
     assert by_run.total() == 60
 
 
+@pytest.mark.slow
 def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetSite, engine: SimulatedEngine):
     """At the same time and with one engine: the second run waits for the engine, or for the first one's batches."""
     before = engine.get("/simulator/stats")["requests"]
@@ -163,6 +167,7 @@ def test_a_redrive_asks_for_dead_rows_only(site: DatasetSite, engine: SimulatedE
     assert all(o.ok for o in site.store.outcomes(objects["00000"][1]))
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(site: DatasetSite, engine: SimulatedEngine):
     site.source(QUESTIONS[:50])
     assert site.materialize("prompts").success
@@ -190,6 +195,7 @@ def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
     assert len(site.fleet_db.history(result.run_id)) == 1
 
 
+@pytest.mark.slow
 def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch):
     assert site.run_rows("00000", "00005", engine.url).success
     seen: list[str] = []
@@ -205,6 +211,7 @@ def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEn
     assert site.fleet_db.runs() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_publication_that_was_declared_dead_deletes_no_journal(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, dead: bool

@@ -99,6 +99,7 @@ def asking_at_most(site: Site, rows: int) -> Iterator[None]:
     assert rows <= site.asked - before <= rows + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("intent", [{}, {"regenerate": True}])
 def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: Site, intent: dict[str, bool]) -> None:
     runs = [site.begin(name, intent=Intent(name, **intent)) for name in ("one", "two")]

@@ -73,6 +73,7 @@ def test_a_journal_write_that_fails_costs_no_journal(local_objects: Objects, mon
     assert len(journaled(store)) + first_committed(store, manifest) >= run.progress().rows_done
 
 
+@pytest.mark.slow
 def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(local_objects: Objects) -> None:
     store = DatasetStore(local_objects, "d")
     manifest = write_snapshot(store, questions(800), batch_rows=20)

@@ -21,6 +21,7 @@ from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 
+@pytest.mark.slow
 def test_a_range_is_generated_committed_and_then_only_reported(any_objects: Objects) -> None:
     store = DatasetStore(any_objects, "d")
     manifest = write_snapshot(store, questions(95))

@@ -153,6 +153,7 @@ def test_answers_that_are_damaged_or_gone_are_generated(tmp_path: Path, local_ob
     assert [footer.reused for footer in footers] == [0, 10, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_dataset_that_is_all_reused_needs_no_engine_through_the_real_assets(tmp_path: Path) -> None:
     asked = [f"What is {i} plus {i}?" for i in range(25)]
     with dataset_site(tmp_path, reuse=True) as site:

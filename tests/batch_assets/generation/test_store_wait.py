@@ -57,6 +57,7 @@ def gone(site: DatasetSite, monkeypatch: pytest.MonkeyPatch, where: Any, name: s
 PREPARATIONS = [(batch_assets.generation.op, "plan_range"), (RangeRun, "prepare")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "name"), PREPARATIONS, ids=["plan", "prepare"])
 def test_a_run_whose_store_stays_away_while_it_prepares_ends_with_the_reason(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
@@ -72,6 +73,7 @@ def test_a_run_whose_store_stays_away_while_it_prepares_ends_with_the_reason(
     assert site.run_rows("00000", "00002", engine.url).success
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_its_store_and_believes_no_empty_listing(
     site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):

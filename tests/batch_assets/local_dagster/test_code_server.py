@@ -49,6 +49,7 @@ def proxy(seconds: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
             os.kill(server, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_code_server_ends_when_the_server_behind_it_is_killed():
     with proxy("300") as (process, server):
         os.kill(server, signal.SIGKILL)
@@ -84,6 +85,7 @@ def test_the_server_of_definitions_opens_no_storage_while_another_process_create
             server.wait()
 
 
+@pytest.mark.slow
 def test_the_code_server_stays_when_the_server_behind_it_was_replaced():
     with proxy("0.1") as (process, _):
         time.sleep(0.5)

@@ -66,6 +66,7 @@ def test_who_waits_is_told_what_is_wrong_with_the_definitions(tmp_path: Path, mo
         wait_loaded("http://127.0.0.1:9", tmp_path, 5.0, lambda: True)
 
 
+@pytest.mark.slow
 def test_dagster_names_the_class_of_an_error():
     from dagster_graphql.schema.errors import GraphenePythonError  # and with it all of GraphQL's schema
 

@@ -78,6 +78,7 @@ def said(process: subprocess.Popen[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_the_template_imports_starts_no_thread_and_reads_nothing_of_ours_that_a_reload_must_see():
     code = (
         "from batch_assets.local_dagster import worker_template; import sys\n"

@@ -52,6 +52,7 @@ def test_the_first_the_last_and_spread_rows_are_shown() -> None:
     assert sample_places(5000, 10) == [0, 555, 1111, 1666, 2222, 2777, 3333, 3888, 4444, 4999]
 
 
+@pytest.mark.slow
 def test_rows_are_read_across_files(any_objects: Objects, tmp_path: Path) -> None:
     store = DatasetStore(any_objects, "sums")
     table = published(store, tmp_path, questions(95))

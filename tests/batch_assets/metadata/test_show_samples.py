@@ -64,6 +64,7 @@ def kept_texts(site: DatasetSite, home: Path) -> bytes:
     return b"\n".join(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("show", "schema"), [(False, None), (False, SCHEMA), (True, SCHEMA)])
 def test_rows_are_in_no_event_log_or_tag_unless_they_may_be(
     tmp_path: Path,

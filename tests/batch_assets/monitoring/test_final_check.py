@@ -21,6 +21,8 @@ from batch_assets.monitoring.request_monitor import ProgressUpdate, RequestMonit
 from batch_assets.tags import REFRESH_TAG
 from resources.objects.health import GIVE_UP_SILENT_SECONDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SimulatedEngine]:

@@ -76,6 +76,7 @@ def site(shared: Shared) -> HealedSite:
 AGREE = "store and catalog agree"
 
 
+@pytest.mark.slow
 def test_these_are_all_kinds_of_objects(site: HealedSite):
     assert sorted(site.paths()) == KINDS
 
@@ -116,6 +117,7 @@ def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: Heal
     assert site.verify().ok
 
 
+@pytest.mark.slow
 def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: HealedSite):
     (before, *_) = site.site.store.current_objects(site.site.store.entries(site.site.manifest().snapshot)).values()
     old = [site.site.store.batch_path(one) for one in site.site.store.objects_by_batch("00000", "00000")["00000"]]
@@ -131,6 +133,7 @@ def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: H
     assert site.reconcile().startswith(AGREE)
 
 
+@pytest.mark.slow
 def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(site: HealedSite):
     store, path = site.site.store, site.newest("00000")
     assert site.reconcile().startswith(AGREE)
@@ -143,6 +146,7 @@ def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(sit
     assert site.verify().ok
 
 
+@pytest.mark.slow
 def test_a_truncated_batch_is_noticed_by_its_size_also_by_who_never_saw_it_whole(site: HealedSite):
     store, path = site.site.store, site.newest("00000")
     store.objects.put(path, store.objects.get(path)[:-100])

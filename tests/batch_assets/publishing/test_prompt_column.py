@@ -43,6 +43,7 @@ def asked(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
+@pytest.mark.slow
 def test_each_line_has_the_messages_it_asked_also_a_duplicate(any_objects: Objects, tmp_path: Path) -> None:
     store = DatasetStore(any_objects, "sums")
     rows = questions(47)
@@ -120,6 +121,7 @@ def test_both_kinds_of_tables_agree_with_their_store(store: DatasetStore, tmp_pa
     assert [found.found for found in stale] == [f"version {table.version}"]
 
 
+@pytest.mark.slow
 def test_long_prompts_make_small_row_groups(store: DatasetStore, tmp_path: Path) -> None:
     rows = [SourceRow(f"r{i}", f"{i:07d}" * 20_000, {}) for i in range(250)]
     manifest = write_snapshot(store, rows, batch_rows=250, duplicates={f"c{i}": "r7" for i in range(200)})

@@ -169,6 +169,7 @@ def test_another_generation_of_a_batch_makes_another_version(store: DatasetStore
     assert (first.dead, second.dead, second.generations) == (1, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", ["part-00001.parquet", "README.md", "manifest.json", "CURRENT"])
 def test_an_aborted_publication_leaves_the_former_table(
     store: DatasetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str

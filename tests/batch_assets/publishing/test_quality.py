@@ -47,6 +47,7 @@ def by_name(figures: list[CheckFigure]) -> dict[str, CheckFigure]:
     return {figure.name: figure for figure in figures}
 
 
+@pytest.mark.slow
 def test_a_sound_table_passes_every_check(any_objects: Objects, tmp_path: Path) -> None:
     copies = {f"copy-{i}": "id-000001" for i in range(30)}
     store, table, manifest = build(any_objects, tmp_path, duplicates=copies, rejected=3)

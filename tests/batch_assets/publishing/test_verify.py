@@ -68,6 +68,7 @@ def finished(local_objects: Objects, tmp_path: Path) -> Finished:
     return Finished(local_objects, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_dataset_verifies_with_stable_totals(any_objects: Objects, tmp_path: Path) -> None:
     finished = Finished(any_objects, tmp_path)
     found = verify(finished.store, finished.ledger)
@@ -175,6 +176,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_object_is_named(finished: Finished, kind: str) -> None:
     path = finished.path("00001")
@@ -184,6 +186,7 @@ def test_a_damaged_object_is_named(finished: Finished, kind: str) -> None:
     assert path in found.found
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_changes_a_row_unnoticed(finished: Finished) -> None:
     """What no checksum covers is the Parquet footer (statistics, say); no flip there may change what is read."""
     store, path = finished.store, finished.path("00004")

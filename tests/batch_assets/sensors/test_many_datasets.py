@@ -250,6 +250,7 @@ def test_a_tick_that_has_no_time_left_goes_on_with_the_others_next_time(site: Si
     assert all(len(tick) == 1 for tick in found)
 
 
+@pytest.mark.slow
 def test_a_tick_starts_so_many_runs_and_the_next_ones_the_rest_each_once(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(many_datasets, "MOST_RUNS", 2)
     kept = site.sensors()

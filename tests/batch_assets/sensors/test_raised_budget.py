@@ -104,6 +104,7 @@ def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site
     assert (target(site).request, target(site).pause) == (request, None) and target(site).instances >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["past its deadline", "no instances", "paused"])
 def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(site: Site, why: str) -> None:
     """Also when the sensor that expected it has not looked again since."""

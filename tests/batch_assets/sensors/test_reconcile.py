@@ -153,6 +153,7 @@ def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(site:
     assert published(site, kept) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "words"),
     [

@@ -29,6 +29,7 @@ def launched(site: DatasetSite) -> list[tuple[str, str]]:
     return [(found.tags[RANGE_START_TAG], found.tags[RANGE_END_TAG]) for found in requests]
 
 
+@pytest.mark.slow
 def test_prompts_materialized_by_hand_spend_nothing_also_after_an_earlier_refresh(site: DatasetSite):
     assert site.materialize("prompts", tags=REFRESH).success
     assert launched(site) == [("00000", "00001")]
@@ -47,6 +48,7 @@ def test_prompts_materialized_by_hand_on_an_unchanged_source_do_not_stop_a_reque
     assert launched(site) == [("00000", "00001")]
 
 
+@pytest.mark.slow
 def test_a_redrive_is_no_standing_order_for_the_dead_letters_of_later_snapshots(site: DatasetSite):
     poison = {"kind": "too_long", "match": {"contains": "sum"}}
     with simulated_engine("--speed", "100", model=MODEL) as engine:

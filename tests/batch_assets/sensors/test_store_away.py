@@ -42,6 +42,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sensor", ["launcher", "publisher", "reconcile", "capacity"])
 def test_a_tick_ends_in_time_while_the_store_does_not_answer(
     site: Site, silent: BatchStore, monkeypatch: pytest.MonkeyPatch, sensor: str

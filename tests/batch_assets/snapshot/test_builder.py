@@ -416,6 +416,7 @@ def test_a_key_may_come_late_where_its_absence_is_allowed(bench: Bench) -> None:
 # Refreshes
 
 
+@pytest.mark.slow
 def test_an_unchanged_source_writes_nothing(
     tmp_path: Path, any_objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def renamed(rows: list[SourceRow]) -> list[SourceRow]:
     return other
 
 
+@pytest.mark.slow
 def test_each_row_that_asks_the_same_takes_the_answer_that_is_paid(tmp_path: Path, any_objects: Objects) -> None:
     paid(any_objects, "first", questions(60))
     store, manifest = new_dataset(any_objects, renamed(questions(45)) + questions(30, start=500))
@@ -70,6 +71,7 @@ def test_each_row_that_asks_the_same_takes_the_answer_that_is_paid(tmp_path: Pat
         assert outcome.origin.run_id == "run-1"
 
 
+@pytest.mark.slow
 def test_parts_that_are_scattered_over_many_files_are_put_together(
     tmp_path: Path, local_objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_machine_that_slept_is_no_jump_and_its_leases_have_expired(opened: Ope
     assert fleet_db.clock_jumps(HOUR) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(steps=st.lists(st.tuples(st.floats(0.1, 9.0), st.sampled_from([0.0, 0.0, *STEPS, -24 * HOUR])), max_size=6))
 def test_whenever_the_clock_is_set_a_lease_lives_as_long_as_it_is_renewed_and_the_bill_is_what_passed(
@@ -225,6 +226,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(LIBRARY is None, reason="libfaketime is not installed (Debian: faketime)")
 def test_a_real_clock_that_is_set_in_mid_run_expires_no_lease_and_bills_no_hour(tmp_path: Path):
     """SQLite's own clock, the kernel's boot time, and a wall clock that libfaketime sets: forward, back, back."""

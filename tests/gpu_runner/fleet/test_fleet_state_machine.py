@@ -605,6 +605,7 @@ class FleetMachine(RuleBasedStateMachine):
             handle.over = True
 
 
+@pytest.mark.slow
 def test_whatever_happens_in_any_order_one_holds_an_instance_nothing_is_forgotten_and_the_books_are_right():
     run_state_machine_as_test(FleetMachine, settings=_settings(6, 30))
 

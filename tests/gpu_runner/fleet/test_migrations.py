@@ -212,6 +212,7 @@ def test_many_open_a_new_database_at_once_and_one_makes_its_tables(url: str) -> 
         assert list(pool.map(opened, range(8))) == [0] * 8
 
 
+@pytest.mark.slow
 def test_a_process_that_finds_its_tables_does_not_load_alembic(earlier: Path) -> None:
     code = (
         "import sys; from gpu_runner.fleet.database import FleetDatabase; "

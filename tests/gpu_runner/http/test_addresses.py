@@ -324,6 +324,7 @@ def test_a_name_is_looked_up_once_for_a_request(rebinding: list[str]):
 OPENSSL = shutil.which("openssl")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OPENSSL is None, reason="needs openssl, to make a certificate")
 @pytest.mark.parametrize("name", ["engine.test", "other.test"])
 def test_the_certificate_is_that_of_the_name_though_an_address_is_connected_to(

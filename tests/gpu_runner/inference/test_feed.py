@@ -397,6 +397,7 @@ def test_an_engine_that_is_stopped_alone_leaves_the_rest_for_later() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_the_window_finds_an_unknown_engine_s_slots() -> None:
     async def main() -> None:
         sink, engine = Sink(), FakeEngine(slots=100, seconds=0.5)

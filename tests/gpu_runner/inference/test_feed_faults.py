@@ -548,6 +548,7 @@ def test_a_row_that_hangs_alone_is_a_dead_letter_and_the_engine_is_kept() -> Non
 KINDS = ["kill", "hang", "rejected", "once", "always"]
 
 
+@pytest.mark.slow
 @property_test(
     20,
     80,

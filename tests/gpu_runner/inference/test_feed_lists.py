@@ -71,6 +71,7 @@ def test_a_list_is_bounded_in_bytes_and_by_the_window() -> None:
     assert narrow.most_open <= 8 and max(sizes(narrow)) == 8
 
 
+@pytest.mark.slow
 def test_small_lists_do_not_go_on_as_small_lists() -> None:
     """Rows that end one by one free one place each; a place is not refilled before a list's worth is free."""
     engine = embedder({f"r{i}": POISON for i in range(0, 640, 64)})

@@ -74,6 +74,7 @@ def test_a_dataset_goes_through_a_simulated_engine() -> None:
     with_engine(main)
 
 
+@pytest.mark.slow
 def test_one_percent_of_each_kind_of_bad_row_dies_and_nobody_else() -> None:
     kinds = {
         "http_500": "http_500",
@@ -111,6 +112,7 @@ def test_dropped_idle_connections_cost_no_try() -> None:
     with_engine(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["crash", "engine_dead"])
 def test_rows_survive_the_death_of_their_engine(fault: str, tmp_path: Path) -> None:
     async def main(first: SimulatedEngine) -> None:
@@ -193,6 +195,7 @@ def test_embeddings_come_as_vectors() -> None:
     with_engine(main, "--embedding-dim", "8")
 
 
+@pytest.mark.slow
 def test_the_window_settles_at_four_times_the_slots() -> None:
     async def main(engine: SimulatedEngine) -> None:
         sizes = []

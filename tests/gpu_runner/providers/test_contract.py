@@ -115,6 +115,7 @@ def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: Provid
     assert not site.alive()
 
 
+@pytest.mark.slow
 def test_a_name_is_one_machine_and_is_listed_and_ended_by_itself(site: ProviderSite):
     offer = first_offer(site.make())
     names = ["ba-1-a"] * 4 + ["ba-1-ab", "ba-2-a"]

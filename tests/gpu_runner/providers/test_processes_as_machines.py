@@ -63,6 +63,7 @@ def test_a_machine_that_boots_in_vain_says_why_and_leaves_a_log_and_a_bill(make:
     assert bill.usd == pytest.approx(0.001 * bill.seconds)  # 3.6 $ an hour
 
 
+@pytest.mark.slow
 def test_of_many_who_want_the_last_slot_one_gets_it_and_it_is_free_when_the_machine_is_gone(make: Make, tmp_path: Path):
     provider = make(1)
     offer = first_offer(provider)

@@ -381,6 +381,7 @@ def test_the_meter_is_exact_and_reads_nothing_but_the_clouds_records(home: Path)
     assert 0.2 * 3.6 * 0.99 <= more <= (time.time() - began) * 3.6
 
 
+@pytest.mark.slow
 def test_many_processes_open_a_new_cloud_at_once(home: Path):
     code = (
         "import sys; from pathlib import Path\n"

@@ -267,6 +267,7 @@ def test_engines_that_never_come_up_end_the_search_and_leave_nothing_rented(tmp_
         assert [one.state for one in site.fleet_db.fleet(ended=True)] == ["ended"] * 3
 
 
+@pytest.mark.slow
 def test_where_nothing_comes_up_what_stands_and_drains_is_shared(tmp_path: Path):
     offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
     with a_site(tmp_path, offers=offers) as site:
@@ -281,6 +282,7 @@ def test_where_nothing_comes_up_what_stands_and_drains_is_shared(tmp_path: Path)
         assert len(site.fleet_db.fleet(ended=True)) == 1 + FAILED_STARTS
 
 
+@pytest.mark.slow
 def test_where_nothing_comes_up_and_the_budget_does_not_pay_for_sharing_that_is_why_the_run_ends(tmp_path: Path):
     offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
     with a_site(tmp_path, offers=offers) as site:
@@ -463,6 +465,7 @@ def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_
     assert site.running() == []
 
 
+@pytest.mark.slow
 def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_than_it_says(tmp_path: Path):
     offers = [H100, CHEAP, {**CHEAP, "instance_type": "middle", "price_per_hour": 2.4}]
     with a_site(tmp_path, offers=offers) as site:

@@ -36,6 +36,7 @@ def test_of_many_creates_at_once_exactly_one_wins(any_objects: Objects) -> None:
     assert any_objects.get("a/b") == b"writer %d" % won.index(True)
 
 
+@pytest.mark.slow
 def test_put_replaces_and_upload_takes_a_file(any_objects: Objects, tmp_path: Path) -> None:
     any_objects.put("a/b", b"first")
     any_objects.put("a/b", b"second")
@@ -71,6 +72,7 @@ def test_listing_is_in_the_order_of_whole_paths_and_starts_after(any_objects: Ob
     assert {info.path: info.size for info in any_objects.list("e/")} == {"e/1": 3}
 
 
+@pytest.mark.slow
 def test_listing_goes_over_more_than_one_page(any_objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "100")  # of a page; S3's has 1,000
     with ThreadPoolExecutor(8) as pool:

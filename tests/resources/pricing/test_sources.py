@@ -341,6 +341,7 @@ def test_the_public_history_replays() -> None:
     assert {offer.provider for offer in counts} == {"oblivus-cloud"}
 
 
+@pytest.mark.slow
 def test_prices_that_cannot_be_downloaded_are_one_error_without_a_traceback():
     code = (
         "from resources.pricing.price_files import PricingError\n"

@@ -119,6 +119,7 @@ def test_lines_that_cannot_be_read_are_left_out() -> None:
     assert added_up(b'[]\nnonsense\n[1e99,"a","b","c","completions",1,0,1,0,1,0,0]\n["x"]\n') == ({}, [])
 
 
+@pytest.mark.slow
 def test_lines_that_no_database_takes_keep_nothing_else_out(tmp_path: Path, url: str) -> None:
     with UsageJournal(tmp_path / FOLDER, lambda: UsageLedger(Records(url))) as journal:
         write(journal, 7)

@@ -227,6 +227,7 @@ def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [500, 502, 503, 429])
 def test_an_engine_that_fails_at_once_does_not_attract_the_requests(tmp_path: Path, code: int) -> None:
     async def scenario() -> None:

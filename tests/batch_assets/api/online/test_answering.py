@@ -267,6 +267,7 @@ def test_garbage_in_the_cache_and_a_cache_that_is_away_count_as_empty(
     serve(tmp_path, monkeypatch, scenario)
 
 
+@pytest.mark.slow
 def test_engines_that_are_full_slow_admission_to_429(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: OnlineSite, engine: Engine) -> None:
         engine.page = b"vllm:num_requests_running 4\nvllm:num_requests_waiting 9\nvllm:kv_cache_usage_perc 0.99\n"

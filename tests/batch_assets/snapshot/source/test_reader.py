@@ -481,6 +481,7 @@ def test_a_decompression_bomb_is_stopped_while_streaming(
         rows_of(tmp_path, ["q"], path=f"a.jsonl.{ending}")
 
 
+@pytest.mark.slow
 def test_s3_sources_are_found_by_key_and_glob(s3_objects: Objects, tmp_path: Path) -> None:
     for name in ("in/a.jsonl", "in/b.jsonl", "in/deep/c.jsonl", "in/a.txt"):
         s3_objects.put(name, json.dumps({"q": name}).encode())
@@ -599,6 +600,7 @@ def large_cells(file: Path, rows: int, *, write_batch_size: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_large_cells_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     large_cells(tmp_path / "a.parquet", 200, write_batch_size=1)
     done = run_in_small_memory(READ, str(tmp_path / "a.parquet"), "q")

@@ -178,6 +178,7 @@ def table_of(site: DatasetSite) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.slow
 def test_every_part_that_was_asked_for_stands_in_the_published_table(tmp_path: Path) -> None:
     extra = {"tools": TOOLS, "logprobs": True, "top_logprobs": 20}
     sampling = {"temperature": 0, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": True}, "extra": extra}
@@ -229,6 +230,7 @@ def parts() -> AnswerParts:
     return AnswerParts((ToolCall(None, "function", "f", "{}"),), "hmm", "no", Logprobs.of([token]))
 
 
+@pytest.mark.slow
 def test_objects_and_journal_hold_every_part(any_objects: Objects) -> None:
     store = DatasetStore(any_objects, "d")
     manifest = write_snapshot(store, questions(20))

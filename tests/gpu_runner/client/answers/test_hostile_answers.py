@@ -127,6 +127,7 @@ def test_no_request_makes_the_limit_unlimited(sampling: dict[str, Any]) -> None:
     assert FRAME_BYTES < answer_limit(Generation("chat", "m", sampling)) <= 256 * MB
 
 
+@pytest.mark.slow
 def test_no_hostile_engine_takes_more_than_300_mb_and_every_row_has_one_outcome() -> None:
     large = whole(text("x" * 8 * MB))
     routes = {

@@ -34,6 +34,7 @@ def retiring(fleet_db: FleetDatabase, name: str = "ba-1") -> str:
     return instance.reason if instance.retiring else ""
 
 
+@pytest.mark.slow
 def test_an_instance_is_ordered_only_if_the_budget_pays_for_its_end_twice_its_boot_and_a_drain(fleet_db: FleetDatabase):
     least = seconds(TTL + END_SECONDS + 5) + 2 * BOOT
     fleet_db.begin_request("d", "r", budget_usd=least - 0.001)
@@ -339,6 +340,7 @@ worlds = given(
 calm = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=6)
 @worlds
 def test_whatever_dies_or_dawdles_no_more_is_spent_than_the_budget(
@@ -355,6 +357,7 @@ def test_the_same_holds_in_many_more_worlds(events: list[int], budget: float, sw
     live(events, budget, sweeps, drain, fate)
 
 
+@pytest.mark.slow
 def test_a_budget_is_used_up_to_what_it_takes_to_end_what_it_paid_for():
     world = World(budget=10.0, sweeps=5, drain=4.0)
     with contextlib.closing(world.fleet_db):

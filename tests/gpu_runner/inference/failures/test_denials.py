@@ -124,6 +124,7 @@ def test_a_third_of_the_rows_denied_costs_few_canaries(seconds: float) -> None:
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 16, 256])
 def test_an_engine_that_denies_every_row_but_answers_the_canary_is_refused_and_no_row_is_charged(window: int) -> None:
     async def main() -> None:
@@ -190,6 +191,7 @@ def test_a_long_stretch_of_rows_that_are_denied_does_not_stop_the_run(seconds: f
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 0.2), (0.5, 20.0), (0.75, 20.0), (0.95, 0.2), (0.95, 20.0)])
 def test_many_denied_rows_are_dead_letters_while_others_are_answered(share: float, seconds: float) -> None:
     async def main() -> None:

@@ -171,6 +171,7 @@ def test_several_slow_engines_cost_no_more_time_than_one(monkeypatch: pytest.Mon
     assert len(asked) == 1 and took >= 0.5, "the second one is not begun with"
 
 
+@pytest.mark.slow
 def test_counting_keeps_no_other_batch_from_its_validation(tmp_path: Path) -> None:
     """More batches than are validated, and than are counted, at once wait for an engine that does not count."""
 
