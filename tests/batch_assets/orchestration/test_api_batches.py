@@ -83,7 +83,7 @@ def test_a_backfill_asks_for_the_lines_without_an_answer_once_more(home: Path) -
             assert {one["custom_id"] for one in output} == {"oops 7", "oops 599"} and errors == []
             assert await site.get(batch["id"]) == batch, "an ended batch never changes"
 
-    with simulated_engine(*ENGINE) as engine, dg.instance_for_test() as instance:
+    with simulated_engine(*ENGINE) as engine, dg.DagsterInstance.ephemeral() as instance:
         asyncio.run(steps(instance))
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_re_driven_is_named_and_the_rest_goes_on(home: Path) -> N
                 made = await site.until(str(one["redriven_as"].value))
                 assert made["metadata"] == {REDRIVE_OF: batch["id"]} and made["request_counts"]["total"] == 1
 
-    with simulated_engine(*ENGINE) as engine, dg.instance_for_test() as instance:
+    with simulated_engine(*ENGINE) as engine, dg.DagsterInstance.ephemeral() as instance:
         asyncio.run(steps(instance))
 
 
@@ -137,7 +137,7 @@ def test_the_same_request_makes_one_batch_and_its_refusals_say_what_was_found(ho
 
 
 def test_without_a_service_nothing_is_made(home: Path) -> None:
-    with dg.instance_for_test() as instance:
+    with dg.DagsterInstance.ephemeral() as instance:
         key = partition_of("batch_1", "00000")
         instance.add_dynamic_partitions(PARTITIONS, [key])
         result = materialize(home, instance, key)
