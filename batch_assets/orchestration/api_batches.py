@@ -46,6 +46,7 @@ def api_batches(context: dg.AssetExecutionContext, store: BatchStore) -> Iterato
             try:
                 found = redrive.redrive(batch_id, keys, context.run.root_run_id or context.run.run_id, int(time.time()))
             except (RedriveRefused, CorruptObject) as error:
+                context.log.error(str(error))
                 refused.append(str(error))
                 continue
             context.log.info(f"batch {batch_id}: {summary(found)}")

@@ -200,6 +200,10 @@ class EngineClient:
         """Whether `generate_list` may be called: several texts may be embedded by one request."""
         return self.generation.task == "embedding"
 
+    def list_kind(self, prompt: bytes) -> object:
+        """Prompts of one kind may go in one list: here all of them."""
+        return self.generation.task
+
     async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
         """Asks for the vectors of several texts by one request. Raises like `generate`: for all of them."""
         weights = [len(prompt) for prompt in prompts]

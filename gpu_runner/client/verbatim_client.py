@@ -7,7 +7,6 @@ text may go out as one request for several.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,41 +51,25 @@ class VerbatimClient(EngineClient):
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
         return await self._ask(prompt, admit, self._completion)
 
-    async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
-        """Asks for several rows that want vectors: those of one text that agree in all else by one request, the others
-        alone. Each row's answer is one of its own, with its share of the tokens. Raises like `generate`: for all.
-        """
-        groups: dict[bytes, list[int]] = {}
-        bodies = [EmbeddingBody.read(prompt) for prompt in prompts]
-        for place, body in enumerate(bodies):
-            groups.setdefault(b"%d" % place if body is None else body.fields, []).append(place)
-        tasks = [asyncio.ensure_future(self._of_group(prompts, bodies, places, admit)) for places in groups.values()]
-        try:
-            found = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-        by_place = dict(pair for pairs in found for pair in pairs)
-        return [by_place[place] for place in range(len(prompts))]
+    def list_kind(self, prompt: bytes) -> object:
+        """Requests of one text that agree in all else may go in one list; None: this one goes alone."""
+        body = EmbeddingBody.read(prompt)
+        return None if body is None else body.fields
 
-    async def _of_group(
-        self,
-        prompts: Sequence[bytes],
-        bodies: Sequence[EmbeddingBody | None],
-        places: Sequence[int],
-        admit: Admit | None,
-    ) -> list[tuple[int, Completion]]:
-        if len(places) == 1:
-            return [(places[0], await self.generate(prompts[places[0]], admit=admit))]
-        texts = [body for place in places if (body := bodies[place]) is not None]
+    async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
+        """Asks for the vectors of several rows of one `list_kind` by one request. Raises like `generate`: for all.
+
+        Each row's answer is one of its own, with its share of the tokens.
+        """
+        texts = [body for prompt in prompts if (body := EmbeddingBody.read(prompt)) is not None]
+        if len(texts) != len(prompts) or len({body.fields for body in texts}) != 1:
+            raise ValueError("expected requests of one text that agree in all else")
         limit, weights = list_limit(self._limit, len(texts)), [len(body.text) for body in texts]
 
         async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> list[Completion]:
             return read_each(await self._body(answer, limit, admit), weights)
 
-        return list(zip(places, await self._ask(body_of_texts(texts), admit, read), strict=True))
+        return await self._ask(body_of_texts(texts), admit, read)
 
     async def canary(self, prompt: bytes | None = None) -> None:
         """One token, to a row's request if there is one. Raises like `generate`."""

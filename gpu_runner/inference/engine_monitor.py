@@ -56,11 +56,13 @@ class Engine(Protocol):
 class ListEngine(Engine, Protocol):
     """An engine that may be asked for several rows by one request; `EngineClient` is one.
 
-    `generate_list` answers in the order of the prompts, and fails as a whole.
+    `generate_list` answers in the order of the prompts, by one request, and fails as a whole. Prompts whose
+    `list_kind` is equal may go together; one of None goes alone.
     """
 
     @property
     def takes_lists(self) -> bool: ...
+    def list_kind(self, prompt: bytes) -> object: ...
     async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]: ...
 
 

@@ -178,6 +178,7 @@ class EngineWorker:
                 most=free,
                 bytes_of=_prompt_bytes,
                 companions=self._companions,
+                kind_of=self._kind_of,
             )
         else:
             rows = () if (item := source.take()) is None else (item,)
@@ -187,6 +188,9 @@ class EngineWorker:
         if rows:
             self.spending.begin(now)
         return rows
+
+    def _kind_of(self, item: Item) -> object:
+        return None if self._list_engine is None else self._list_engine.list_kind(item.row.prompt)
 
     def _companions(self, item: Item) -> int:
         return self._lists.with_tries_left(item.tries, self.policy.retry.max_tries)

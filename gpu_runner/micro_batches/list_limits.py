@@ -72,22 +72,25 @@ def take_list(
     most: int,
     bytes_of: Callable[[T], int],
     companions: Callable[[T], int],
+    kind_of: Callable[[T], object] = lambda one: "",
 ) -> list[T]:
     """The next list of a queue, in order; empty where nothing is queued. `companions`: how many may go with this one.
 
-    The first one that does not fit is put back.
+    `kind_of`: only what is of one kind goes together, and None alone. The first one that does not fit is put back.
     """
     first = take()
     if first is None:
         return []
     found, total, room = [first], bytes_of(first), min(most, companions(first))
+    if room > 1 and (kind := kind_of(first)) is None:
+        return found
     while len(found) < room:
         following = take()
         if following is None:
             break
         room = min(room, companions(following))
         total += bytes_of(following)
-        if len(found) >= room or not size.fits(len(found) + 1, total):
+        if len(found) >= room or not size.fits(len(found) + 1, total) or kind_of(following) != kind:
             put_back(following)
             break
         found.append(following)

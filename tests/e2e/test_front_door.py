@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 LINES = 1000
 IN_FLIGHT = 64  # 16 slots, and three times as many waiting
-DRAINED = 8 if SOAK else IN_FLIGHT  # a machine that does much else has not the time to end all of them in order
+DRAINED = 8 if SOAK else IN_FLIGHT // 2  # a machine that does much else has not the time to end all of them in order
 
 
 @dataclass
@@ -187,7 +187,7 @@ def test_a_backfill_in_the_ui_asks_for_the_lines_of_a_batch_without_an_answer_on
             assert (batch.request_counts.completed, batch.request_counts.failed) == (598, 2)
             keys = [partition_of(batch.id, f"{number:05}") for number in range(3)]
             eventually(lambda: site.instance.get_materialized_partitions(KEY) == set(keys), 60, "the catalog's entries")
-            backfill = site.launch_backfill(*keys[::2], asset=KEY.path)
+            backfill = site.launch_backfill(keys[0], keys[-1], asset=KEY.path)
             assert site.finish_backfill(backfill)["status"] == "COMPLETED_SUCCESS"
             with served.client() as client:
                 newest = client.batches.list(limit=1).data[0]

@@ -92,6 +92,9 @@ class FakeEngine:
     def takes_lists(self) -> bool:
         return self.generation.task == "embedding"
 
+    def list_kind(self, prompt: bytes) -> object:
+        return "any"
+
     async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
         """As vLLM: a list is refused, or fails, as a whole. A rule that is a list is used up by each request."""
         self.lists.append([orjson.loads(prompt) for prompt in prompts])

@@ -1,7 +1,7 @@
 """Lines of an ended batch that have no answer are asked for once more: as a batch of their own.
 
 An ended batch never changes, so that its files stay what their readers have seen. The new one has the tenant, endpoint,
-window and metadata of the old one, and `metadata.redrive_of`.
+window and metadata of the old one, and `metadata.redrive_of` where there is room for one more.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from batch_assets.api.batches.create import MOST_PAIRS, CreateBatch
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, new_batch_id
 from batch_assets.api.records.files import LONGEST_LIFE, FileRecord, FileRecords, Purpose
-from batch_assets.api.records.states import TERMINAL
+from batch_assets.api.records.states import TERMINAL, BatchStatus
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.objects.opening import Objects, temporary_folder
-from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore
+from resources.store.dataset_store import BatchFooter
 
 REDRIVE_OF = "redrive_of"
+READS = 8  # at once
 
 
 class RedriveRefused(UserFacingError):
@@ -60,19 +62,22 @@ class BatchRedrive:
         `request`: what asks for it, as a run's id. Raises RedriveRefused; CorruptObject, and as store and records.
         """
         old = self._ended(batch_id)
-        store = batch_store(self._objects, batch_id)
-        entries = [entry for entry in self._entries(store, batch_id) if entry.key in keys]
-        if missing := sorted(set(keys) - {entry.key for entry in entries}):
-            raise RedriveRefused(f"batch {batch_id}: it has no part {missing[0]}")
-        with temporary_folder() as folder:
-            path = Path(folder) / "lines"
-            parts = _write_lines(store, old, entries, path)
-            if not any(part.lines for part in parts):
-                return Redrive(parts, None)
-            wanted = _record(old, request, now)
-            if (made := self._batches.made_before(wanted)) is None:
-                self._add_file(old, wanted.input_file_id, path, now)
-                made = self._batches.create(wanted)
+        source = self._files.get(old.tenant, old.input_file_id, now)
+        if source is None:
+            said = "expected its input file, found none: it was deleted or has expired"
+            raise RedriveRefused(f"batch {batch_id}: {said}")
+        try:
+            with temporary_folder() as folder:
+                path = Path(folder) / "lines"
+                parts = self._write_lines(old, keys, path)
+                if not any(part.lines for part in parts):
+                    return Redrive(parts, None)
+                made = self._made(old, source, request, path, now)
+        except FileNotFoundError:
+            raise RedriveRefused(f"batch {batch_id}: it is being deleted with its files") from None
+        if made.state in TERMINAL and made.state is not BatchStatus.COMPLETED:
+            said = f"this request has made batch {made.id} before, which is {made.status}"
+            raise RedriveRefused(f"batch {batch_id}: {said}; ask for it by a new run")
         return Redrive(parts, made.id)
 
     def _ended(self, batch_id: str) -> BatchRecord:
@@ -83,39 +88,42 @@ class BatchRedrive:
             raise RedriveRefused(f"batch {batch_id}: expected one that has ended, found one that is {found.status}")
         return found
 
-    @staticmethod
-    def _entries(store: DatasetStore, batch_id: str) -> list[BatchEntry]:
-        if not store.objects.exists(store.snapshot_path(SNAPSHOT, "batches.parquet")):
+    def _write_lines(self, old: BatchRecord, keys: Collection[str], path: Path) -> list[Part]:
+        """Write the lines without an answer as an input file, in their order. Parts that have all are not read."""
+        store = batch_store(self._objects, old.id)
+        if not self._objects.exists(store.snapshot_path(SNAPSHOT, "batches.parquet")):
             said = "they were deleted with its files"
-            raise RedriveRefused(f"batch {batch_id}: expected its lines in the store, found none: {said}")
-        return store.entries(SNAPSHOT)
+            raise RedriveRefused(f"batch {old.id}: expected its lines in the store, found none: {said}")
+        entries = {entry.key: entry for entry in store.entries(SNAPSHOT) if entry.key in keys}
+        current = store.current_objects(list(entries.values()))
+        if without := sorted(set(keys) - current.keys()):
+            raise RedriveRefused(f"batch {old.id}: part {without[0]} has no results")
+        with ThreadPoolExecutor(READS) as pool:
+            footers = list(pool.map(lambda key: store.footer(current[key]), entries))
+        lines = dict.fromkeys(entries, 0)
+        dead = [entries[footer.key] for footer in footers if footer.dead]
+        with path.open("wb") as file:
+            for entry, table in store.prompt_tables(store.manifest(SNAPSHOT), dead, ("row_id", "prompt")):
+                answered = {outcome.row_id for outcome in store.outcomes(current[entry.key]) if outcome.ok}
+                ids, bodies = (table.column(name).to_pylist() for name in ("row_id", "prompt"))
+                for custom_id, body in zip(ids, bodies, strict=True):
+                    if custom_id not in answered:
+                        file.write(_line(custom_id, old.endpoint, body))
+                        lines[entry.key] += 1
+        return [Part(footer, lines[footer.key]) for footer in footers]
 
-    def _add_file(self, old: BatchRecord, file_id: str, path: Path, now: int) -> None:
-        """The input file of the new batch, unless an earlier try has added it."""
-        if self._files.get(old.tenant, file_id, now) is not None:
-            return
-        name, size = f"{old.id}_redrive.jsonl", path.stat().st_size
-        file = FileRecord(file_id, old.tenant, Purpose.BATCH, name, size, now, now + LONGEST_LIFE)
-        self._objects.upload(file.path, path)
-        self._files.add(file)
-
-
-def _write_lines(store: DatasetStore, old: BatchRecord, entries: list[BatchEntry], path: Path) -> list[Part]:
-    """Write the lines without an answer as an input file, in their order."""
-    current = store.current_objects(entries)
-    written = [entry for entry in entries if entry.key in current]
-    parts = []
-    with path.open("wb") as file:
-        for entry, table in store.prompt_tables(store.manifest(SNAPSHOT), written, ("row_id", "prompt")):
-            batch, lines = current[entry.key], 0
-            answered = {outcome.row_id for outcome in store.outcomes(batch) if outcome.ok}
-            ids, bodies = (table.column(name).to_pylist() for name in ("row_id", "prompt"))
-            for custom_id, body in zip(ids, bodies, strict=True):
-                if custom_id not in answered:
-                    file.write(_line(custom_id, old.endpoint, body))
-                    lines += 1
-            parts.append(Part(store.footer(batch), lines))
-    return parts
+    def _made(self, old: BatchRecord, source: FileRecord, request: str, path: Path, now: int) -> BatchRecord:
+        """The new batch, or the one that the same request has made before. Its input lives no longer than `source`."""
+        wanted = _record(old, request, now)
+        if (before := self._batches.made_before(wanted)) is not None:
+            return before
+        if self._files.get(old.tenant, wanted.input_file_id, now) is None:
+            until = now + LONGEST_LIFE if source.expires_at is None else min(now + LONGEST_LIFE, source.expires_at)
+            name, size = f"{old.id}_redrive.jsonl", path.stat().st_size
+            file = FileRecord(wanted.input_file_id, old.tenant, Purpose.BATCH, name, size, now, until)
+            self._objects.upload(file.path, path)
+            self._files.add(file)
+        return self._batches.create(wanted)
 
 
 def _line(custom_id: str, url: str, body: bytes) -> bytes:

@@ -90,9 +90,13 @@ class StoppableEngine:
         """As of the client."""
         return self._client.takes_lists
 
+    def list_kind(self, prompt: bytes) -> object:
+        """As of the client. Rows of several batches may go together."""
+        return self._client.list_kind(prompt.partition(b" ")[2])
+
     async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
         """Ask for several rows. Raises as `VerbatimClient.generate_list`, and RowRejected where the batch of one is
-        over: the others are asked for again. A trace of one of them holds the request.
+        over: the others are asked for again. The first batch that is traced has the span of the request.
         """
         keys, bodies = [], []
         for prompt in prompts:
@@ -112,7 +116,8 @@ class StoppableEngine:
                 for key in keys:
                     self._stops.begin(key, request)
                 try:
-                    span = self._span_of(keys[0].decode())
+                    spans = (self._span_of(key.decode()) for key in keys)
+                    span = next((span for span in spans if span is not None), None)
                     with contextlib.nullcontext() if span is None else sent_in(span):
                         yield
                 finally:

@@ -152,6 +152,22 @@ def test_lines_of_one_text_for_vectors_go_out_as_lists_and_a_refused_one_is_foun
     assert 0 < log.read_text().count('"event":"received"') < 100
 
 
+def test_lines_for_vectors_that_differ_in_more_than_their_text_go_alone(tmp_path: Path) -> None:
+    url, log = "/v1/embeddings", tmp_path / "log"
+    refusal = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}}])
+    lines = [line("oops" if number == 7 else f"text {number}", url, user=f"u{number}") for number in range(64)]
+
+    async def steps(site: ApiSite) -> None:
+        batch = await site.until((await site.create(lines, url))["id"])
+        output, errors = await site.results(batch)
+        check_sums(batch, 64, output, errors)
+        assert [one["custom_id"] for one in errors] == ["oops"]
+
+    with simulated_engine("--speed", "20", "--faults", refusal, "--request-log", str(log)) as vectors:
+        on_site(tmp_path, vectors.url, steps)
+    assert 0 < log.read_text().count('"event":"received"') <= 64 + 8, "once each, and a few canaries"
+
+
 def test_lines_that_the_engine_refuses_are_in_the_error_file(tmp_path: Path, engine: SimulatedEngine) -> None:
     long = [{"role": "user", "content": "word " * 1_000}]
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.api_site import ApiSite, api_site, line
+from support.api_site import CHAT, ApiSite, api_site, jsonl, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.batches.redrive import REDRIVE_OF, BatchRedrive, RedriveRefused
 from batch_assets.api.execution.catalog import KEY, PARTITIONS, missing, part_of, partition_of, report
-from batch_assets.api.execution.sweeper import Sweeper
 from batch_assets.api.records.batches import BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecords
+from batch_assets.api.records.states import END_CANCEL
 from batch_assets.orchestration.api_batches import api_batches
 from resources.objects.opening import open_objects
-from resources.store.dataset_store import BatchStore
+from resources.store.dataset_store import BatchStore, DatasetStore
 
 REFUSED_ONCE = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}, "times": 1}])
 ENGINE = ("--speed", "20", "--output-tokens", "fixed:8", "--faults", REFUSED_ONCE)
@@ -127,13 +127,57 @@ def test_the_same_request_makes_one_batch_and_its_refusals_say_what_was_found(ho
         assert redrive.redrive(good, ["00000"], "run-1", now).batch_id is None
         with pytest.raises(RedriveRefused, match="expected one that has ended, found one that is validating"):
             redrive.redrive(found.batch_id, ["00000"], "run-3", now)
-        with pytest.raises(RedriveRefused, match="it has no part 00009"):
+        with pytest.raises(RedriveRefused, match="part 00009 has no results"):
             redrive.redrive(bad, ["00009"], "run-3", now)
-        for file in files.page("default", now, purpose=None, after=None, limit=100, order="asc").files:
-            files.delete("default", file.id, now)
-        Sweeper(batches, files, objects, lambda: now + 1).sweep()
+        batches.cancel("default", found.batch_id, now)
+        held = batches.claim(found.batch_id, "worker", now, 5.0)
+        assert held is not None and batches.move(held, END_CANCEL, now)
+        with pytest.raises(RedriveRefused, match=f"has made batch {found.batch_id} before, which is cancelled"):
+            redrive.redrive(bad, ["00000"], "run-1", now)
+        record = batches.of_any_tenant(bad)
+        assert record is not None
+        folder = home / "store" / "api" / "batches" / bad
+        (folder / "batches").rename(folder / "away")
+        with pytest.raises(RedriveRefused, match="part 00000 has no results"):
+            redrive.redrive(bad, ["00000"], "run-3", now)
+        (folder / "away").rename(folder / "batches")
+        (folder / "snapshots").rename(folder / "away")
         with pytest.raises(RedriveRefused, match="found none: they were deleted with its files"):
             redrive.redrive(bad, ["00000"], "run-3", now)
+        (folder / "away").rename(folder / "snapshots")
+        files.delete("default", record.input_file_id, now)
+        with pytest.raises(RedriveRefused, match="expected its input file, found none: it was deleted or has expired"):
+            redrive.redrive(bad, ["00000"], "run-3", now)
+
+
+def test_a_part_with_all_its_answers_is_not_read_and_the_new_file_lives_no_longer_than_the_old_one(home: Path) -> None:
+    async def steps() -> str:
+        async with api_site(home, engine.url) as site:
+            form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
+            files = {"file": ("in.jsonl", jsonl(lines(600, 7, 599)))}
+            file = (await site.client.post("/v1/files", files=files, data=form)).json()
+            asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
+            made = (await site.client.post("/v1/batches", json=asked)).json()
+            return str((await site.until(made["id"]))["id"])
+
+    with simulated_engine(*ENGINE) as engine:
+        batch_id = asyncio.run(steps())
+    now = int(time.time())
+    objects = open_objects(str(home / "store"))
+    with closing(Records(f"sqlite:///{home}/api.db")) as records:
+        batches, files = BatchRecords(records), FileRecords(records)
+        read: list[str] = []
+        read_table = DatasetStore.batch_table
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                DatasetStore, "batch_table", lambda self, batch: read.append(batch.key) or read_table(self, batch)
+            )
+            found = BatchRedrive(batches, files, objects).redrive(batch_id, ["00000", "00001", "00002"], "run", now)
+        assert read == ["00000", "00002"] and [part.lines for part in found.parts] == [1, 0, 1]
+        old, new = (batches.of_any_tenant(one) for one in (batch_id, str(found.batch_id)))
+        assert old is not None and new is not None
+        inputs = [files.get("default", one.input_file_id, now) for one in (old, new)]
+        assert inputs[0] is not None and inputs[1] is not None and inputs[0].expires_at == inputs[1].expires_at
 
 
 def test_without_a_service_nothing_is_made(home: Path) -> None:

@@ -100,40 +100,41 @@ def asked(log: Path) -> int:
 
 
 def test_texts_that_agree_in_all_else_are_one_request_and_each_answer_is_as_if_alone(tmp_path: Path) -> None:
-    bodies = [embedding("a"), embedding("b", user="u"), embedding("c c c"), embedding(["d", "e"]), embedding("f")]
+    bodies = [embedding("a"), embedding("c c c"), embedding("f")]
 
     async def ask() -> tuple[list[Completion], list[Completion]]:
         async with VerbatimClient(engine.url, Generation("embedding", "tiny")) as client:
             assert client.takes_lists
-            together = await client.generate_list(bodies)
-            return together, [await client.generate(body) for body in bodies]
+            assert len({client.list_kind(body) for body in bodies}) == 1
+            assert client.list_kind(embedding("b", user="u")) not in (None, client.list_kind(bodies[0]))
+            assert client.list_kind(embedding(["d", "e"])) is None
+            for other in (embedding("b", user="u"), embedding(["d", "e"])):
+                with pytest.raises(ValueError, match="agree in all else"):
+                    await client.generate_list([bodies[0], other])
+            return await client.generate_list(bodies), [await client.generate(body) for body in bodies]
 
     log = tmp_path / "log"
     with simulated_engine("--speed", "50", "--request-log", str(log)) as engine:
         together, alone = asyncio.run(ask())
         deadline = time.monotonic() + 10 * PATIENCE
-        while asked(log) < 3 + len(bodies) and time.monotonic() < deadline:  # it is written five times a second
+        while asked(log) < 1 + len(bodies) and time.monotonic() < deadline:  # it is written five times a second
             time.sleep(0.02)
-    assert asked(log) == 3 + len(bodies), "together: the three that agree, the one with a user, the list"
+    assert asked(log) == 1 + len(bodies)
     assert [json.loads(str(one.output))["data"] for one in together] == [
         json.loads(str(one.output))["data"] for one in alone
     ]
-    for places in ([0, 2, 4], [1], [3]):
-        tokens = [sum(answers[place].prompt_tokens for place in places) for answers in (together, alone)]
-        assert tokens[0] == tokens[1] > 0
+    tokens = [sum(one.prompt_tokens for one in answers) for answers in (together, alone)]
+    assert tokens[0] == tokens[1] > 0
     assert {one.finish_reason for one in together} == {"stop"}
 
 
-def test_one_refused_request_of_a_list_fails_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    refusal = json.dumps(
-        [{"kind": "too_long", "match": {"contains": "oops"}}, {"kind": "hang", "match": {"contains": "slow"}}]
-    )
+def test_one_refused_text_refuses_the_list() -> None:
+    refusal = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}}])
 
     async def ask() -> None:
         async with VerbatimClient(engine.url, Generation("embedding", "tiny")) as client:
             with pytest.raises(RowRejected):
-                await client.generate_list([embedding("oops"), embedding("a"), embedding("slow", user="u")])
-            assert asyncio.all_tasks() - {asyncio.current_task()} == set()
+                await client.generate_list([embedding("oops"), embedding("a")])
 
     with simulated_engine("--speed", "50", "--faults", refusal) as engine:
         asyncio.run(ask())

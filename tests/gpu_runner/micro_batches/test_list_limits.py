@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 from gpu_runner.micro_batches.list_limits import ListLimits, ListSize, take_list
 
 
-def take(texts: list[str], limits: ListLimits, most: int = 1000, alone: set[str] | None = None) -> list[list[str]]:
+def take(
+    texts: list[str],
+    limits: ListLimits,
+    most: int = 1000,
+    alone: set[str] | None = None,
+    kind_of: Callable[[str], object] = lambda text: "any",
+) -> list[list[str]]:
     """All lists that a queue is cut into."""
     queue, size, lists = deque(texts), ListSize(limits), []
     while queue:
@@ -22,6 +29,7 @@ def take(texts: list[str], limits: ListLimits, most: int = 1000, alone: set[str]
                 most=min(most, len(queue)),
                 bytes_of=len,
                 companions=lambda text: 1 if text in (alone or ()) else size.most,
+                kind_of=kind_of,
             )
         )
     return lists
@@ -36,6 +44,14 @@ def test_all_are_taken_once_in_order_and_within_the_bounds(texts: list[str], inp
 
 def test_one_that_is_to_be_alone_is_alone() -> None:
     assert take(["a", "b", "c", "d"], ListLimits(), alone={"b"}) == [["a"], ["b"], ["c", "d"]]
+
+
+def test_only_what_is_of_one_kind_goes_together_and_what_has_none_goes_alone() -> None:
+    def kind(text: str) -> object:
+        return None if text == "none" else text[0]
+
+    texts = ["a1", "a2", "b1", "none", "none", "a3", "a4"]
+    assert take(texts, ListLimits(), kind_of=kind) == [["a1", "a2"], ["b1"], ["none"], ["none"], ["a3", "a4"]]
 
 
 def test_the_window_bounds_a_list() -> None:
