@@ -96,7 +96,6 @@ class RequestMonitor:
         self._meter = Meter()
         self._moved_at = clock()
         self._silent_since: float | None = None
-        self._had_snapshot = False
 
     def look(self) -> ProgressUpdate:
         """Where the work is now."""
@@ -139,9 +138,8 @@ class RequestMonitor:
 
     def _look_at_rows(self, request: dg.DagsterRun) -> ProgressUpdate:
         sight = self.observer.look()
-        if sight.snapshot is None and self._had_snapshot:
-            raise StoreError("the store has not the snapshot any more")
-        self._had_snapshot = sight.snapshot is not None
+        if sight.snapshot is None:
+            raise self._without_snapshot()
         whole = sight
         if ROWS_TAG in request.tags:
             sight = sight.part(wanted_entries(sight.entries, request.tags))
@@ -158,6 +156,13 @@ class RequestMonitor:
         if reason:
             return _ended(self._failed(reason, request.run_id, runs), sight.figures)
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
+
+    def _without_snapshot(self) -> StoreError | CorruptObject:
+        """The request has made a snapshot, and there is none: a store whose mount is gone is empty, too."""
+        store = self.observer.store
+        if next(store.objects.list(f"{self._dataset}/"), None) is None:
+            return StoreError("the store has not the snapshot any more")
+        return CorruptObject(f"{self._dataset}: expected a current snapshot, found none; {store.mended_by_run}")
 
     def _said(self, sight: DatasetObservation, runs: Sequence[RangeRunRecord], backfill: bool) -> str:
         """What the runs say of themselves, or what is waited for."""
@@ -181,8 +186,7 @@ class RequestMonitor:
 
     def _look_at_table(self, sight: DatasetObservation) -> ProgressUpdate:
         rate = self._meter.rate()
-        if sight.snapshot is None:
-            return ProgressUpdate("rows", "waiting for the snapshot")
+        assert sight.snapshot is not None, "_look_at_rows has seen it"
         versions = {key: report.version for key, report in sight.current.items()}
         state = ledger_state(sight.snapshot, sight.entries, versions)
         newest = self._instance.get_runs(publish_runs(self._dataset, state), limit=PUBLISH_ATTEMPTS)

@@ -101,6 +101,14 @@ def test_a_bit_that_is_flipped_in_a_snapshot_while_run_works_ends_it_with_the_co
     assert site.run().ok
 
 
+def test_a_current_snapshot_that_is_deleted_while_run_works_ends_it_with_the_command_that_mends_it(site: HealedSite):
+    objects, path = site.site.store.objects, site.paths()["snapshots/CURRENT"]
+    ending, _ = ended(site, lambda: objects.delete([path]))
+    assert not ending.ok
+    assert "expected a current snapshot, found none" in ending.said and "`batch-assets run d` mends it" in ending.said
+    assert site.run().ok and site.verify().ok
+
+
 def test_what_is_made_again_is_said(site: HealedSite):
     objects, path = site.site.store.objects, site.newest("00001")
     ending, remarks = ended(site, lambda: objects.put(path, flip(objects.get(path), random.Random(1))))
