@@ -15,10 +15,10 @@ from batch_assets.dagster_internals.code_server import leave_out_component_types
 from batch_assets.kubernetes.run_workers import read_worker_sizes
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.local_dagster.loopback import keep_loopback_direct
-from batch_assets.orchestration.api_batches import api_batches
-from batch_assets.orchestration.billing_report import billing, billing_report_sensor
 from batch_assets.orchestration.cost_report import cost_report_sensor, spend
 from batch_assets.orchestration.freshness import freshness
+from batch_assets.orchestration.front_door.api_batches import api_batches
+from batch_assets.orchestration.front_door.billing_report import billing, billing_report_sensor
 from batch_assets.sensors.capacity import capacity_sensor
 from batch_assets.sensors.launcher import launcher_sensor
 from batch_assets.sensors.liveness import watchdog_sensor

@@ -34,16 +34,21 @@ class EmbeddingBody:
             text = found.pop("input")
             if not isinstance(text, str):
                 return None
-            return cls(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)[:-1], orjson.dumps(text))
+            return cls(fields_beside(found), orjson.dumps(text))
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
 
 
-def body_of_texts(bodies: Sequence[EmbeddingBody]) -> bytes:
-    """One request for all of them. They have the same fields."""
-    fields = bodies[0].fields
+def fields_beside(others: Mapping[str, Any]) -> bytes:
+    """The fields of a request but its input, as JSON without its last brace; the same for the same fields."""
+    return orjson.dumps(others, option=orjson.OPT_SORT_KEYS)[:-1]
+
+
+def body_of_texts(fields: bytes, texts: Sequence[bytes]) -> bytes:
+    """One request for all texts, each as JSON; one text goes as it is. `fields`: see `fields_beside`."""
     comma = b"," if len(fields) > 1 else b""
-    return fields + comma + b'"input":[' + b",".join([body.text for body in bodies]) + b"]}"
+    given = texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
+    return fields + comma + b'"input":' + given + b"}"
 
 
 def divide(total: int, weights: Sequence[int]) -> list[int]:

@@ -61,15 +61,16 @@ class VerbatimClient(EngineClient):
 
         Each row's answer is one of its own, with its share of the tokens.
         """
-        texts = [body for prompt in prompts if (body := EmbeddingBody.read(prompt)) is not None]
-        if len(texts) != len(prompts) or len({body.fields for body in texts}) != 1:
+        bodies = [body for prompt in prompts if (body := EmbeddingBody.read(prompt)) is not None]
+        if len(bodies) != len(prompts) or len({body.fields for body in bodies}) != 1:
             raise ValueError("expected requests of one text that agree in all else")
-        limit, weights = list_limit(self._limit, len(texts)), [len(body.text) for body in texts]
+        texts = [body.text for body in bodies]
+        limit, weights = list_limit(self._limit, len(texts)), [len(text) for text in texts]
 
         async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> list[Completion]:
             return read_each(await self._body(answer, limit, admit), weights)
 
-        return await self._ask(body_of_texts(texts), admit, read)
+        return await self._ask(body_of_texts(bodies[0].fields, texts), admit, read)
 
     async def canary(self, prompt: bytes | None = None) -> None:
         """One token, to a row's request if there is one. Raises like `generate`."""

@@ -26,7 +26,7 @@ from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import InteractiveRequest, RequestSize
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
-from gpu_runner.client.input_lists import answers_of_inputs
+from gpu_runner.client.input_lists import answers_of_inputs, body_of_texts, fields_beside
 from gpu_runner.micro_batches.list_batcher import BatcherClosed, BatcherFull, BatchPolicy, ListBatcher, ListRefused
 
 MICRO_BATCHES = "BATCH_ASSETS_MICRO_BATCHES"
@@ -168,7 +168,7 @@ class EmbeddingLists:
     async def _send(self, inputs: Sequence[EmbeddingInput]) -> list[EmbeddingAnswer]:
         first = inputs[0]
         texts = [one.text for one in inputs]
-        body = first.fields + (texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]") + b"}"
+        body = body_of_texts(first.fields, texts)
         expected = sum([one.expected_tokens for one in inputs])
         size = RequestSize(expected, 0, generates=False)
         request = InteractiveRequest(first.model, body, False, False, expected, size)
@@ -213,11 +213,11 @@ def _inputs(
     if any(len(text) > LONGEST_TEXT for text in texts):
         return None
     with contextlib.suppress(orjson.JSONEncodeError):
-        others = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        others = fields_beside(fields)
         encoded = [orjson.dumps(text) for text in texts]
         if len(others) <= LONGEST_FIELDS and all(len(text) <= LONGEST_TEXT for text in encoded):
-            head, expected = others[:-1] + b',"input":', -(-request.expected_tokens // len(texts))
-            return [EmbeddingInput(request.model, head, text, access, expected) for text in encoded]
+            expected = -(-request.expected_tokens // len(texts))
+            return [EmbeddingInput(request.model, others, text, access, expected) for text in encoded]
     return None
 
 

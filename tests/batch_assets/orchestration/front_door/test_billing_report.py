@@ -16,7 +16,12 @@ from batch_assets.api.billing.ledger import LedgerTotals, UsageLedger
 from batch_assets.api.billing.margin import LONGEST_NAME, fleet_name
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
 from batch_assets.api.records.database import Records
-from batch_assets.orchestration.billing_report import COLUMNS, billing_report_sensor, signature, write_billing
+from batch_assets.orchestration.front_door.billing_report import (
+    COLUMNS,
+    billing_report_sensor,
+    signature,
+    write_billing,
+)
 from gpu_runner.fleet.accounting.charges import SpendLine
 from gpu_runner.fleet.database import FleetDatabase
 from resources.fleet.resource import GpuFleet

@@ -20,7 +20,7 @@ from batch_assets.api.records.batches import BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecords
 from batch_assets.api.records.states import END_CANCEL
-from batch_assets.orchestration.api_batches import api_batches
+from batch_assets.orchestration.front_door.api_batches import api_batches
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
 
