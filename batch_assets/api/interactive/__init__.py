@@ -3,8 +3,8 @@
 `routes` has the routes, `proxy` sends a request on and passes the answer through, `engine_directory` knows which
 engines serve which model, `engine_choice` which of them gets a request, `engine_reports` what they say of their load,
 `cache_salt` keeps tenants apart in vLLM's prefix cache, `embedding_lists` collects texts of many callers to lists.
-Pure: `request_body` reads and prepares a request, `engine_errors` says what an engine's error means, `event_stream`
-and `response_stream` read along in a streamed answer, `first_tokens` remembers how long first tokens took, for the
+Pure: `request_body` reads and prepares a request, `engine_errors` says what an engine's error means, `streams/`
+reads along in a streamed answer, `first_tokens` remembers how long first tokens took, for the
 batches that give way.
 """
 
@@ -15,11 +15,11 @@ __all__ = [
     "engine_directory",
     "engine_errors",
     "engine_reports",
-    "event_stream",
     "first_tokens",
     "proxy",
     "request_body",
     "routes",
     "routing_figures",
     "shared_supply",
+    "streams",
 ]

@@ -38,9 +38,9 @@ from batch_assets.api.interactive.engine_errors import (
     message_of,
     no_route,
 )
-from batch_assets.api.interactive.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
+from batch_assets.api.interactive.streams.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
 from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket

@@ -19,10 +19,10 @@ from batch_assets.api.callers import Scope as KeyScope
 from batch_assets.api.errors import ApiError, error_response
 from batch_assets.api.interactive.embedding_lists import PATH as EMBEDDINGS
 from batch_assets.api.interactive.embedding_lists import EmbeddingLists, read_input
-from batch_assets.api.interactive.event_stream import EventStream, StreamReader, Usage
 from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disconnected
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
-from batch_assets.api.interactive.response_stream import ResponseStream
+from batch_assets.api.interactive.streams.event_stream import EventStream, StreamReader, Usage
+from batch_assets.api.interactive.streams.response_stream import ResponseStream
 from gpu_runner.routing.latency_target import ANY_LATENCY, InvalidTarget, LatencyTarget, read_target
 
 RESPONSES = "/v1/responses"

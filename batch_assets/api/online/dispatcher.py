@@ -16,9 +16,9 @@ import orjson
 from batch_assets.api.access.request_access import RequestAccess, trace_of
 from batch_assets.api.callers import Caller
 from batch_assets.api.errors import ApiError
-from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
+from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.queues.tasks import TaskKind
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})

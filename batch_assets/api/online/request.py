@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, Stric
 
 from batch_assets.api.batches.lines import ENGINE_FIELDS
 from batch_assets.api.errors import ApiError
-from batch_assets.api.interactive.event_stream import Usage, read_usage
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, read_request
+from batch_assets.api.interactive.streams.event_stream import Usage, read_usage
 from batch_assets.api.online.queues.tasks import TaskKind
 
 DEFAULT_LIFETIME, LONGEST_LIFETIME = 300.0, 3600.0

@@ -20,8 +20,8 @@ from support.timing import PATIENCE
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.interactive.event_stream import Usage
-from batch_assets.api.interactive.response_stream import ResponseStream
+from batch_assets.api.interactive.streams.event_stream import Usage
+from batch_assets.api.interactive.streams.response_stream import ResponseStream
 from batch_assets.api.model_settings import ModelSettings
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import ApiSettings

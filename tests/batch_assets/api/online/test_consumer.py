@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from batch_assets.api.interactive.event_stream import Usage
+from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.consumer import Consumer
 from batch_assets.api.online.dispatcher import DispatchAnswer
 from batch_assets.api.online.figures import OnlineFigures

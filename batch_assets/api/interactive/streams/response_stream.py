@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from batch_assets.api.interactive.event_stream import StreamReader, Usage, event_object, read_usage
+from batch_assets.api.interactive.streams.event_stream import StreamReader, Usage, event_object, read_usage
 
 _LAST = (b'"response.completed"', b'"response.incomplete"', b'"response.failed"')
 _DELTA = re.compile(rb'"type"\s*:\s*"response\.[a-z_.]+\.delta"')
