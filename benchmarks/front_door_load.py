@@ -118,7 +118,7 @@ class Caller:
 
     async def prepare(self) -> None:
         """An input file, and a batch to poll."""
-        rows = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body(n)} for n in range(LINES)]
+        rows = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body(CHAT, n)} for n in range(LINES)]
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="in.jsonl")
         self.file = (await self.ask("POST", "/v1/files", data=form()))["id"]
@@ -139,7 +139,7 @@ class Caller:
 
     async def proxy(self) -> str:
         """A chat of one token."""
-        return str((await self.ask("POST", CHAT, json={**body(1), "max_tokens": 1}))["id"])
+        return str((await self.ask("POST", CHAT, json={**body(CHAT, 1), "max_tokens": 1}))["id"])
 
 
 Call = Callable[[], Awaitable[object]]

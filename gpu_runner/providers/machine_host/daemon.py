@@ -196,7 +196,11 @@ def main(home: Path, machine_id: str) -> None:
     register = MachineRegistry(home)
     lock = register.lock_path(machine_id)
     hold(lock)
-    os.write(1, b"locked\n")
+    try:
+        os.write(1, b"locked\n")
+    except BrokenPipeError:  # the caller was killed before we held it
+        lock.unlink(missing_ok=True)
+        return
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     environment = sys.stdin.buffer.readline()

@@ -132,6 +132,7 @@ class Hosting:
                 kill_marked(record.id)
             process.wait()  # it has detached
             if not locked:
+                self.register.lock_path(record.id).unlink(missing_ok=True)
                 raise ProviderError(f"no host within {START_SECONDS:.0f} s for {record.name}; see {log.name}")
             stdin.write(json.dumps(dict(environment)).encode() + b"\n")
 

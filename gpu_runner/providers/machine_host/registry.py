@@ -228,9 +228,9 @@ class MachineRegistry:
         )
 
     def gone(self, machine_id: str) -> None:
-        """Nothing of the machine runs any more."""
-        self._change("gone_at = ? WHERE id = ? AND gone_at IS NULL", (self.now(), machine_id))
+        """Nothing of the machine runs any more. Killed half-way, this is done again by the next caller that looks."""
         self.lock_path(machine_id).unlink(missing_ok=True)
+        self._change("gone_at = ? WHERE id = ? AND gone_at IS NULL", (self.now(), machine_id))
 
     # hosts
 

@@ -102,6 +102,20 @@ def test_a_caller_killed_before_its_order_is_entered_has_rented_nothing(home: Pa
     assert not list((home / "machines").glob("*.lock"))
 
 
+def test_a_host_whose_caller_was_killed_while_it_started_leaves_no_lock(home: Path):
+    register = MachineRegistry(home)
+    command = [sys.executable, "-m", "gpu_runner.providers.machine_host.daemon", str(home), "i-1"]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        host = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write, start_new_session=True)
+    finally:
+        os.close(write)
+    assert host.wait(timeout=20 * PATIENCE) == 0
+    eventually(lambda: not hosts_of(home))
+    assert not list(register.folder.glob("*.lock"))
+
+
 def test_a_caller_killed_right_after_has_rented_a_machine_that_boots(home: Path):
     assert finish(orderer(home, "after")) == -signal.SIGKILL
     provider = local_provider(home)

@@ -182,7 +182,11 @@ def test_counting_keeps_no_other_batch_from_its_validation(tmp_path: Path, monke
         counting = Counting()
         hanging: list[str] = []
 
+        warm = asyncio.Event()
+
         async def hang(request: web.Request) -> web.Response:
+            if not warm.is_set():
+                return await counting.tokenize(request)
             hanging.append(request.host)
             await asyncio.Event().wait()
             raise AssertionError
@@ -190,6 +194,7 @@ def test_counting_keeps_no_other_batch_from_its_validation(tmp_path: Path, monke
         routes = {"/tokenize": hang, "/v1/models": counting.models, CHAT: counting.chat}
         async with http_server(routes) as url, api_site(tmp_path, url) as site:
             await site.until((await site.create([line("warm")]))["id"])  # an engine runs
+            warm.set()
             long = [line("long", messages=[{"role": "user", "content": "long " + "w" * 300}])]
             for _ in range(COUNTINGS):
                 await site.create(long)
