@@ -18,14 +18,44 @@ Environment = frozenset[bytes]
 Matches = Callable[[Environment], bool]
 
 STEP_SECONDS = 0.02
+EXEC_SECONDS = 1.0  # execve(2) takes microseconds, and longer for a process that waits for a core in the middle of it
 
 
 def environment(pid: int) -> Environment:
     """Its `NAME=value` entries; empty for somebody else's process, for a zombie, and for one that is gone."""
+    deadline = time.monotonic() + EXEC_SECONDS
+    found = _entries(pid)
+    while not found and _has_program(pid) and time.monotonic() < deadline:
+        waits = _in_exec(pid)
+        found = _entries(pid)  # once more where it does not wait: it may have gone on between two looks
+        if not waits:
+            break
+        time.sleep(STEP_SECONDS / 10)
+    return found
+
+
+def _entries(pid: int) -> Environment:
     try:
-        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) - {b""}
     except OSError:
         return frozenset()
+
+
+def _has_program(pid: int) -> bool:
+    """No zombie, no kernel thread, and not somebody else's process: those do not show their program."""
+    try:
+        Path(f"/proc/{pid}/exe").readlink()
+    except OSError:
+        return False
+    return True
+
+
+def _in_exec(pid: int) -> bool:
+    """It has begun a program whose environment the kernel does not show yet: field 51, `env_end`, is 0 (proc(5))."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[48]) == 0
+    except OSError:
+        return False
 
 
 def marked(matches: Matches) -> Iterator[int]:

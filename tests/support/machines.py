@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from gpu_runner.market.offers import Offer
 from gpu_runner.providers.base import EngineOrder, Machine, Provider
 from gpu_runner.providers.local import LocalProvider, LocalProviderConfig
 from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry, kill_marked
+from gpu_runner.providers.process_marks import marked
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from support.timing import PATIENCE
@@ -51,13 +53,11 @@ def get(provider: Provider, name: str) -> Machine:
 
 def processes(machine_id: str) -> list[psutil.Process]:
     """Everything that runs for a machine: its host, the guard, the engine."""
+    mark = f"{MARK}={machine_id}".encode()
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == machine_id and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
+    for pid in marked(lambda entries: mark in entries):
+        with contextlib.suppress(psutil.Error):
+            found.append(psutil.Process(pid))
     return found
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from gpu_runner.boot_clock import Steady, boot_name, boot_seconds
 from gpu_runner.providers.base import EndReason
+from gpu_runner.providers.process_marks import Environment, marked
 from gpu_runner.sqlite_files import use_write_ahead_log
 
 MARK = "GPU_RUNNER_MACHINE"  # environment variable of a machine's processes: its id
@@ -299,16 +300,13 @@ def kill_marked(machine_id: str, spare: Callable[[int], bool] = lambda pid: pid 
     Repeated until none is left, because one may have forked while we looked.
     """
     mark = f"{MARK}={machine_id}".encode()
+
+    def belongs(entries: Environment) -> bool:
+        return mark in entries
+
     deadline = time.monotonic() + 2
-    while (found := [pid for pid in _marked(mark) if not spare(pid)]) and time.monotonic() < deadline:
+    while (found := [pid for pid in marked(belongs) if not spare(pid)]) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _marked(mark: bytes) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone since, or somebody else's; a zombie has no environment
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
