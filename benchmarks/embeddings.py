@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import dagster as dg
@@ -96,7 +97,7 @@ def cpu_of(pid: int | None) -> float:
         return 0.0
     process = psutil.Process(pid)
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    return float(sum(one.user + one.system for one in times))
 
 
 def batches(rows: int) -> Iterator[Batch]:
@@ -144,7 +145,12 @@ def dataset(folder: Path, rows: int) -> tuple[dg.Definitions, DatasetStore]:
     """A dataset of texts to embed, its snapshot taken."""
     source = folder / "source.jsonl"
     source.write_bytes(b"".join(orjson.dumps({"text": text_of(i)}) + b"\n" for i in range(rows)))
-    attributes = {"name": NAME, "source": {"path": str(source)}, "task": "embedding", "prompt": {"text": "{{ text }}"}}
+    attributes: dict[str, Any] = {
+        "name": NAME,
+        "source": {"path": str(source)},
+        "task": "embedding",
+        "prompt": {"text": "{{ text }}"},
+    }
     attributes |= {"model": "bench", "batches_per_run": 100_000}
     spec = load_spec(attributes, "bench")
     store = DatasetStore(open_objects(str(folder / "store")), NAME)
@@ -163,7 +169,8 @@ def run_op(
         "store": BatchStore(root=store.objects.root),
         "fleet": GpuFleet(database=f"sqlite:///{folder}/fleet.db", home=str(folder), config_path=str(fleet)),
     }
-    rows = next(asset for asset in definitions.assets or () if asset.key == ledger.rows_key(NAME))
+    assets = [asset for asset in definitions.assets or () if isinstance(asset, dg.AssetsDefinition)]
+    rows = next(asset for asset in assets if asset.key == ledger.rows_key(NAME))
     snapshot = store.current_snapshot()
     assert snapshot is not None
     keys = [entry.key for entry in store.entries(snapshot)]

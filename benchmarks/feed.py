@@ -152,7 +152,8 @@ def run_op(folder: Path, definitions: dg.Definitions, store: DatasetStore, url: 
         "store": BatchStore(root=store.objects.root),
         "fleet": GpuFleet(database=f"sqlite:///{folder}/fleet.db", home=str(folder), config_path=str(fleet)),
     }
-    rows = next(asset for asset in definitions.assets or () if asset.key == ledger.rows_key(NAME))
+    assets = [asset for asset in definitions.assets or () if isinstance(asset, dg.AssetsDefinition)]
+    rows = next(asset for asset in assets if asset.key == ledger.rows_key(NAME))
     snapshot = store.current_snapshot()
     assert snapshot is not None
     keys = [entry.key for entry in store.entries(snapshot)]

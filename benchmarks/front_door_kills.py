@@ -30,7 +30,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,14 @@ class Parts:
         if self._service is not None and self._service.poll() is None:
             self.end_service(signal.SIGKILL)
 
-    def call(self, method: str, path: str, body: Any = None, *, quiet: bool = False, **headers: str) -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, *, quiet: bool = False, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """JSON of the service; None: it does not answer (`quiet`)."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, dict(headers or {}), method=method
+        )
         request.add_header("Content-Type", "application/json")
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -185,7 +189,7 @@ def create(parts: Parts, sizes: Sizes) -> list[str]:
     for number in range(sizes.batches):
         asked = {"endpoint": CHAT, "completion_window": "24h"}
         asked["input_file_id"] = parts.upload(input_of(number, sizes.lines // sizes.batches))
-        again = {}
+        again: dict[str, str] = {}
         if number == 0:
             body = json.dumps(asked).encode()
             head = f"POST /v1/batches HTTP/1.1\r\nHost: 127.0.0.1:{parts.port}\r\nContent-Type: application/json\r\n"
@@ -193,7 +197,7 @@ def create(parts: Parts, sizes: Sizes) -> list[str]:
                 lost.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 lost.recv(1)
             again = {"x-stainless-retry-count": "1"}
-        made.append(parts.call("POST", "/v1/batches", asked, **again)["id"])
+        made.append(parts.call("POST", "/v1/batches", asked, headers=again)["id"])
     return made
 
 

@@ -163,7 +163,9 @@ def engine_like(home: Path) -> Iterator[str]:
 def client_alone(home: Path, requests: int) -> float:
     """Rows/s of a client with so many requests at any time."""
     with engine_like(home) as url:
-        return asyncio.run(client(url, bodies(DatasetStore(open_objects(settings.store_root()), NAME)), requests))
+        return float(
+            asyncio.run(client(url, bodies(DatasetStore(open_objects(settings.store_root()), NAME)), requests))
+        )
 
 
 def measure(runs: int, seconds: float, rate: float, folder: Path, compare: bool = True) -> HandOver:

@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -213,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
