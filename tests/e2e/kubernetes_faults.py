@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from support.engine_image import engine_command
 from support.kubernetes_cluster import NAMESPACE, ROLE, RealCluster
+from support.timing import PATIENCE
 
 OUTAGE_SECONDS = 60.0
 PYTHON = engine_command()[2].split()[1]  # of the engine's image
@@ -75,6 +76,9 @@ def _no_gpus(victim: Victim) -> None:
 
 def _no_rights(victim: Victim) -> None:
     victim.cluster.apply(READ_ONLY)
+    deadline = time.monotonic() + 10 * PATIENCE
+    while victim.cluster.allows("create", "pods") and time.monotonic() < deadline:
+        time.sleep(0.2)  # the API server knows it a moment later
     victim.delete()
 
 

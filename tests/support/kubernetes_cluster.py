@@ -92,6 +92,11 @@ class RealCluster:
         for one in objects:
             self.run("apply", "-f", "-", given=one)
 
+    def allows(self, verb: str, resource: str) -> bool:
+        """Whether the API server would let the fleet's account do this, by a SubjectAccessReview."""
+        account = f"system:serviceaccount:{NAMESPACE}:fleet"
+        return self.run("auth", "can-i", verb, resource, f"--as={account}", check=False).strip() == "yes"
+
     def claim(self, name: str) -> Path:
         """A PersistentVolumeClaim that every node can mount; returns where it lies on this computer."""
         spec = {

@@ -247,7 +247,8 @@ class Proxy:
                 raise self._broken("timeout", 504, LATE, engine) from error
             except aiohttp.ClientError as error:
                 raise self._broken("garbage", 502, UNREADABLE, engine) from error
-            self.directory.answered(engine, well=not is_failure(answer.status))
+            if answer.status != 200:  # else `whole` or `relay` knows
+                self.directory.answered(engine, well=not is_failure(answer.status))
             yield EngineAnswer(engine, answer, waits, sent)
         finally:
             self.directory.end(engine, reached=reached, probe=probe)
@@ -262,10 +263,9 @@ class Proxy:
         name, attributes = engine_call(TASKS.get(path, "chat"), engine.model, engine.url)
         return self._spans.begin(name, SpanKind.CLIENT, access.trace, attributes)
 
-    def _broken(self, outcome: str, status: int, message: str, engine: EngineTarget | None = None) -> ApiError:
-        """`engine`: the one that did not answer at all."""
-        if engine is not None:
-            self.directory.answered(engine, well=False)
+    def _broken(self, outcome: str, status: int, message: str, engine: EngineTarget) -> ApiError:
+        """What the caller is told of an engine that did not answer, or not to the end."""
+        self.directory.answered(engine, well=False)
         self._metrics.engine_request(outcome)
         return ApiError(status, message, code=f"engine_{outcome}")
 
@@ -288,9 +288,10 @@ class Proxy:
             body = await read_body(answer.http, MOST_ANSWER)
             usage = read_usage(orjson.loads(body))
         except TimeoutError as error:
-            raise self._broken("timeout", 504, LATE) from error
+            raise self._broken("timeout", 504, LATE, answer.engine) from error
         except (BodyTooLarge, UnaskedEncoding, ValueError, aiohttp.ClientError, OSError) as error:
-            raise self._broken("garbage", 502, UNREADABLE) from error
+            raise self._broken("garbage", 502, UNREADABLE, answer.engine) from error
+        self.directory.answered(answer.engine, well=True)
         self._metrics.engine_request("answered")
         answer.sent.answered(None if usage is None else usage.completion_tokens, whole=True)
         return body, usage
@@ -316,6 +317,7 @@ class Proxy:
             outcome = "timeout"
         except (aiohttp.ClientError, OSError):
             outcome = "lost"
+        self.directory.answered(answer.engine, well=outcome == "answered")
         self._metrics.engine_request(outcome)
         if outcome == "answered" and stream.usage is not None:
             paced = sending <= MOST_SENDING * (clock() - began)

@@ -277,6 +277,37 @@ def test_an_engine_that_closes_the_connection_at_once_rests_too(tmp_path: Path) 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_breaks_its_answers_off_rests_too(tmp_path: Path, stream: bool) -> None:
+    """It says 200 at once, and so would look the fastest."""
+
+    async def scenario() -> None:
+        broken = 0
+
+        async def breaking(request: web.Request) -> web.StreamResponse:
+            nonlocal broken
+            broken += 1
+            kind = "text/event-stream" if stream else "application/json"
+            answer = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": "1000"})
+            await answer.prepare(request)
+            await answer.write(b'data: {"choices": []}\n\n' if stream else b'{"choices": [')
+            assert request.transport is not None
+            request.transport.close()
+            return answer
+
+        engine = Recorder()
+        async with (
+            http_server({CHAT: breaking}) as bad,
+            http_server({CHAT: engine.answer}) as good,
+            running(tmp_path, bad, good) as service,
+        ):
+            for _ in range(40):
+                await ask(service, {**ASK, "stream": stream})
+            assert broken <= 4
+
+    asyncio.run(scenario())
+
+
 async def _read_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.read(65536)
     writer.close()

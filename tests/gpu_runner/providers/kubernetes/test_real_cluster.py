@@ -203,18 +203,12 @@ def wait_for_rights(site: Site, rules: list[dict[str, Any]]) -> None:
     Asking what it would allow changes nothing.
     """
     known, given = rights(ROLE["rules"]), rights(rules)
-    eventually(lambda: {right for right in known if allowed(site, *right)} == given, SECONDS)
+    eventually(lambda: {right for right in known if site.cluster.allows(*right)} == given, SECONDS)
 
 
 def rights(rules: list[dict[str, Any]]) -> set[tuple[str, str]]:
     """Verb and resource of every right in these rules."""
     return {(verb, resource) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
-
-
-def allowed(site: Site, verb: str, resource: str) -> bool:
-    """Whether the API server would let the account do this, by a SubjectAccessReview."""
-    account = f"system:serviceaccount:{NAMESPACE}:fleet"
-    return site.cluster.run("auth", "can-i", verb, resource, f"--as={account}", check=False).strip() == "yes"
 
 
 def refusal_of_another(site: Site, name: str) -> str:
