@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from support.front_doors import front_door_alone
 
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used, day_of
+from batch_assets.api.interactive.engine_directory import EngineTarget
+from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.online.figures import OnlineFigures
 from batch_assets.api.online.queues.protocol import QueueDepth
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
@@ -74,11 +77,24 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     _online(service.inner.state.online._figures)
 
     async def page() -> str:
-        async with service.inner.router.lifespan_context(service.inner):
+        async with service.inner.router.lifespan_context(service.inner), _routed(service.inner.state.proxy):
             return (await asyncio.to_thread(service.metrics.page)).decode()
 
     families = text_string_to_metric_families(asyncio.run(page()))
     return [(one.name, one.labels, one.value) for family in families for one in family.samples]
+
+
+@contextlib.asynccontextmanager
+async def _routed(proxy: Proxy) -> AsyncIterator[None]:
+    """An engine that requests are sent to."""
+    engine = EngineTarget("http://127.0.0.1:9", "m")
+    proxy.directory.announce(engine)
+    proxy.choice.poller.watch(engine)
+    proxy.choice._figures.chosen("predicted", "")
+    try:
+        yield
+    finally:
+        await proxy.choice.close()
 
 
 def _online(figures: OnlineFigures) -> None:
