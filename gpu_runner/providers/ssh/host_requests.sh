@@ -110,7 +110,8 @@ describe() ( # machine NAME ID STATE PORT SLOTS SECONDS REASON BILLED
 
 list_gpus() {
     for lock in "$root"/gpus/*; do
-        if [ -L "$lock" ]; then printf 'gpu %s %s\n' "${lock##*/}" "$(readlink "$lock")"; fi
+        owner=$(readlink "$lock") || continue # no GPU is taken, or a supervisor has just freed this one
+        printf 'gpu %s %s\n' "${lock##*/}" "$owner"
     done
 }
 

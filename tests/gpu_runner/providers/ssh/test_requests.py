@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -56,6 +57,20 @@ def test_a_request_that_is_cut_off_anywhere_does_nothing():
     for end in (10, 200, len(request.text) // 2, len(request.text) - len("in </dev/null\n")):
         done = subprocess.run(["sh"], input=request.text[:end], capture_output=True, check=False)
         assert b"begin" not in done.stdout
+
+
+def test_a_gpu_that_is_freed_while_gpus_are_listed_is_not_taken(tmp_path: Path):
+    """Supervisors free them without the host's lock."""
+    (tmp_path / "gpus").mkdir()
+    for device in ("0", "1"):
+        (tmp_path / "gpus" / device).symlink_to("ba-1")
+    script = list_request(str(tmp_path), "", sign_of_life=False).text.removesuffix(b"main </dev/null\n")
+    script += b"""root=.
+    readlink() { case $1 in */0) rm -f "$1" ;; esac; command readlink "$1"; }
+    list_gpus; rm -f gpus/1; list_gpus
+    """
+    done = subprocess.run(["sh"], input=script, cwd=tmp_path, capture_output=True, check=True)
+    assert done.stdout.splitlines()[-1] == b"gpu 1 ba-1" and b"gpu 0" not in done.stdout
 
 
 def test_a_text_with_nul_is_refused():
