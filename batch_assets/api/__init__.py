@@ -2,11 +2,11 @@
 
 `app` makes the application, `server` runs it as a process, `service` is what stands behind it. `settings` has its
 limits, `errors` the documented shape of every error, `callers` who asks, `request_limits` the bounds of what is read,
-`models` what can be asked for. `files/` and `batches/` have the calls of these names, `records/` what is known of files
-and batches, `execution/` brings batches on, `capacity/` plans how many engines they have, `billing/` says who used what
-and what it costs, `openapi/` describes all calls. `front_door` puts around it who may do what (`access/`), single
-requests to engines (`interactive/`), requests that are submitted and asked for later (`online/`), and what operators
-see (`telemetry/`, `health`, `drain`).
+`json_body` reads bodies, `models` has what can be asked for. `files/` and `batches/` have the calls of these names,
+`records/` what is known of files and batches, `execution/` brings batches on, `capacity/` plans how many engines they
+have, `billing/` says who used what and what it costs, `openapi/` describes all calls. `front_door` puts around it who
+may do what (`access/`), single requests to engines (`interactive/`), requests that are submitted and asked for later
+(`online/`), and what operators see (`telemetry/`, `health`, `drain`).
 """
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "front_door",
     "health",
     "interactive",
+    "json_body",
     "models",
     "online",
     "request_limits",

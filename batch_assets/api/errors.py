@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from batch_assets.api.records.database import is_records_trouble
@@ -27,6 +28,7 @@ INVALID_REQUEST = "invalid_request_error"
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MESSAGE_LENGTH = 500
 RETRY_AFTER_SECONDS = 5  # while the records or the store are away
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 REASON = "error_code"  # in the state of a request's ASGI scope
 
 
@@ -104,30 +106,34 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     elif error.status_code == 405:
         hint = "(HINT: Perhaps you meant to use a different HTTP method?)"
         refused = ApiError(405, f"Not allowed to {method} on {path} {hint}", code="method_not_supported")
-        refused.headers = dict(error.headers or {})
+        refused.headers = {"Allow": ", ".join(_allowed(request))}
     else:
         refused = ApiError(error.status_code, str(error.detail)[:MESSAGE_LENGTH])
     return error_response(refused)
 
 
+def _allowed(request: Request) -> list[str]:
+    """Methods of this path. The framework's own answer names those of one route, and a path has a route for each."""
+    asked = {"type": "http", "path": request.scope["path"], "root_path": "", "headers": []}
+
+    def takes(method: str) -> bool:
+        return any(route.matches({**asked, "method": method})[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in METHODS if takes(method)]
+
+
 async def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    message, param, code = described(error.errors())
+    problems = [{**found, "loc": found["loc"][1:]} for found in error.errors()]  # the first word: query, path or header
+    message, param, code = described(problems)
     return error_response(ApiError(400, message, param=param, code=code))
 
 
 def described(problems: Sequence[Any]) -> tuple[str, str | None, str | None]:
     """(message, param, code) for what pydantic found wrong; the first problem, without the value that was sent."""
     first = problems[0]
-    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path", "header")]
-    param = ".".join(place)[:100] or None
-    if first.get("type") in ("json_invalid", "model_attributes_type", "dict_type") and not place[:1]:
-        return "We could not parse the JSON body of your request.", None, None
-    if first.get("type") == "json_invalid":
-        return "We could not parse the JSON body of your request.", None, None
+    param = ".".join(str(part) for part in first.get("loc", ()))[:100] or None
     if first.get("type") == "missing":
-        if param is None:
-            return "Missing body of the request.", None, "missing_required_parameter"
         return f"Missing required parameter: '{param}'.", param, "missing_required_parameter"
     if first.get("type") == "extra_forbidden":
         return f"Unknown parameter: '{param}'.", param, "unknown_parameter"

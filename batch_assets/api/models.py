@@ -38,7 +38,8 @@ class ServedModel:
 
     def shown(self) -> dict[str, Any]:
         """A model object as documented."""
-        return {"id": self.id, "object": "model", "created": self.created, "owned_by": self.owned_by}
+        said = {"id": self.id, "object": "model", "created": self.created, "owned_by": self.owned_by}
+        return {**said, "shutdown_date": None}
 
 
 class Models(Protocol):

@@ -43,7 +43,8 @@ class CreateBatch(BaseModel):
             known = ", ".join(f"'{name}'" for name in ENDPOINTS)
             said = f"Invalid value: '{self.endpoint[:80]}'. Supported values are: {known}."
             raise ApiError(400, said, param="endpoint", code="invalid_value")
-        seconds = parse_seconds(self.completion_window.strip()) if len(self.completion_window) <= 64 else None
+        window = self.completion_window
+        seconds = parse_seconds(window) if len(window) <= 64 and window == window.strip() else None
         if seconds is None or not 1 <= seconds <= LONGEST_WINDOW:
             said = "expected a time of 1s to 366d, as 24h, 90s or 7d"
             raise ApiError(

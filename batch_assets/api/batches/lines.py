@@ -158,10 +158,10 @@ class LineChecker:
         for name in sorted(ENGINE_FIELDS & body.keys()):
             said = f"The parameter '{name}' is not supported by the Batch API."
             problems.append(LineError("unsupported_parameter", said, f"body.{name}", number))
-        for limit in ("max_tokens", "max_completion_tokens", "n"):
+        for limit in ("max_tokens", "max_completion_tokens", "n", "best_of"):  # budgets count with them
             value = body.get(limit)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problems.append(_invalid(f"body.{limit}", "a whole number above 0", number))
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                problems.append(_invalid(f"body.{limit}", "a whole number", number))
 
     def _check_length(
         self, body: Mapping[str, Any], model: str, number: int, problems: list[LineError], size: int

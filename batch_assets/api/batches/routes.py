@@ -17,6 +17,7 @@ from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
 from batch_assets.api.callers import Caller, Scope, caller_with
 from batch_assets.api.errors import ApiError, not_found
 from batch_assets.api.files.routes import listed
+from batch_assets.api.json_body import json_body
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, KeyReused, new_batch_id
 from batch_assets.api.records.files import Purpose, UnknownCursor
 from batch_assets.api.records.states import BatchStatus
@@ -80,7 +81,7 @@ async def _shown_now(request: Request, batches: Sequence[BatchRecord]) -> list[d
 async def create_batch(
     request: Request,
     caller: Writer,
-    body: CreateBatch,
+    body: Annotated[CreateBatch, Depends(json_body(CreateBatch))],
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
     x_stainless_retry_count: Annotated[str | None, Header()] = None,
 ) -> dict[str, Any]:

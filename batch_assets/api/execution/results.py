@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.api.batches.snapshot import SNAPSHOT
+from batch_assets.api.errors import MESSAGE_LENGTH, envelope, error_type
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.read_ahead import read_ahead
 from batch_assets.api.records.batches import BatchRecord
@@ -24,6 +25,7 @@ from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject, temporary_folder
 from resources.store.dataset_store import BatchEntry
 
+_WORDS = ("message", "param", "code")
 READS = 4  # at once, of 250 rows each
 KINDS = OUTPUT, ERROR = "output", "error"
 REJECTED, HTTP = "rejected_", "http_"
@@ -168,7 +170,7 @@ def result_line(batch_id: str, custom_id: str, outcome: Outcome | None, rest: st
         code = outcome.error or ""
         status = code.removeprefix(REJECTED).removeprefix(HTTP)
         if status != code and status.isdigit():
-            response = _response(name, int(status), outcome.error_message or "{}")
+            response = _response(name, int(status), _refusal(int(status), outcome.error_message or ""))
         else:
             known = (code, MESSAGES.get(code, "This request could not be executed."))
             error = dict(zip(("code", "message"), CODES.get(code, known), strict=True))
@@ -178,6 +180,19 @@ def result_line(batch_id: str, custom_id: str, outcome: Outcome | None, rest: st
 
 def _response(name: str, status: int, body: str) -> dict[str, Any]:
     return {"status_code": status, "request_id": f"req_{name}", "body": orjson.Fragment(body)}
+
+
+def _refusal(status: int, said: str) -> str:
+    """What an engine says in an error as OpenAI has it. vLLM's `code` is the status as a number, its `type` a class."""
+    try:
+        found = _object(orjson.loads(said))
+    except orjson.JSONDecodeError:
+        found = {}
+    error = found.get("error", found)
+    error = {"message": error} if isinstance(error, str) else _object(error)
+    message, param, code = (one if isinstance(one := error.get(name), str) else None for name in _WORDS)
+    text = message or said[:MESSAGE_LENGTH] or "The engine refused the request."
+    return orjson.dumps(envelope(text, error_type(status), param, code)).decode()
 
 
 def _object(value: object) -> dict[str, Any]:

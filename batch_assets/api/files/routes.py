@@ -32,6 +32,8 @@ from resources.objects.opening import Objects, temporary_folder
 log = logging.getLogger(__name__)
 
 MOST_LISTED = 10_000
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+FIELDS = frozenset({"purpose", ANCHOR, SECONDS})  # of an upload, beside its file
 OTHER_PURPOSES = ("assistants", "assistants_output", "evals", "fine-tune", "fine-tune-results", "user_data", "vision")
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
@@ -89,6 +91,9 @@ def _checked(upload: Upload, tenant: str, days: float) -> FileRecord:
         raise ApiError(
             400, "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
         )
+    if unknown := sorted(upload.fields.keys() - FIELDS):
+        said = f"Unknown parameter: '{unknown[0][:80]}'."
+        raise ApiError(400, said, param=unknown[0][:80], code="unknown_parameter")
     if purpose != Purpose.BATCH:
         said = f"Invalid value: '{purpose[:40]}'. Supported values are: 'batch'."
         raise ApiError(400, said, param="purpose", code="invalid_value")
@@ -103,7 +108,7 @@ def _checked(upload: Upload, tenant: str, days: float) -> FileRecord:
 
 def _life(fields: dict[str, str]) -> int | None:
     """Seconds that the file is to live, from `expires_after`. Raises ApiError."""
-    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    anchor, seconds = fields.get(ANCHOR), fields.get(SECONDS)
     if anchor is None and seconds is None:
         return None
     if anchor is not None and anchor != "created_at":
@@ -183,8 +188,10 @@ async def file_content(request: Request, caller: Reader, file_id: str) -> Stream
 
 
 def attachment(filename: str) -> str:
-    """A Content-Disposition that names the file (RFC 6266)."""
-    return f"attachment; filename*=UTF-8''{quote(filename, safe='')}"
+    """A Content-Disposition that names the file (RFC 6266), for clients that read the older `filename` only, too."""
+    plain = "".join(letter if " " <= letter <= "~" and letter not in '"\\' else "_" for letter in filename)
+    extended = "" if plain == filename else f"; filename*=UTF-8''{quote(filename, safe='')}"
+    return f'attachment; filename="{plain}"{extended}'
 
 
 @router.delete("/{file_id}")

@@ -12,6 +12,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from batch_assets.api.errors import ApiError
+from batch_assets.api.json_body import unsupported_type
 
 BUFFER_BYTES = 1 << 20
 FIELD_BYTES = 4096
@@ -109,7 +110,9 @@ async def read_upload(content_type: str, parts: AsyncIterator[bytes], target: Pa
     """Read a multipart body, its file into `target`. Raises ApiError 400, 413."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
-    if kind != b"multipart/form-data" or not boundary:
+    if kind != b"multipart/form-data":
+        raise unsupported_type(kind.decode("latin-1"), "multipart/form-data")
+    if not boundary:
         raise ApiError(400, "Expected a body of multipart/form-data with a boundary.")
     reader = _Reader(most_bytes)
     names = ("on_part_begin", "on_header_field", "on_header_value", "on_header_end", "on_headers_finished")

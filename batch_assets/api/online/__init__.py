@@ -6,4 +6,4 @@ in `queues/`; `consumer` takes them out and has them answered by a `dispatcher` 
 too much waits, by `pressure` of queue and engines. `figures` are its metrics, `settings` what the environment says.
 """
 
-__all__ = ["dispatcher", "figures", "list_dispatcher", "routes", "service", "settings"]
+__all__ = ["dispatcher", "figures", "list_dispatcher", "request", "routes", "service", "settings"]

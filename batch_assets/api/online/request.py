@@ -21,6 +21,7 @@ from batch_assets.api.online.queues.tasks import TaskKind
 DEFAULT_LIFETIME, LONGEST_LIFETIME = 300.0, 3600.0
 MOST_TEXTS = 2048
 CLIENT_LENGTH = 128
+MOST_LETTERS = 1000
 OWN_FIELDS = frozenset({"model", "messages", "input", "prompt", "stream", "stream_options"}) | ENGINE_FIELDS
 
 
@@ -59,6 +60,13 @@ class InferenceRequest(BaseModel):
             "is 0 or seed is set, and for embeddings."
         ),
     ] = "auto"
+
+
+class Redrive(BaseModel):
+    """Which dead letters are to be tried again."""
+
+    model_config = ConfigDict(extra="forbid")
+    task_ids: Annotated[list[StrictStr], Field(min_length=1, max_length=MOST_LETTERS)]
 
 
 class Accepted(BaseModel):

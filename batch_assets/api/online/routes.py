@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Header, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from batch_assets.api.access.enforcement import LimitedAuthenticator
@@ -15,12 +15,12 @@ from batch_assets.api.access.request_access import access_of
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
 from batch_assets.api.callers import Caller, Scope, caller_with
 from batch_assets.api.errors import not_found
+from batch_assets.api.json_body import json_body
 from batch_assets.api.online.queues.protocol import QueueAway, StoredTask, once_key
-from batch_assets.api.online.request import Accepted, InferenceRequest, Result, engine_request
+from batch_assets.api.online.request import MOST_LETTERS, Accepted, InferenceRequest, Redrive, Result, engine_request
 from batch_assets.api.online.service import OnlineService, queue_away
 
 LONGEST_WAIT = 60.0
-MOST_LETTERS = 1000
 
 router = APIRouter(tags=["online"])
 Allowed = Annotated[Caller, Depends(caller_with(Scope.INFERENCE))]
@@ -31,7 +31,7 @@ Operator = Annotated[Caller, Depends(caller_with(Scope.DEAD_LETTERS))]
 async def submit(
     request: Request,
     caller: Allowed,
-    body: InferenceRequest,
+    body: Annotated[InferenceRequest, Depends(json_body(InferenceRequest))],
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> Response:
     """Accept a request: from this answer on it is kept until it is answered, or its time to live is over."""
@@ -84,13 +84,6 @@ class DeadLetters(BaseModel):
     data: list[dict[str, Any]]
 
 
-class Redrive(BaseModel):
-    """Which dead letters are to be tried again."""
-
-    model_config = ConfigDict(extra="forbid")
-    task_ids: Annotated[list[StrictStr], Field(min_length=1, max_length=MOST_LETTERS)]
-
-
 class Redriven(BaseModel):
     """How many of them were dead letters."""
 
@@ -110,7 +103,9 @@ async def dead_letters(
 
 
 @router.post("/v1/dead_letters/redrive", response_model=Redriven)
-async def redrive(request: Request, caller: Operator, body: Redrive) -> Response:
+async def redrive(
+    request: Request, caller: Operator, body: Annotated[Redrive, Depends(json_body(Redrive))]
+) -> Response:
     """Put dead letters back into the queue, under their ids, with all tries and a whole time to live."""
     online: OnlineService = request.app.state.online
     try:

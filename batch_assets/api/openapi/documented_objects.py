@@ -131,6 +131,7 @@ class Model(Shown):
     object: Literal["model"]
     created: int
     owned_by: str
+    shutdown_date: str | None
 
 
 class ModelList(Shown):

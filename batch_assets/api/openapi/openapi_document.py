@@ -13,8 +13,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from batch_assets.api.batches.create import CreateBatch
+from batch_assets.api.online.request import InferenceRequest, Redrive
 from batch_assets.api.openapi.documented_objects import (
     Answer,
     Batch,
@@ -46,6 +48,11 @@ ANSWERS: Mapping[Operation, type[BaseModel]] = {
     ("get", "/v1/organization/usage/completions"): UsagePage,
     ("get", "/v1/organization/usage/embeddings"): UsagePage,
     ("get", "/v1/organization/costs"): UsagePage,
+}
+BODIES: Mapping[Operation, type[BaseModel]] = {
+    ("post", "/v1/batches"): CreateBatch,
+    ("post", "/v1/inference"): InferenceRequest,
+    ("post", "/v1/dead_letters/redrive"): Redrive,
 }
 INTERACTIVE: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": Answer,
@@ -121,7 +128,9 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def _schemas() -> dict[str, Any]:
     models: list[type[BaseModel]] = [Error, *INTERACTIVE.values(), *ANSWERS.values()]
-    _, found = models_json_schema([(model, "serialization") for model in models], ref_template=REFERENCE)
+    named: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "serialization") for model in models]
+    named += [(model, "validation") for model in BODIES.values()]
+    _, found = models_json_schema(named, ref_template=REFERENCE)
     schemas: dict[str, Any] = found["$defs"]
     return schemas
 
@@ -143,6 +152,8 @@ def _complete(method: str, path: str, operation: dict[str, Any]) -> None:
         responses.setdefault(str(status), {"description": _WORDS[status], "content": content})
     if (method, path) == ("post", "/v1/files"):
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+    elif (body := BODIES.get((method, path))) is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
     elif path in INTERACTIVE:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _asked(path)}}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Annotated
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from batch_assets.api.access.authentication import AccessSettingsError
 from batch_assets.api.app import create_app
 from batch_assets.api.callers import Caller, Scope, caller_with
 from batch_assets.api.errors import ApiError
+from batch_assets.api.json_body import json_body
 from batch_assets.api.server import serve
 from batch_assets.api.settings import ApiLimits, ApiSettings
 
@@ -30,7 +32,7 @@ def app_of(tmp_path: Path, limits: ApiLimits | None = None) -> FastAPI:
     app = create_app(settings)
 
     @app.post("/test/order")
-    async def order(order: Order) -> int:
+    async def order(order: Annotated[Order, Depends(json_body(Order))]) -> int:
         return order.amount
 
     @app.get("/test/defect")
@@ -90,6 +92,10 @@ def test_every_error_has_the_documented_shape(tmp_path: Path, method: str, path:
         (b"[1]", None, None),
         (b"", None, "missing_required_parameter"),
         (b"[" * 100_000, None, None),
+        (b"null", None, None),
+        (b'{"amount": NaN}', None, None),
+        (b'{"amount": ' + b"9" * 5_000 + b"}", None, None),
+        (b"\xff", None, None),
     ],
 )
 def test_an_invalid_body_is_status_400_and_names_the_parameter(
@@ -174,3 +180,22 @@ def test_the_description_names_every_call_and_the_page_of_docs_is_served(tmp_pat
     }
     assert {path: set(described["paths"][path]) for path in expected} == expected
     assert run(call(create_app(ApiSettings(tmp_path, str(tmp_path), "sqlite://")), "GET", "/docs")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/files", "GET, POST"),
+        ("/v1/files/file-x", "DELETE, GET"),
+        ("/v1/files/file-x/content", "GET"),
+        ("/v1/batches", "GET, POST"),
+        ("/v1/batches/batch_x/cancel", "POST"),
+        ("/v1/models/of/somebody", "GET"),
+        ("/openapi.json", "GET, HEAD"),
+    ],
+)
+def test_a_method_that_is_not_there_is_answered_with_all_that_are(tmp_path: Path, path: str, methods: str) -> None:
+    app = create_app(ApiSettings(tmp_path, str(tmp_path / "store"), "sqlite://"))
+    answer = run(call(app, "PUT", path))
+    assert (answer.status_code, answer.headers["Allow"]) == (405, methods)
+    assert error_of(answer)["code"] == "method_not_supported"

@@ -187,6 +187,24 @@ def test_lines_that_the_engine_refuses_are_in_the_error_file(tmp_path: Path, eng
     on_site(tmp_path, engine.url, steps)
 
 
+def test_a_number_out_of_range_costs_its_own_line_only(tmp_path: Path, engine: SimulatedEngine) -> None:
+    out_of_range = [{"max_tokens": 0}, {"max_tokens": -1}, {"n": 0}, {"max_completion_tokens": -5}]
+
+    async def steps(site: ApiSite) -> None:
+        lines = [line("good"), *(line(str(number), **body) for number, body in enumerate(out_of_range))]
+        batch = await site.until((await site.create(lines))["id"])
+        output, errors = await site.results(batch)
+        assert batch["status"] == "completed" and batch["errors"] is None
+        check_sums(batch, 5, output, errors)
+        assert [one["custom_id"] for one in output] == ["good"]
+        for one in errors:
+            assert one["error"] is None and one["response"]["status_code"] == 400
+            error = one["response"]["body"]["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+
+    on_site(tmp_path, engine.url, steps)
+
+
 WRONG: list[tuple[str, list[Any], str, int | None]] = [
     ("no json", [line("a"), b"{broken"], "invalid_json_line", 2),
     ("a list", [b"[1]"], "invalid_json_line", 1),
@@ -204,7 +222,9 @@ WRONG: list[tuple[str, list[Any], str, int | None]] = [
     ("an unknown model", [line("a", model="nobody")], "model_not_found", 1),
     ("stream", [line("a", stream=True)], "unsupported_parameter", 1),
     ("no messages", [line("a", messages=[])], "invalid_value", 1),
-    ("max_tokens of 0", [line("a", max_tokens=0)], "invalid_value", 1),
+    ("max_tokens as text", [line("a", max_tokens="8")], "invalid_value", 1),
+    ("n as true", [line("a", n=True)], "invalid_value", 1),
+    ("best_of as text", [line("a", best_of="50")], "invalid_value", 1),
     ("nothing", [], "empty_file", None),
     ("too many", [line(str(number)) for number in range(6)], "too_many_tasks", None),
 ]
@@ -487,7 +507,7 @@ def test_models_are_those_of_the_engine(tmp_path: Path, engine: SimulatedEngine)
         listed = (await site.client.get("/v1/models")).json()
         assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["tiny"]
         one = (await site.client.get("/v1/models/tiny")).json()
-        assert set(one) == {"id", "object", "created", "owned_by"} and one["object"] == "model"
+        assert set(one) == {"id", "object", "created", "owned_by", "shutdown_date"} and one["object"] == "model"
         missing = await site.client.get("/v1/models/meta/llama")
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 

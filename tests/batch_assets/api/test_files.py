@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.api_site import ApiSite, api_site, line
 
+from batch_assets.api.files.routes import attachment
 from batch_assets.api.settings import ApiLimits
 
 NOBODY = "http://127.0.0.1:9"  # no engine is needed
@@ -76,6 +77,8 @@ def test_a_file_lives_thirty_days_unless_it_is_said(tmp_path: Path) -> None:
         ("in.jsonl", {"purpose": "batch_output"}, "purpose"),
         ("in.csv", {"purpose": "batch"}, "file"),
         (None, {"purpose": "batch"}, "file"),
+        ("in.jsonl", {"purpose": "batch", "colour": "red"}, "colour"),
+        ("in.jsonl", {"purpose": "batch", "expires_after": '{"anchor": "created_at", "seconds": 1}'}, "expires_after"),
         ("in.jsonl", {"purpose": "batch", "expires_after[anchor]": "now"}, "expires_after.anchor"),
         ("in.jsonl", {"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after.anchor"),
         ("in.jsonl", {"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after.seconds"),
@@ -99,7 +102,8 @@ def test_a_wrong_upload_is_status_400_and_names_the_parameter(
         answer = await site.client.post("/v1/files", files=files, data=form)  # type: ignore[arg-type]
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param
-        assert error["code"] in ("missing_required_parameter", "invalid_value", "invalid_file_format")
+        known = ("missing_required_parameter", "invalid_value", "invalid_file_format", "unknown_parameter")
+        assert error["code"] in known
 
     on_site(tmp_path, steps)
 
@@ -111,6 +115,18 @@ def test_a_body_that_is_no_form_is_status_400(tmp_path: Path, kind: str) -> None
         assert answer.status_code == 400
 
     on_site(tmp_path, steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("in.jsonl", 'attachment; filename="in.jsonl"'),
+        ("ü.jsonl", "attachment; filename=\"_.jsonl\"; filename*=UTF-8''%C3%BC.jsonl"),
+        ('a"b\\c', "attachment; filename=\"a_b_c\"; filename*=UTF-8''a%22b%5Cc"),
+    ],
+)
+def test_a_content_is_named_for_old_and_new_clients(name: str, header: str) -> None:
+    assert attachment(name) == header
 
 
 @pytest.mark.parametrize("told", [True, False])

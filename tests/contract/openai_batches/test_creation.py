@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,7 +77,9 @@ def test_an_unknown_endpoint_is_refused(api: BatchApi, endpoint: str) -> None:
     is_error(api.create(api.file()["id"], endpoint=endpoint), 400, "endpoint", "invalid_value")
 
 
-@pytest.mark.parametrize("window", ["0s", "-1h", "", "soon", "1x", "h", "24", "1e9h", "9" * 70 + "s", "24h\0"])
+@pytest.mark.parametrize(
+    "window", ["0s", "-1h", "", "soon", "1x", "h", "24", "1e9h", "9" * 70 + "s", "24h\0", " 24h", "24h "]
+)
 def test_a_wrong_window_is_refused(api: BatchApi, window: str) -> None:
     is_error(api.create(api.file()["id"], window=window), 400, "completion_window")
 
@@ -98,6 +101,7 @@ def test_windows(api: BatchApi, window: str, seconds: int) -> None:
         {"k": 1},
         {"k": None},
         {"": "v"},
+        {"query": 1},
         [],
         "x",
     ],
@@ -126,7 +130,21 @@ def test_a_body_that_is_too_large_is_refused(api: BatchApi) -> None:
 
 
 def test_a_form_is_no_create(api: BatchApi) -> None:
-    is_error(api.client.post("/v1/batches", data={"input_file_id": "file-x", "endpoint": CHAT}), 400)
+    answer = api.client.post("/v1/batches", data={"input_file_id": "file-x", "endpoint": CHAT})
+    is_error(answer, 400, None, "unsupported_content_type")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+def test_json_under_another_name_is_refused_by_it(api: BatchApi, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    error = is_error(api.client.post("/v1/batches", content=b"{}", headers=headers), 400, None)
+    assert error["code"] == "unsupported_content_type" and "application/json" in error["message"]
+
+
+def test_json_with_a_charset_is_json(api: BatchApi) -> None:
+    asked = {"input_file_id": api.file()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert api.client.post("/v1/batches", content=json.dumps(asked), headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,20 @@ def test_content_comes_as_a_file_of_its_name_and_size(api: BatchApi) -> None:
     assert answer.headers["content-type"] == "application/octet-stream"
     assert int(answer.headers["content-length"]) == file["bytes"] == len(answer.content)
     disposition = answer.headers["content-disposition"]
-    assert disposition.startswith("attachment;") and "eingabe" in disposition
+    assert disposition == "attachment; filename=\"eingabe-_.jsonl\"; filename*=UTF-8''eingabe-%C3%BC.jsonl"
+
+
+@pytest.mark.parametrize("headers", [{"Range": "bytes=0-3"}, {"Accept": "application/json"}, {"Accept-Encoding": "br"}])
+def test_content_is_whole_or_the_part_that_was_asked_for(api: BatchApi, headers: dict[str, str]) -> None:
+    name = api.file(b"0123456789")["id"]
+    answer = api.client.get(f"/v1/files/{name}/content", headers=headers)
+    assert (answer.status_code, answer.content) in ((200, b"0123456789"), (206, b"0123"))
+    assert "content-encoding" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_an_unknown_query_is_not_read(api: BatchApi, path: str) -> None:
+    assert api.client.get(path, params={"before": "x", "limit": 1}).status_code == 200
 
 
 def test_a_deleted_file_is_gone_for_every_call(api: BatchApi) -> None:

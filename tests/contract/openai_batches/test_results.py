@@ -166,6 +166,17 @@ def test_lines_that_the_engine_refuses_are_in_the_error_file(api: BatchApi) -> N
     assert (file["purpose"], file["filename"]) == ("batch_output", f"{batch['id']}_error.jsonl")
 
 
+@pytest.mark.parametrize("body", [{"max_tokens": 0}, {"max_tokens": -1}, {"n": 0}, {"top_p": 5}, {"messages": ["x"]}])
+def test_a_refused_line_has_the_documented_error(api: BatchApi, body: dict[str, Any]) -> None:
+    batch = api.ended(jsonl(api.chat(1), api.chat("bad", **body)))
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    (wrong,) = api.lines(batch["error_file_id"])
+    error = wrong["response"]["body"]["error"]
+    assert set(wrong["response"]["body"]) == {"error"} and set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"] == "invalid_request_error"
+    assert all(error[name] is None or isinstance(error[name], str) for name in ("param", "code"))
+
+
 def test_a_batch_of_refused_lines_is_completed_without_an_output_file(api: BatchApi) -> None:
     batch = api.ended(api.chats(9, temperature=-3))
     assert batch["status"] == "completed" and batch["output_file_id"] is None

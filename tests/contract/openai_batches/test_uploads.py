@@ -74,6 +74,11 @@ def test_a_life_from_another_moment_is_refused(api: BatchApi) -> None:
     assert "expires_after" in is_error(api.upload(CONTENT, **fields), 400)["param"]
 
 
+@pytest.mark.parametrize("name", ["expires_after", "expires_after[x]", "colour"])
+def test_a_field_that_is_not_documented_is_refused(api: BatchApi, name: str) -> None:
+    is_error(api.upload(CONTENT, **{name: '{"anchor": "created_at", "seconds": 3600}'}), 400, name, "unknown_parameter")
+
+
 def test_a_form_without_a_file_is_refused(api: BatchApi) -> None:
     answer = api.client.post("/v1/files", data={"purpose": "batch"}, files={"other": ("a", b"b")})
     is_error(answer, 400, "file")

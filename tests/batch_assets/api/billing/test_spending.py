@@ -70,6 +70,7 @@ def test_what_was_kept_before_counts() -> None:
         ({"prompt": "a", "max_completion_tokens": 5}, 1000),
         ({"prompt": "a", "max_tokens": 7, "max_completion_tokens": 9}, 7),
         ({"messages": [], "max_tokens": 7, "n": 3}, 21),
+        ({"messages": [], "max_tokens": -1, "max_completion_tokens": 0, "n": -5}, 1000),
         ({"prompt": "a", "max_tokens": 7, "n": 1, "best_of": 4}, 28),
         ({"prompt": ["a", "b"], "max_tokens": 7}, 14),
         ({"prompt": [1, 2, 3], "max_tokens": 7}, 7),

@@ -37,7 +37,34 @@ def test_an_answer_is_passed_as_it_is() -> None:
 def test_an_http_error_is_a_response_and_no_error(code: str, status: int) -> None:
     line = shown(outcome(None, code, '{"error":{"message":"no"}}'))
     assert line["error"] is None and line["response"]["status_code"] == status
-    assert line["response"]["body"] == {"error": {"message": "no"}}
+    kind = "server_error" if status == 500 else "invalid_request_error"
+    assert line["response"]["body"] == {"error": {"message": "no", "type": kind, "param": None, "code": None}}
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "param", "code"),
+    [
+        ({"error": {"message": "m", "type": "BadRequestError", "param": "n", "code": 400}}, "m", "n", None),
+        ({"error": {"message": "m", "type": None, "param": None, "code": "c"}}, "m", None, "c"),
+        ({"object": "error", "message": "m", "type": "BadRequestError", "param": None, "code": 400}, "m", None, None),
+        ({"error": "m"}, "m", None, None),
+        ({"detail": "m"}, '{"detail": "m"}', None, None),
+        ({"error": {"message": 5}}, '{"error": {"message": 5}}', None, None),
+        ([], "[]", None, None),
+    ],
+)
+def test_an_engines_error_is_shown_as_the_documented_one(
+    said: Any, message: str, param: str | None, code: str | None
+) -> None:
+    line = shown(outcome(None, "rejected_400", json.dumps(said)))
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    assert line["response"]["body"] == {"error": error}
+
+
+@pytest.mark.parametrize("said", [None, ""])
+def test_an_engines_error_without_a_word_has_a_message(said: str | None) -> None:
+    body = shown(outcome(None, "rejected_400", said))["response"]["body"]
+    assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
 
 
 @pytest.mark.parametrize(("code", "said"), [("timeout", "request_timeout"), ("engine_killed", "engine_killed")])
