@@ -85,6 +85,7 @@ UPLOAD = {
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_LIFE, "maximum": LONGEST_LIFE},
     },
+    "additionalProperties": False,
 }
 _MESSAGES = {
     "type": "array",
