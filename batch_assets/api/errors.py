@@ -61,6 +61,12 @@ def not_found(kind: str, name: str, param: str = "id") -> ApiError:
     return ApiError(404, f"No such {kind}: {name[:80]}", param=param)
 
 
+def unsupported_type(found: str, expected: str) -> ApiError:
+    """A body of another type than the call takes."""
+    said = f"Unsupported content type: '{found[:80]}'. This API method only accepts '{expected}' requests."
+    return ApiError(400, said, code="unsupported_content_type")
+
+
 def envelope(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

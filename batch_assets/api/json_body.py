@@ -12,7 +12,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from batch_assets.api.errors import ApiError, described
+from batch_assets.api.errors import ApiError, described, unsupported_type
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -53,9 +53,3 @@ def check_content_type(said: str) -> None:
     kind = said.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise unsupported_type(kind, "application/json")
-
-
-def unsupported_type(found: str, expected: str) -> ApiError:
-    """The error for a body of another type."""
-    said = f"Unsupported content type: '{found[:80]}'. This API method only accepts '{expected}' requests."
-    return ApiError(400, said, code="unsupported_content_type")

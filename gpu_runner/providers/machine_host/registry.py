@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import sqlite3
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 from gpu_runner.boot_clock import Steady, boot_name, boot_seconds
 from gpu_runner.providers.base import EndReason
-from gpu_runner.providers.process_marks import Environment, marked
+from gpu_runner.providers.process_marks import end_marked
 from gpu_runner.sqlite_files import use_write_ahead_log
 
 MARK = "GPU_RUNNER_MACHINE"  # environment variable of a machine's processes: its id
@@ -294,19 +293,7 @@ def silent_seconds(path: Path) -> float | None:
         os.close(descriptor)
 
 
-def kill_marked(machine_id: str, spare: Callable[[int], bool] = lambda pid: pid == os.getpid()) -> None:
-    """SIGKILL to every process that carries the machine's mark, whatever group, session or parent it has (Linux).
-
-    Repeated until none is left, because one may have forked while we looked.
-    """
+def kill_marked(machine_id: str) -> None:
+    """SIGKILL to every process but ours that carries the machine's mark, whatever group, session or parent it has."""
     mark = f"{MARK}={machine_id}".encode()
-
-    def belongs(entries: Environment) -> bool:
-        return mark in entries
-
-    deadline = time.monotonic() + 2
-    while (found := [pid for pid in marked(belongs) if not spare(pid)]) and time.monotonic() < deadline:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    end_marked(lambda entries: mark in entries, grace=0.0, insist=2.0)
