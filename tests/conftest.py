@@ -82,9 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
 
     Tests that need the cluster come first. Of several workers the first one then has them all, one after the other;
-    elsewhere in the order two workers would meet at the cluster's lock, and one of them wait.
+    elsewhere in the order two workers would meet at the cluster's lock, and one of them wait. Modules with time-outs of
+    their own follow, the longest first: when a long test is begun last, all other workers wait for its end.
     """
-    items.sort(key=lambda item: not needs_cluster(item))
+    longest: dict[Path, float] = {}
+    for item in items:
+        longest[item.path] = max(longest.get(item.path, 0.0), marked_seconds(item) or 0.0)
+    items.sort(key=lambda item: (not needs_cluster(item), -longest[item.path]))
     listed = entries(LISTED.read_text())
     for item in items:
         if reason := reason_of(item.nodeid, listed):
@@ -92,9 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("timeout") is not None:
         return
     for item in items:
-        mark = item.get_closest_marker("timeout")
         usual = SLOW_SECONDS if item.get_closest_marker("slow") else float(config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(PATIENCE * (mark.args[0] if mark else usual)), append=False)
+        item.add_marker(pytest.mark.timeout(PATIENCE * (marked_seconds(item) or usual)), append=False)
+
+
+def marked_seconds(item: pytest.Item) -> float | None:
+    """What the test's mark allows it."""
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else None
 
 
 @pytest.hookimpl(trylast=True)
