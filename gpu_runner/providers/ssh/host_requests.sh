@@ -30,6 +30,16 @@ open_root() {
 
 marked() { grep -lzxF "GPU_RUNNER_MACHINE=$1" /proc/[0-9]*/environ 2>/dev/null; }
 
+begun() { # programs that have just begun: the kernel shows no environment of theirs yet (env_end, field 51, is 0; proc(5))
+    grep -Lz "" /proc/[0-9]*/environ 2>/dev/null | while read -r file; do
+        folder=${file%/environ}
+        if [ -e "$folder/exe" ] && read -r line <"$folder/stat"; then # no zombie, no thread of the kernel
+            set -- ${line##*) }
+            if [ "${49}" = 0 ]; then echo "${folder#/proc/}"; fi
+        fi 2>/dev/null
+    done
+}
+
 write_end() { # write_end FOLDER REASON; false when the disk is full
     printf '%s %s %s %s\n' "$2" "$now" "$boot" "$part" >"$1/end.$$" && { ln "$1/end.$$" "$1/end" 2>/dev/null || [ -e "$1/end" ]; }
     written=$?
@@ -49,7 +59,10 @@ settle() ( # end what a dead supervisor left of the machine in FOLDER, and free 
     boot=$this_boot root=$this_root
     write_end "$1" "$reason" 2>/dev/null
     tries=0
-    while left=$(marked "$machine_id") && [ -n "$left" ]; do
+    while
+        new=$(begun) left=$(marked "$machine_id") # fails, too, where a process is somebody else's
+        [ -n "$new$left" ]
+    do
         for file in $left; do
             pid=${file#/proc/}
             kill -s KILL "${pid%/environ}" 2>/dev/null

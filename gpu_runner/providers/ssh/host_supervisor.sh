@@ -18,6 +18,16 @@ seconds_up() { # $now: whole seconds; $part: hundredths after them
 
 marked() { grep -lzxF "GPU_RUNNER_MACHINE=$machine_id" /proc/[0-9]*/environ 2>/dev/null; }
 
+begun() { # programs that have just begun: the kernel shows no environment of theirs yet (env_end, field 51, is 0; proc(5))
+    grep -Lz "" /proc/[0-9]*/environ 2>/dev/null | while read -r file; do
+        folder=${file%/environ}
+        if [ -e "$folder/exe" ] && read -r line <"$folder/stat"; then # no zombie, no thread of the kernel
+            set -- ${line##*) }
+            if [ "${49}" = 0 ]; then echo "${folder#/proc/}"; fi
+        fi 2>/dev/null
+    done
+}
+
 signal_marked() {
     for file in $(marked); do
         pid=${file#/proc/}
@@ -53,12 +63,12 @@ end_engine() {
     trap '' TERM INT HUP
     signal_marked TERM
     steps=$((grace_seconds * 5))
-    while [ -n "$(marked)" ] && [ "$steps" -gt 0 ]; do
+    while [ -n "$(begun)$(marked)" ] && [ "$steps" -gt 0 ]; do
         sleep 0.2 8>&-
         steps=$((steps - 1))
     done
     if read -r engine <engine; then kill -s KILL -- "-$engine" 2>/dev/null; fi
-    while [ -n "$(marked)" ]; do # until then its GPUs are taken
+    while [ -n "$(begun)$(marked)" ]; do # until then its GPUs are taken
         signal_marked KILL
         sleep 0.2 8>&-
     done
