@@ -1,11 +1,12 @@
 """The front door beside a plain client: the same lines, the same simulated engine, the same number of requests at once.
 
-    python benchmarks/front_door.py [--endpoint /v1/embeddings] [--lines 10000] [--slots 64] [--rounds 2] [--json FILE]
+    python benchmarks/front_door.py [--endpoint /v1/embeddings] [--lines 10000] [--plain-lines N] [--slots 64]
+        [--rounds 2] [--json FILE]
 
 Per round: an asyncio client that keeps `4 × slots` requests in flight and throws the answers away, then a batch by
-`batch-assets serve`, from its creation to `completed`. Also the time from creation to the engine's first request, by
-the engine's own log, the memory at its peak, and the CPU of the service. Goals: rows/s ≥ 0.90 of the plain client's,
-first request ≤ 1 s.
+`batch-assets serve`, from its creation to `completed`; then the output file is read, and has each line once. Also the
+time from creation to the engine's first request, by the engine's own log, the memory at its peak, and the CPU of the
+service. Goals: rows/s ≥ 0.90 of the plain client's, first request ≤ 1 s.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Round:
     ratio: float
     first_request: float
     upload: float
+    download: float
     cpu_ms: float
     peak_mib: float
 
@@ -116,14 +118,46 @@ async def wait_up(session: aiohttp.ClientSession, base: str) -> None:
     raise SystemExit("the service did not start")
 
 
-async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines: int) -> tuple[float, float, float]:
-    """(seconds of the upload, when the batch was created, seconds from then to its end)."""
-    rows = [{"custom_id": f"r{n}", "method": "POST", "url": endpoint, "body": body(endpoint, n)} for n in range(lines)]
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch: seconds of its upload, when it was created, seconds from then to its end, and of its output."""
+
+    upload: float
+    created: float
+    took: float
+    download: float
+
+
+def write_lines(file: Path, endpoint: str, lines: int) -> None:
+    """The input file."""
+    with file.open("w") as out:
+        for n in range(lines):
+            line = {"custom_id": f"r{n}", "method": "POST", "url": endpoint, "body": body(endpoint, n)}
+            out.write(json.dumps(line) + "\n")
+
+
+async def check_output(session: aiohttp.ClientSession, url: str, lines: int) -> float:
+    """Seconds to read the output file. SystemExit: a line is missing, or there twice."""
+    began, seen, count = time.perf_counter(), bytearray(lines), 0
+    async with session.get(url) as answer:
+        async for line in answer.content:
+            seen[int(json.loads(line)["custom_id"][1:])] = 1
+            count += 1
+    if not (count == lines == sum(seen)):
+        raise SystemExit(f"expected each of {lines} lines once, found {count} lines with {sum(seen)} custom_ids")
+    return time.perf_counter() - began
+
+
+async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines: int, folder: Path) -> Batch:
+    """Upload, create, wait for the end, download."""
+    written = folder / "in.jsonl"
+    write_lines(written, endpoint, lines)
     form = aiohttp.FormData({"purpose": "batch"})
-    form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="in.jsonl")
     began = time.perf_counter()
-    async with session.post(f"{base}/files", data=form) as answer:
-        file = await answer.json()
+    with written.open("rb") as content:
+        form.add_field("file", content, filename="in.jsonl")
+        async with session.post(f"{base}/files", data=form) as answer:
+            file = await answer.json()
     upload = time.perf_counter() - began
     asked = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
     created, began = time.time(), time.perf_counter()
@@ -137,16 +171,17 @@ async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines:
     expected = {"total": lines, "completed": lines, "failed": 0}
     if found["status"] != "completed" or found["request_counts"] != expected:
         raise SystemExit(f"expected a completed batch, found {found}")
-    return upload, created, took
+    download = await check_output(session, f"{base}/files/{found['output_file_id']}/content", lines)
+    return Batch(upload, created, took, download)
 
 
 def first_request(log: Path, since: float) -> float:
     """Seconds from a moment to the engine's first request after it, by the engine's log."""
     for _ in range(100):
-        for text in log.read_text().splitlines():
-            event = json.loads(text)
-            if event["event"] == "received" and event["t"] >= since:
-                return float(event["t"]) - since
+        with log.open() as texts:
+            for text in texts:
+                if text.endswith("\n") and (event := json.loads(text))["event"] == "received" and event["t"] >= since:
+                    return float(event["t"]) - since
         time.sleep(0.1)
     raise SystemExit("the engine's log has no request")
 
@@ -156,26 +191,27 @@ def peak_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
-async def rounds(endpoint: str, lines: int, slots: int, number: int, home: Path) -> list[Round]:
+async def rounds(asked: argparse.Namespace, home: Path) -> list[Round]:
     """Plain and door in turn, on one engine."""
     found: list[Round] = []
-    log = home / "requests"
+    log, endpoint, lines, slots = home / "requests", asked.endpoint, asked.lines, asked.slots
     with engine(slots, log) as url, service(home, url, slots) as (base, process):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
             await wait_up(session, base)
-            await batch(session, base, endpoint, 10)  # warm
-            for _ in range(number):
-                plain_rate = await plain(url, endpoint, lines, 4 * slots)
+            await batch(session, base, endpoint, 10, home)  # warm
+            for _ in range(asked.rounds):
+                plain_rate = await plain(url, endpoint, asked.plain_lines or lines, 4 * slots)
                 cpu = sum(process.cpu_times()[:2])
-                upload, created, took = await batch(session, base, endpoint, lines)
+                one_batch = await batch(session, base, endpoint, lines, home)
                 spent = sum(process.cpu_times()[:2]) - cpu
                 peak = peak_mib(process.pid)
                 one = Round(
                     plain_rate,
-                    lines / took,
-                    lines / took / plain_rate,
-                    first_request(log, created),
-                    upload,
+                    lines / one_batch.took,
+                    lines / one_batch.took / plain_rate,
+                    first_request(log, one_batch.created),
+                    one_batch.upload,
+                    one_batch.download,
                     1e3 * spent / lines,
                     peak,
                 )
@@ -189,12 +225,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", choices=(CHAT, EMBEDDINGS), default=CHAT)
     parser.add_argument("--lines", type=int, default=10_000)
+    parser.add_argument("--plain-lines", type=int, help="of the plain client; without it as many as --lines")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="front-door-") as folder:
-        found = asyncio.run(rounds(asked.endpoint, asked.lines, asked.slots, asked.rounds, Path(folder)))
+        found = asyncio.run(rounds(asked, Path(folder)))
     best = max(found, key=lambda one: one.ratio)
     print(f"{asked.lines:,} lines: {best.door_rate:,.0f} rows/s, {best.ratio:.2f} of the plain client")
     if asked.json is not None:

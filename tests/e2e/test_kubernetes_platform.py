@@ -7,6 +7,7 @@ a machine; its parts follow one another on the same dataset. What each took is p
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes_cluster import TOOL
 from support.kubernetes_platform import (
+    CAPITALS,
     DATASET,
     ENGINES,
     PLATFORM,
@@ -23,6 +25,9 @@ from support.kubernetes_platform import (
     installed_platform,
     write_images,
 )
+from support.kubernetes_vllm import real_model
+from support.pod_meter import PodMeter
+from support.real_models import smollm2
 from support.timing import SOAK
 
 from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
@@ -35,6 +40,7 @@ pytestmark = [
 
 AWAY_SECONDS = 60.0
 INSTANCES = 3
+APART_SECONDS = 3.0  # of a pod: times of Kubernetes are whole seconds, and a busy kubelet tells its end late
 
 
 def told(what: str, seconds: float) -> None:
@@ -132,11 +138,18 @@ def a_missing_right_is_named_and_fails_no_run(site: Platform) -> None:
 
 def the_table_is_complete_and_nothing_is_left(site: Platform) -> None:
     publish = f"{DATASET}_publish"
-    done = lambda: any((run["jobName"], run["status"]) == (publish, "SUCCESS") for run in site.runs())  # noqa: E731
-    told("table published", site.until(done, 240))
+    told("table published", site.until(lambda: (publish, "SUCCESS") in site.ended(), 240))
     assert f"{ROWS} rows, {ROWS} ok, 0 dead" in site.verify()
     told("run workers have ended", site.until(lambda: not site.workers(), 60))
     assert site.overlaps == [] and site.looks > 100
+
+
+def the_books_are_the_pods_lifetimes(site: Platform, meter: PodMeter) -> None:
+    told("engine pods have ended", site.until(lambda: not site.pods(ENGINES), 180))
+    time.sleep(5)  # until the books have heard of the last one
+    books, pods = site.billed_seconds(), meter.total_seconds()
+    print(f"books {books:.1f} s, {len(meter.lives)} pods {pods:.1f} s")
+    assert abs(books - pods) <= 0.01 * pods + APART_SECONDS * len(meter.lives)
 
 
 PARTS: list[Callable[[Platform], None]] = [
@@ -159,6 +172,29 @@ def test_the_platform_on_a_real_cluster(tmp_path: Path) -> None:
     told("images built", time.monotonic() - began)
     with installed_platform(images) as site:
         told("cluster up, images on its nodes", time.monotonic() - began)
-        with site.watched():
+        with site.watched(), PodMeter(site.cluster.admin, ENGINES).running() as meter:
             for part in PARTS:
                 part(site)
+            the_books_are_the_pods_lifetimes(site, meter)
+
+
+def test_engine_pods_of_real_vllm_answer_sensibly_on_the_platform(tmp_path: Path) -> None:
+    """SmolLM2-135M-Instruct on vLLM's CPU build, rented by a run worker pod, as a pod of its own."""
+    if not (python := os.environ.get("VLLM_PYTHON")):
+        pytest.skip("needs VLLM_PYTHON: the Python of an environment with vLLM")
+    smollm2()
+    with docker_engine() as docker:
+        images = write_images(docker, tmp_path)
+    with installed_platform(images, lambda cluster: real_model(cluster, ENGINES, python)) as site:
+        everything_comes_up_from_nothing(site)
+        with PodMeter(site.cluster.admin, ENGINES).running() as meter:
+            site.launch(f"{CAPITALS}_refresh")
+            told("first engine pod", site.until(lambda: site.pods(ENGINES), 300))
+            told("first batch committed", site.until(lambda: site.batches(CAPITALS) > 0, 400))
+            publish = f"{CAPITALS}_publish"
+            told("table published", site.until(lambda: (publish, "SUCCESS") in site.ended(), 240))
+            assert "40 rows, 40 ok, 0 dead" in site.verify(CAPITALS)
+            answers = {line["country"]: line["output"] for line in site.published_rows(CAPITALS)}
+            print(*(f"{country}: {answer}" for country, answer in sorted(answers.items())), sep="\n")
+            assert "Paris" in answers["France"]
+            the_books_are_the_pods_lifetimes(site, meter)

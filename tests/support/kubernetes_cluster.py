@@ -79,9 +79,9 @@ class RealCluster:
             found += [f"{log.name}: {line[:1000]}" for line in lines[-20:]]
         return "\n".join(found)
 
-    def run(self, *words: str, given: object = None, check: bool = True) -> str:
+    def run(self, *words: str, given: object = None, check: bool = True, namespace: str = NAMESPACE) -> str:
         """kubectl in the namespace of the engines; `given` is its standard input, as JSON."""
-        command = [self.kubectl, "--kubeconfig", self.admin, "--namespace", NAMESPACE, *words]
+        command = [self.kubectl, "--kubeconfig", self.admin, "--namespace", namespace, *words]
         text = None if given is None else json.dumps(given)
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60 * PATIENCE)
         assert not check or done.returncode == 0, f"kubectl {words}: {done.stderr}"
@@ -97,17 +97,17 @@ class RealCluster:
         account = f"system:serviceaccount:{NAMESPACE}:fleet"
         return self.run("auth", "can-i", verb, resource, f"--as={account}", check=False).strip() == "yes"
 
-    def claim(self, name: str) -> Path:
+    def claim(self, name: str, namespace: str = NAMESPACE) -> Path:
         """A PersistentVolumeClaim that every node can mount; returns where it lies on this computer."""
         spec = {
             "accessModes": ["ReadWriteMany"],
             "storageClassName": "standard",
             "resources": {"requests": {"storage": "1Gi"}},
         }
-        metadata = {"name": name, "namespace": NAMESPACE}
-        self.apply({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
+        claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+        self.run("apply", "-f", "-", given=claim, namespace=namespace)
         deadline = time.monotonic() + 60 * PATIENCE
-        while not (volume := self.run("get", "pvc", name, "-o", "jsonpath={.spec.volumeName}")):
+        while not (volume := self.run("get", "pvc", name, "-o", "jsonpath={.spec.volumeName}", namespace=namespace)):
             assert time.monotonic() < deadline, f"the claim {name} gets no volume"
             time.sleep(0.2)
         return Path(self.run("get", "pv", volume, "-o", "jsonpath={.spec.hostPath.path}"))

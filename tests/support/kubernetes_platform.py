@@ -26,7 +26,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.http.addresses import direct
+from support import kubernetes_vllm
 from support.documents import REPOSITORY
 from support.engine_image import IMAGE, engine_command
 from support.kubernetes_cluster import OFFER, TOOL, RealCluster, bare_cluster
@@ -51,6 +53,20 @@ DEFS: dict[str, Any] = {
         "batches_per_run": 10,
     },
 }
+CAPITALS, COUNTRIES = "capitals", ("France", "Italy", "Spain", "Germany", "Japan", "Egypt", "Greece", "Russia")
+REAL: dict[str, Any] = {  # for a real small model
+    "type": "batch_assets.GeneratedDataset",
+    "attributes": {
+        "name": CAPITALS,
+        "source": {"grid": {"country": list(COUNTRIES), "number": list(range(5))}},
+        "prompt": {"user": "What is the capital of {{ country }}? Say its name."},
+        "model": kubernetes_vllm.MODEL,
+        "hardware": {"model_facts": kubernetes_vllm.FACTS},
+        "sampling": {"temperature": 0, "max_tokens": 12},
+        "keep_columns": ["country"],
+        "batch_rows": 10,
+    },
+}
 ENGINE = "--weights-ms 40 --max-num-seqs 8"  # some rows per second: the faults must find them at work
 PLATFORM_IMAGE, POSTGRES_IMAGE, PROXY_IMAGE = (
     "batch-assets:0.1.0",
@@ -58,6 +74,8 @@ PLATFORM_IMAGE, POSTGRES_IMAGE, PROXY_IMAGE = (
     "nginxinc/nginx-unprivileged:1.28.0",
 )
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+Engines = Callable[[RealCluster], dict[str, Any]]
+IDLE_MINUTES = 0.5
 OVERLAPS = """select a.run_id || '+' || b.run_id from batch_runs a join batch_runs b
   on a.run_id < b.run_id and a.dataset = b.dataset and a.first_key <= b.last_key and b.first_key <= a.last_key
   where a.state <> 'ended' and b.state <> 'ended'"""
@@ -114,10 +132,11 @@ def docker_engine() -> Iterator[Docker]:
 
 
 def write_images(docker: Docker, folder: Path) -> Path:
-    """Build the platform's image with a dataset of its own, and what stands in for public images; one tar file."""
+    """Build the platform's image with datasets of its own, and what stands in for public images; one tar file."""
     made = folder / "image"
-    (made / "datasets" / DATASET).mkdir(parents=True)
-    (made / "datasets" / DATASET / "defs.yaml").write_text(yaml.safe_dump(DEFS))
+    for name, defs in ((DATASET, DEFS), (CAPITALS, REAL)):
+        (made / "datasets" / name).mkdir(parents=True)
+        (made / "datasets" / name / "defs.yaml").write_text(yaml.safe_dump(defs))
     copy = ("FROM batch-assets-test:platform", "COPY datasets /etc/batch-assets/datasets")
     (made / "Dockerfile").write_text("\n".join([*copy, "ENV BATCH_ASSETS_DEFS=/etc/batch-assets/datasets", ""]))
     docker.build("batch-assets-test:platform", REPOSITORY, "--build-arg", f"BASE_IMAGE={BASE}")
@@ -136,6 +155,7 @@ class Platform:
 
     cluster: RealCluster
     folder: Path
+    engines: Engines
     password: str = ""
     overlaps: list[str] = field(default_factory=list)  # runs of the same batches that both counted as alive
     looks: int = 0
@@ -172,7 +192,6 @@ class Platform:
     def install(self) -> None:
         """What README.md says."""
         shutil.copytree(DEPLOY, self.folder)
-        (self.folder / "fleet.yaml").write_text(yaml.safe_dump({"kubernetes": [provider()]}))
         with (self.folder / "environment.env").open("a") as file:
             file.write(
                 f"AWS_ENDPOINT_URL=http://s3.{STORAGE}.svc.cluster.local:9000\nBATCH_ASSETS_CAPACITY_SECONDS=5\n"
@@ -186,6 +205,9 @@ class Platform:
             settings = settings.replace(found, quick)
         (self.folder / "dagster.yaml").write_text(settings)
         self.kubectl("apply", "-f", str(self.folder / "namespaces.yaml"))
+        (self.folder / "fleet.yaml").write_text(
+            yaml.safe_dump({"kubernetes": [self.engines(self.cluster)], "idle_minutes": IDLE_MINUTES})
+        )
         made = subprocess.run(["./make-secrets"], cwd=self.folder, capture_output=True, text=True, check=True)
         self.password = made.stderr.split("the password ")[1].split()[0]
         self.kubectl("apply", "-f", "-", given=made.stdout)
@@ -289,6 +311,10 @@ class Platform:
         found = [run for run in self.runs() if any(one["path"][-1] == "rows" for one in run["assetSelection"] or ())]
         return [run for run in found if not statuses or run["status"] in statuses]
 
+    def ended(self) -> set[tuple[str, str]]:
+        """Jobs with the status of each of their runs."""
+        return {(run["jobName"], run["status"]) for run in self.runs()}
+
     def workers(self) -> dict[str, dict[str, Any]]:
         """Pods of run workers that have begun and not ended, by run id."""
         found = self.pods(PLATFORM, "app.kubernetes.io/component=run_worker")
@@ -358,19 +384,37 @@ class Platform:
         events = self.ask(query, {"id": run_id})["logsForRun"]["events"]
         return "\n".join(one["message"] for one in events if "FencedK8sRunLauncher" in one.get("message", ""))
 
-    def batches(self) -> int:
+    def batches(self, dataset: str = DATASET) -> int:
         """Committed batches in the store."""
         pages = (
             self.s3()
             .get_paginator("list_objects_v2")
-            .paginate(Bucket="batch-assets", Prefix=f"store/{DATASET}/batches/")
+            .paginate(Bucket="batch-assets", Prefix=f"store/{dataset}/batches/")
         )
         return sum(page.get("KeyCount", 0) for page in pages)
 
-    def verify(self) -> str:
+    def published_rows(self, dataset: str) -> list[dict[str, Any]]:
+        """Lines of the table that lies in the store."""
+        import polars as pl
+
+        found = (
+            self.s3().list_objects_v2(Bucket="batch-assets", Prefix=f"store/{dataset}/published/").get("Contents", ())
+        )
+        lines: list[dict[str, Any]] = []
+        for name in sorted(one["Key"] for one in found if "/part-" in one["Key"]):
+            lines += pl.read_parquet(self.s3().get_object(Bucket="batch-assets", Key=name)["Body"].read()).to_dicts()
+        return lines
+
+    def verify(self, dataset: str = DATASET) -> str:
         """`batch-assets verify` in the code location's pod."""
-        words = ("exec", "deployment/code-location", "-c", "code-location", "--", "batch-assets", "verify", DATASET)
+        words = ("exec", "deployment/code-location", "-c", "code-location", "--", "batch-assets", "verify", dataset)
         return self.kubectl("-n", PLATFORM, *words, check=False, seconds=120)
+
+    def billed_seconds(self) -> float:
+        """What the fleet's books say that all instances were there for."""
+        url = f"postgresql://dagster:{self.database_password}@{self.address('postgres')}/dagster"
+        with contextlib.closing(FleetDatabase(url)) as fleet_db:
+            return fleet_db.billed().seconds
 
     def until(self, what: Callable[[], Any], seconds: float = 120, step: float = 0.5) -> float:
         """Wait for it, `seconds` on a quiet machine; returns how long it took. What cannot be asked is asked again."""
@@ -386,7 +430,7 @@ class Platform:
         raise AssertionError(f"not within {PATIENCE * seconds:.0f} s: {last}")
 
 
-def provider() -> dict[str, Any]:
+def simulators(_: RealCluster) -> dict[str, Any]:
     """fleet.yaml's entry: engine pods of the simulator."""
     return {
         "name": "cluster",
@@ -401,9 +445,12 @@ def provider() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def installed_platform(images: Path) -> Iterator[Platform]:
-    """A cluster with the platform on it; taken down at the end. Skips with a reason where there is no cluster."""
+def installed_platform(images: Path, engines: Engines = simulators) -> Iterator[Platform]:
+    """A cluster with the platform on it; taken down at the end. Skips with a reason where there is no cluster.
+
+    engines: prepares what engine pods need, and says what stands for them in fleet.yaml.
+    """
     with bare_cluster(images) as cluster, tempfile.TemporaryDirectory(prefix="deploy-", dir="/tmp") as below:
-        platform = Platform(cluster, Path(below) / "deploy")
+        platform = Platform(cluster, Path(below) / "deploy", engines)
         platform.install()
         yield platform
