@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,11 +12,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from support.machines import eventually
 
-from gpu_runner.providers.ssh.requests import list_request
+from gpu_runner.providers.ssh.requests import (
+    EnginePlan,
+    HostRequest,
+    create_request,
+    list_request,
+    parse_reply,
+    terminate_request,
+)
 
 NOBODY = 65534
+USER = NOBODY if os.geteuid() == 0 else None
 FUNCTIONS = list_request("/nowhere", "", sign_of_life=False).text.removesuffix(b"main </dev/null\n").decode()
 
 
@@ -50,16 +61,47 @@ def test_what_a_dead_supervisor_left_is_ended_by_an_ordinary_user(folder: Path):
         f"name=ba-1 machine_id=i-{os.getpid()} port=1 gpus=0 root={folder} boot={boot} made_at=1\n"
     )
     (machine / "lock").touch()
-    user = NOBODY if os.geteuid() == 0 else None
-    if user is not None:
+    if USER is not None:
         for path in [folder, *folder.rglob("*")]:
-            os.chown(path, user, user, follow_symlinks=False)
-    with running(["/bin/sleep", "60"], {"GPU_RUNNER_MACHINE": f"i-{os.getpid()}"}, user) as left:
+            os.chown(path, USER, USER, follow_symlinks=False)
+    with running(["/bin/sleep", "60"], {"GPU_RUNNER_MACHINE": f"i-{os.getpid()}"}, USER) as left:
         time.sleep(0.2)
         script = f"{FUNCTIONS}\nroot={folder} boot={boot}\nseconds_up\nsettle {machine}\n"
-        subprocess.run(["sh"], input=script.encode(), check=True, timeout=60, user=user, cwd="/")
+        subprocess.run(["sh"], input=script.encode(), check=True, timeout=60, user=USER, cwd="/")
         assert left.wait(10) == -9
     assert (machine / "gone").exists() and list((folder / "gpus").iterdir()) == []
+
+
+def test_an_ordinary_account_makes_and_ends_machines_and_takes_over_after_a_killed_supervisor(folder: Path):
+    def ask(request: HostRequest) -> dict[str, str]:
+        done = subprocess.run(
+            ["sh"], input=request.text, capture_output=True, timeout=60, user=USER, group=USER, cwd="/"
+        )
+        return {machine.name: machine.state for machine in parse_reply(request.nonce, done.stdout).machines}
+
+    def plan(name: str, script: str) -> EnginePlan:
+        mark = {"TEST_FOLDER": str(folder)}
+        return EnginePlan(name, "m", ("/bin/sh", "-c", script), (), mark, (("0",),), None, 600, 18000)
+
+    def ours() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("TEST_FOLDER") == str(folder):
+                    found.append(process)
+        return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+    root = str(folder / "hosts")
+    assert ask(create_request(root, plan("ba-1", "sleep 1000 & sleep 1000"))) == {"ba-1": "booting"}
+    eventually(lambda: len(ours()) >= 3)
+    (supervisor,) = folder.rglob("supervisor")
+    os.kill(int(supervisor.read_text()), signal.SIGKILL)
+    eventually(lambda: ask(list_request(root, "", sign_of_life=True)) == {"ba-1": "ended"})
+    assert ours() == []
+    assert ask(create_request(root, plan("ba-2", "trap : TERM; sleep 1000 & wait; wait"))) == {"ba-2": "booting"}
+    eventually(lambda: len(ours()) >= 2)
+    assert ask(terminate_request(root, "ba-2")) == {"ba-2": "ended"}
+    eventually(lambda: ours() == [] and not list(folder.rglob("gpus/*")))
 
 
 def test_only_a_program_that_has_just_begun_may_be_anybodys():
