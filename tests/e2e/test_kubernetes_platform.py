@@ -1,8 +1,8 @@
 """deploy/kubernetes on a real cluster: a dataset by run workers that rent engine pods, through faults; no row is lost.
 
 Needs the tool `kube-cluster`, and a Docker engine with an image to build on. One test, because there is one cluster on
-a machine; its parts follow one another on the same dataset. What each took is printed. At full size only
-(BATCH_ASSETS_SOAK): it takes more than ten minutes.
+a machine; its parts follow one another on the same dataset. Another has engine pods with a real small model. What each
+part took is printed. At full size only (BATCH_ASSETS_SOAK): it takes more than ten minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from support.kubernetes_platform import (
 )
 from support.kubernetes_vllm import real_model
 from support.pod_meter import PodMeter
-from support.real_models import smollm2
 from support.timing import SOAK
 
 from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
@@ -163,13 +162,20 @@ PARTS: list[Callable[[Platform], None]] = [
 ]
 
 
-def test_the_platform_on_a_real_cluster(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The platform's images, and what stands in for public ones, as one tar file."""
     if not TOOL.exists():
         pytest.skip(f"no cluster: {TOOL.name} is not beside this repository (KUBE_CLUSTER names it)")
     began = time.monotonic()
     with docker_engine() as docker:
-        images = write_images(docker, tmp_path)
+        written = write_images(docker, tmp_path_factory.mktemp("images"))
     told("images built", time.monotonic() - began)
+    return written
+
+
+def test_the_platform_on_a_real_cluster(images: Path) -> None:
+    began = time.monotonic()
     with installed_platform(images) as site:
         told("cluster up, images on its nodes", time.monotonic() - began)
         with site.watched(), PodMeter(site.cluster.admin, ENGINES).running() as meter:
@@ -178,13 +184,10 @@ def test_the_platform_on_a_real_cluster(tmp_path: Path) -> None:
             the_books_are_the_pods_lifetimes(site, meter)
 
 
-def test_engine_pods_of_real_vllm_answer_sensibly_on_the_platform(tmp_path: Path) -> None:
+def test_engine_pods_of_real_vllm_answer_sensibly_on_the_platform(images: Path) -> None:
     """SmolLM2-135M-Instruct on vLLM's CPU build, rented by a run worker pod, as a pod of its own."""
     if not (python := os.environ.get("VLLM_PYTHON")):
         pytest.skip("needs VLLM_PYTHON: the Python of an environment with vLLM")
-    smollm2()
-    with docker_engine() as docker:
-        images = write_images(docker, tmp_path)
     with installed_platform(images, lambda cluster: real_model(cluster, ENGINES, python)) as site:
         everything_comes_up_from_nothing(site)
         with PodMeter(site.cluster.admin, ENGINES).running() as meter:
