@@ -155,4 +155,4 @@ def test_the_commands_of_the_readme_on_a_dataset_of_your_own(tmp_path: Path) -> 
             if file.parent.name in declared_in_readme:
                 file.write_text(declared_in_readme[file.parent.name].text)
         if "run capitals" in block.text:
-            assert "12 rows in 1 batches: 12 ok, 0 dead" in printed
+            assert "12 rows in 1 batch: 12 ok, 0 dead" in printed

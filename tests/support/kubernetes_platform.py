@@ -53,18 +53,22 @@ DEFS: dict[str, Any] = {
         "batches_per_run": 10,
     },
 }
-CAPITALS, COUNTRIES = "capitals", ("France", "Italy", "Spain", "Germany", "Japan", "Egypt", "Greece", "Russia")
+CAPITALS = "capitals"
+COUNTRIES = (
+    *("France", "Italy", "Spain", "Germany", "Japan", "Egypt", "Greece", "Russia"),
+    *("Poland", "Norway", "Sweden", "China", "India", "Cuba", "Peru", "Kenya"),
+)
 REAL: dict[str, Any] = {  # for a real small model
     "type": "batch_assets.GeneratedDataset",
     "attributes": {
         "name": CAPITALS,
-        "source": {"grid": {"country": list(COUNTRIES), "number": list(range(5))}},
+        "source": {"grid": {"country": list(COUNTRIES)}},
         "prompt": {"user": "What is the capital of {{ country }}? Say its name."},
         "model": kubernetes_vllm.MODEL,
         "hardware": {"model_facts": kubernetes_vllm.FACTS},
         "sampling": {"temperature": 0, "max_tokens": 12},
         "keep_columns": ["country"],
-        "batch_rows": 10,
+        "batch_rows": 4,
     },
 }
 ENGINE = "--weights-ms 40 --max-num-seqs 8"  # some rows per second: the faults must find them at work

@@ -91,8 +91,11 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
     else:
         made = "nothing to generate, the table is up to date"
     counts = f"{status.ok:,} ok, {status.dead:,} dead, {status.completion_tokens:,} completion tokens"
+    rows = status.table_rows or 0
+    batches = "1 batch" if status.batches == 1 else f"{status.batches:,} batches"
+    same = f", {status.rows:,} of them asked, the others ask the same" if rows > status.rows else ""
     return [
         f"{status.dataset}: {made}",
-        f"{status.table_rows or 0:,} rows in {status.batches:,} batches: {counts}",
+        f"{rows:,} rows in {batches}{same}: {counts}",
         f"table: {status.table}",
     ]
