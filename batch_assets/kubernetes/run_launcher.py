@@ -5,8 +5,8 @@ run_launcher:
   class: FencedK8sRunLauncher
   config: {service_account_name: run-worker, job_namespace: batch-assets, …}    # as K8sRunLauncher, and ours below
 
-Stock Dagster (1.13) fails every run at one refused request to the API server, and retries runs beside workers that go
-on. Runs are never resumed here: `max_resume_run_attempts` must be 0.
+Stock Dagster (1.13) fails every run at one refused request to the API server, also one that is just launched, and
+retries runs beside workers that go on. Runs are never resumed here: `max_resume_run_attempts` must be 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dagster_k8s.job import get_job_name_from_run_id
 
 from batch_assets import settings
 from batch_assets.dagster_internals import CheckRunHealthResult, WorkerStatus
+from batch_assets.kubernetes.job_api import PatientJobs
 from batch_assets.kubernetes.leftovers import Leftover, RunWorker, ended_unbegun, leftovers
 from batch_assets.kubernetes.observation import NotSeen, RunWorkers
 from batch_assets.kubernetes.rights import Cluster
@@ -77,7 +78,7 @@ class FencedK8sRunLauncher(K8sRunLauncher):
         fences: RunFences | None = None,
         **stock: Any,
     ) -> None:
-        super().__init__(**stock)
+        super().__init__(k8s_client_batch_api=PatientJobs(self._tell_of_wait), **stock)
         self._rules = HealthRules(node_lost_seconds, silent_seconds, fenced_seconds)
         self._grace = float(leftover_seconds)
         self._workers = run_workers or RunWorkers(self._cluster_api(), self.job_namespace)
@@ -159,6 +160,11 @@ class FencedK8sRunLauncher(K8sRunLauncher):
             self._causes[run.run_id] = decision.cause
         if decision.cause is not before:
             self._instance.report_engine_event(f"Run worker: {decision.reason}", run, cls=type(self))
+
+    def _tell_of_wait(self, run_id: str, words: str) -> None:
+        run = self._instance.get_run_by_id(run_id)
+        if run is not None:
+            self._instance.report_engine_event(f"Run worker: {words}", run, cls=type(self))
 
     def _ended(self, run_ids: set[str], now: float) -> dict[str, float]:
         """Seconds since the end of those runs that have ended. Runs that Dagster does not know are somebody else's."""

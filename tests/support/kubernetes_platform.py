@@ -381,12 +381,20 @@ class Platform:
             stop.set()
             thread.join(15)
 
-    def said(self, run_id: str) -> str:
-        """What the launcher wrote into the run's log."""
+    def messages(self, run_id: str) -> list[str]:
+        """What stands in the run's log, oldest first."""
         query = """query($id: ID!) { logsForRun(runId: $id, limit: 1000) { ... on EventConnection {
             events { ... on MessageEvent { message } } } } }"""
         events = self.ask(query, {"id": run_id})["logsForRun"]["events"]
-        return "\n".join(one["message"] for one in events if "FencedK8sRunLauncher" in one.get("message", ""))
+        return [one["message"] for one in events if "message" in one]
+
+    def said(self, run_id: str) -> str:
+        """What the launcher wrote into the run's log."""
+        return "\n".join(words for words in self.messages(run_id) if "FencedK8sRunLauncher" in words)
+
+    def failed_beside(self, before: set[str]) -> dict[str, list[str]]:
+        """Runs that have failed since then, and the last that their logs say."""
+        return {run: self.messages(run)[-6:] for run in self.failed() - before}
 
     def batches(self, dataset: str = DATASET) -> int:
         """Committed batches in the store."""

@@ -249,3 +249,14 @@ def test_our_daemon_sweeps_also_when_no_run_has_started(site: Site):
     process: Any = SimpleNamespace(instance=site.instance, create_request_context=lambda: None)
     assert [one for one in daemon.run_iteration(process) if one is not None] == []
     assert site.workers.deleted == ["never-began"]
+
+
+def test_a_job_that_has_to_wait_for_the_api_server_is_told_in_its_runs_log(site: Site) -> None:
+    from batch_assets.kubernetes.job_api import PatientJobs
+
+    jobs = site.launcher._api_client.batch_api  # what stock's launcher creates Jobs with
+    assert isinstance(jobs, PatientJobs)
+    run = create_run_for_test(site.instance, status=dg.DagsterRunStatus.STARTING)
+    jobs._told(run.run_id, "the API server of Kubernetes is away")
+    jobs._told("nobody's", "the API server of Kubernetes is away")
+    assert site.said(run) == ["Run worker: the API server of Kubernetes is away"]
