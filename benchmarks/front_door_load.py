@@ -38,7 +38,7 @@ from gpu_runner.providers.engine_process import free_port
 
 ROOT = Path(__file__).parent.parent
 LINES = 10
-KINDS = ("poll", "create", "proxy")
+KINDS = ("poll", "proxy", "create")  # creations last: the engine has their lines to do for long
 TRIES, PAUSE_SECONDS = 100, 0.1
 START_SECONDS = 120.0
 

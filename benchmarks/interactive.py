@@ -1,13 +1,16 @@
 """What batches cost interactive requests on the same engine, and what interactive requests leave to batches.
 
-    python benchmarks/interactive.py [--seconds 25] [--settle 15] [--json FILE]
+    python benchmarks/interactive.py [--seconds 150] [--settle 50] [--json FILE]
     python benchmarks/interactive.py --endpoint URL --model MODEL --slots 1024 --chats-per-second 4 --targets 0.1 0.2
+    python -m benchmarks.interactive --endpoint URL --model MODEL --slots 32 --settle 100 --seconds 240
+        --chats-per-second 0.05 --burst-every 30 --chat-tokens 150 16 --row-tokens 30 96     # a small model on a CPU
 
-One simulated engine at a time (8B on H200 at a tenth of its speed, so that the processes stay far below a core), a feed
-with rows without end, and streamed chats that come at random through the front door, alone and in bursts of four. Five
-runs after each other: chats alone; then with batches, on an engine without and one with priority scheduling, each with
-rows that fill the engine's queue ("full") and with rows that give way. Time to first token is the caller's. Tokens of
-batches are the engine's own count less those of chats. What chats leave over is what batches get in the run "full".
+One simulated engine at a time (8B on H200 at three tenths of its speed, so that the processes stay far below a core),
+a feed with rows without end, and streamed chats that come at random through the front door, alone and in bursts of
+four. Five runs after each other: chats alone; then with batches, on an engine without and one with priority
+scheduling, each with rows that fill the engine's queue ("full") and with rows that give way. Time to first token is
+the caller's. Tokens of batches are the engine's own count less those of chats. What chats leave over is what batches
+get in the run "full".
 
 With `--endpoint` the engine is one that runs already, such as vLLM on a GPU, started with either policy: chats alone,
 then rows that fill its queue, then rows that give way, for the target above and each of `--targets` (seconds).
@@ -37,6 +40,7 @@ from fastapi import FastAPI
 
 from batch_assets.api.app import create_app
 from batch_assets.api.front_door import FrontDoor, build_front_door
+from batch_assets.api.server import KEEP_ALIVE_SECONDS
 from batch_assets.api.settings import ApiSettings
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineClient
 from gpu_runner.client.engine_load import parse_metrics
@@ -45,16 +49,15 @@ from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy, In
 from gpu_runner.rows import Batch, Generation, Origin, Outcome, Row
 
 MODEL = "bench"
-SPEED = 0.1
-BURST_EVERY, BURST = 15.0, 4
-PROMPT_TOKENS, CHAT_TOKENS = 1000, 64
-ROW_PROMPT_TOKENS, ROW_TOKENS = 100, 128
-TARGET = 1.2  # times the 95th percentile of chats alone
+SPEED = 0.3
+BURST = 4
+TARGET = 1.25  # times the 95th percentile of chats alone
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine and what is asked of it. `endpoint`: of an engine that runs, None for simulated ones.
+    """The engine and what is asked of it. `endpoint`: of an engine that runs, None for simulated ones. `chat`, `row`:
+    tokens of the prompt, about, and of the answer.
 
     `salt` makes prompts of one run differ from those of the runs before, which the engine may still have in its cache.
     """
@@ -62,7 +65,10 @@ class Setting:
     endpoint: str | None = None
     model: str = MODEL
     slots: int = 256
-    chats_per_second: float = 0.7
+    chats_per_second: float = 2.1
+    burst_every: float = 5.0
+    chat: tuple[int, int] = (1000, 64)
+    row: tuple[int, int] = (100, 128)
     salt: str = ""
 
 
@@ -119,7 +125,10 @@ async def served(engine: str, folder: Path) -> AsyncIterator[tuple[str, FrontDoo
         inner = create_app(settings)
         inner.router.lifespan_context = _nothing
         door = build_front_door(settings, inner=inner)
-        server = uvicorn.Server(uvicorn.Config(door.app, log_level="warning", access_log=False, lifespan="on"))
+        config = uvicorn.Config(
+            door.app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_SECONDS
+        )
+        server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(0.05)
@@ -139,18 +148,18 @@ def rows(setting: Setting) -> Iterator[Batch]:
     """Batches without end."""
     for number in itertools.count():
         key = f"{number:06}"
-        text = f"{number} {setting.salt}" + "words " * (ROW_PROMPT_TOKENS * 4 // 6)
+        text = f"{number} {setting.salt}" + "words " * (setting.row[0] * 4 // 6)
         prompts = [orjson.dumps(f"{i} {text}") for i in range(250)]
         yield Batch(key, tuple(Row(key, f"{key}-{i}", f"{key}-{i}", prompt) for i, prompt in enumerate(prompts)))
 
 
 async def chat(session: aiohttp.ClientSession, url: str, number: int, chats: Chats, setting: Setting) -> None:
     """One streamed chat."""
-    content = f"{number} {setting.salt}" + "words " * (PROMPT_TOKENS * 4 // 6)
+    content = f"{number} {setting.salt}" + "words " * (setting.chat[0] * 4 // 6)
     body = {
         "model": setting.model,
         "messages": [{"role": "user", "content": content}],
-        "max_tokens": CHAT_TOKENS,
+        "max_tokens": setting.chat[1],
         "ignore_eos": True,
         "stream": True,
     }
@@ -161,17 +170,18 @@ async def chat(session: aiohttp.ClientSession, url: str, number: int, chats: Cha
             async for line in answer.content:
                 if first is None and b'"content":"' in line and b'"content":""' not in line:
                     first = time.monotonic() - began
-    except aiohttp.ClientError:
+    except aiohttp.ClientError as error:
+        print(f"chat {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         chats.failed += 1
         return
-    chats.tokens += CHAT_TOKENS
+    chats.tokens += setting.chat[1]
     if began >= chats.measured_from and first is not None:
         chats.first_tokens.append(first)
 
 
 async def talk(url: str, chats: Chats, seed: int, ended: asyncio.Event, setting: Setting) -> None:
     """Chats at random, and bursts, until `ended`; then those under way to their end, for late ones count most."""
-    draw, next_burst = random.Random(seed), time.monotonic() + BURST_EVERY
+    draw, next_burst = random.Random(seed), time.monotonic() + setting.burst_every
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session, asyncio.TaskGroup() as group:
         for number in itertools.count():
             await asyncio.sleep(draw.expovariate(setting.chats_per_second))
@@ -179,7 +189,7 @@ async def talk(url: str, chats: Chats, seed: int, ended: asyncio.Event, setting:
                 return
             count = 1
             if time.monotonic() >= next_burst:
-                next_burst += BURST_EVERY
+                next_burst += setting.burst_every
                 count = BURST
             for part in range(count):
                 group.create_task(chat(session, url, number * BURST + part, chats, setting))
@@ -243,7 +253,7 @@ async def measure(
 
 
 async def _feed(feed: Feed, engine: str, share: InteractiveShare | None, setting: Setting) -> None:
-    generation = Generation("completion", setting.model, {"max_tokens": ROW_TOKENS, "ignore_eos": True})
+    generation = Generation("completion", setting.model, {"max_tokens": setting.row[1], "ignore_eos": True})
     async with EngineClient(engine, generation, priority=BATCH_PRIORITY) as client:
         await client.info()  # with it requests to vLLM get their priority in the body, too
         origin = Origin(setting.model, "simulated", "bench", "none", setting.endpoint is None, "bench")
@@ -289,16 +299,20 @@ async def run(times: tuple[float, float], setting: Setting, targets: list[float]
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=30.0, help="that are measured in each run")
-    parser.add_argument("--settle", type=float, default=15.0, help="before that")
+    parser.add_argument("--seconds", type=float, default=150.0, help="that are measured in each run")
+    parser.add_argument("--settle", type=float, default=50.0, help="before that")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--endpoint", help="of an engine that runs, without /v1; simulated ones when left out")
     parser.add_argument("--model", default=MODEL, help="as the engine serves it")
     parser.add_argument("--slots", type=int, default=256, help="its max_num_seqs")
-    parser.add_argument("--chats-per-second", type=float, default=0.7)
+    parser.add_argument("--chats-per-second", type=float, default=2.1)
+    parser.add_argument("--burst-every", type=float, default=5.0, help=f"seconds between {BURST} chats at once")
+    parser.add_argument("--chat-tokens", type=int, nargs=2, default=[1000, 64], help="of prompt (about) and answer")
+    parser.add_argument("--row-tokens", type=int, nargs=2, default=[100, 128], help="of prompt (about) and answer")
     parser.add_argument("--targets", type=float, nargs="*", default=[], help="seconds to first tokens, beside the goal")
     args = parser.parse_args()
-    setting = Setting(args.endpoint, args.model, args.slots, args.chats_per_second)
+    chat, row = tuple(args.chat_tokens), tuple(args.row_tokens)
+    setting = Setting(args.endpoint, args.model, args.slots, args.chats_per_second, args.burst_every, chat, row)
     alone, results = asyncio.run(run((args.settle, args.seconds), setting, args.targets))
     print(table(alone, results))
     if args.json is not None:

@@ -1,15 +1,20 @@
 """Submit and poll under kills: `kill -9` of services, consumers and Redis at random while requests come in.
 
     python benchmarks/online_kills.py [--queue redis|embedded] [--rate 300] [--seconds 60] [--kill-every 10]
-        [--services 1] [--consumers 1] [--fsync always] [--seed 1] [--json FILE]
+        [--services 1] [--consumers 1] [--kind chat|embedding] [--fsync always] [--redis-servers 1]
+        [--seed 1] [--json FILE]
 
 Requests come at random at the given rate, each with an Idempotency-Key; one that is not accepted is sent again with the
-same key until it is. Every accepted request is then asked for until it has a result. Everything is real: services are
-`batch-assets serve`, Redis is Debian's redis-server with its append-only file, the engine is the simulator. What is
-killed is started again at once. Counted: accepted, answered, dead letters, lost (accepted without a result after
-five minutes, by what was last said of it), engine requests beyond one per request, refusals by status, and seconds
-from acceptance to the stored result (as the services say it) and until the client has it: all, and those accepted
-shortly before and within ten seconds after a kill. Exit status 1 when anything was lost.
+same key, not before the time that Retry-After asks for, until it is. Every accepted request is then asked for, with
+`?wait=`, until it has a result. Everything is real: services are `batch-assets serve`, Redis is Debian's redis-server
+with its append-only file, the engine is the simulator. What is killed is started again at once. Counted: accepted,
+answered, dead letters, lost (accepted without a result after five minutes, by what was last said of it), engine
+requests beyond one per request, refusals by status, and seconds from acceptance to the stored result (as the services
+say it) and until the client has it: all, and those accepted shortly before and within ten seconds after a kill.
+With `--kind embedding` each request is one text, and the services send texts together as lists
+(`BATCH_ASSETS_MICRO_BATCHES=on`); what the engine did is then counted in texts.
+`cpu_us`: CPU of each process, its starts included, in microseconds per accepted request. Exit status 1 when anything
+was lost.
 """
 
 from __future__ import annotations
@@ -19,11 +24,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,30 +34,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import aiohttp
+import orjson
+import uvloop
 
-from gpu_runner.providers.engine_process import free_port
+from benchmarks.lean_http import LeanHttp, NoAnswer
+from benchmarks.online_site import Plan, Process, Site, cpu_seconds, simulator
+from gpu_runner.client.connections import allow_open_files
 
-ROOT = Path(__file__).parent.parent
 RECOVERY_SECONDS = 10.0
 PATIENCE_SECONDS = 300.0
-WAIT_SECONDS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One run. `rate`: requests/s. `kill_every`: mean seconds between kills; 0: none."""
-
-    queue: str = "redis"
-    rate: float = 300.0
-    seconds: float = 60.0
-    kill_every: float = 10.0
-    services: int = 1
-    consumers: int = 1
-    fsync: str = "always"
-    seed: int = 1
+WAIT_SECONDS, CALL_SECONDS = 60, 15.0
+LONGEST_PAUSE = 5.0
+MOST_POLLS = 8_000  # at a time, each on a connection of its own
+REST_SECONDS = 0.5  # after a refused connection the others are asked, as by any load balancer
+SETTLE_SECONDS = 2.0  # between the start and the load
+SUBMIT = "/v1/inference"
 
 
 @dataclass(slots=True)
@@ -91,136 +86,93 @@ class Report:
     slowest: float
     told_p50: float
     told_p99: float
+    cpu_us: dict[str, int]
 
 
-class Process:
-    """A process that is killed and started again."""
-
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.name, self._command, self._log = name, command, log
-        self._environment = {**os.environ, **environment}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-
-    def kill(self) -> None:
-        """kill -9."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-
-
-@contextlib.contextmanager
-def simulator(log: Path) -> Iterator[str]:
-    """An engine that answers at once, and has room for everybody: its address."""
-    command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "tiny", "--exit-with-parent"]
-    command += ["--max-num-seqs", "512", "--output-tokens", "fixed:4", "--weights-ms", "2", "--request-log", str(log)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())["url"]
-        finally:
-            process.kill()
-
-
-class Site:
-    """All processes of a run. `fronts`: addresses that accept requests."""
-
-    def __init__(self, plan: Plan, folder: Path, engine: str) -> None:
-        self.processes: list[Process] = []
-        self.fronts: list[str] = []
-        redis: dict[str, str] = {}
-        if plan.queue == "redis":
-            port = free_port()
-            redis = {"BATCH_ASSETS_ONLINE_REDIS": f"redis://127.0.0.1:{port}/0"}
-            command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-            command += ["--appendonly", "yes", "--appendfsync", plan.fsync]
-            self.processes.append(Process("redis", command, {}, folder / "redis.log"))
-        accepts = "0" if plan.queue == "redis" and plan.consumers else "256"
-        for number in range(plan.services if plan.queue == "redis" else 1):
-            self.fronts.append(self._serve(folder, engine, f"service-{number}", {**redis, _CONCURRENCY: accepts}))
-        for number in range(plan.consumers if plan.queue == "redis" else 0):
-            self._serve(folder, engine, f"consumer-{number}", {**redis, _CONCURRENCY: "256"})
-
-    def _serve(self, folder: Path, engine: str, name: str, environment: dict[str, str]) -> str:
-        home, port = folder / name, free_port()
-        home.mkdir()
-        environment |= {"DAGSTER_HOME": str(home), "BATCH_ASSETS_STORE": str(home / "store")}
-        command = [sys.executable, "-m", "batch_assets.cli.main", "serve", "--port", str(port), "--endpoint", engine]
-        self.processes.append(Process(name, command, environment, folder / f"{name}.log"))
-        return f"http://127.0.0.1:{port}"
-
-    def start(self) -> None:
-        """Start all."""
-        for process in self.processes:
-            process.start()
-
-    def end(self) -> None:
-        """Kill all."""
-        for process in self.processes:
-            process.kill()
-
-
-_CONCURRENCY = "BATCH_ASSETS_ONLINE_CONCURRENCY"
-
-
-async def ready(session: aiohttp.ClientSession, fronts: list[str]) -> None:
-    """Until each accepts requests, and one was answered."""
-    for front in fronts:
+async def ready(fronts: list[LeanHttp], kind: str) -> None:
+    """Until each has accepted one request, and has its result."""
+    for number, front in enumerate(fronts):
         for _ in range(1200):
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with session.post(f"{front}/v1/inference", json=body(-1)) as answer:
-                    if answer.status == 202:
-                        break
+            with contextlib.suppress(NoAnswer):
+                answer = await front.call("POST", SUBMIT, CALL_SECONDS, body(90_000_000 + number, kind))
+                if answer.status == 202:
+                    break
             await asyncio.sleep(0.1)
         else:
             raise SystemExit("the services did not start")
+        seen = Seen()
+        path = f"/v1/result/{orjson.loads(answer.body)['task_id']}?wait={WAIT_SECONDS}"
+        await _result(itertools.repeat(front), path, time.monotonic(), seen)
+        if not seen.results["SUCCESS"]:
+            raise SystemExit(f"the first request: expected a result, found {dict(seen.results + seen.lost)}")
 
 
-def body(number: int) -> dict[str, Any]:
-    """One request, unlike all others."""
-    return {"input": f"say {number}", "client_id": "kills", "model": "tiny", "ttl_seconds": 600}
+def body(number: int, kind: str) -> bytes:
+    """One request, unlike all others, of the same number of tokens."""
+    asked = b'"say %08d"' % number if kind == "chat" else b'["say %08d"]' % number
+    return b'{"input":%b,"client_id":"kills","model":"tiny","ttl_seconds":600,"cache":"never"}' % asked
 
 
-async def one_request(session: aiohttp.ClientSession, fronts: Iterator[str], number: int, seen: Seen) -> None:
+def in_turn(servers: list[LeanHttp]) -> Iterator[LeanHttp]:
+    """The servers in turn; those that refused a connection just now only where all did."""
+    for number in itertools.count():
+        now = time.monotonic()
+        ready = [server for server in servers if now - server.refused_at >= REST_SECONDS] or servers
+        yield ready[number % len(ready)]
+
+
+async def one_request(fronts: Iterator[LeanHttp], polls: asyncio.Semaphore, number: int, kind: str, seen: Seen) -> None:
     """Submit until accepted, then ask until there is a result."""
-    headers = {"Idempotency-Key": f"request-{number}"}
-    while True:
-        status, found = await _call(session, "POST", f"{next(fronts)}/v1/inference", json=body(number), headers=headers)
-        if status == 202:
+    asked, headers = body(number, kind), b"Idempotency-Key: request-%d\r\n" % number
+    for tries in itertools.count():
+        try:
+            answer = await next(fronts).call("POST", SUBMIT, CALL_SECONDS, asked, headers)
+        except NoAnswer:
+            seen.refusals["no connection"] += 1
+            await asyncio.sleep(_pause(tries))
+            continue
+        if answer.status == 202:
             break
-        seen.refusals[str(status) if status else "no connection"] += 1
-        await asyncio.sleep(0.2 + random.random() * 0.3)
-    task_id, accepted_at = found["task_id"], time.monotonic()
+        seen.refusals[str(answer.status)] += 1
+        await asyncio.sleep(_pause(tries, answer.retry_after))
+    accepted_at = time.monotonic()
     seen.accepted += 1
-    until, last = accepted_at + PATIENCE_SECONDS, "not asked"
-    while time.monotonic() < until:
-        status, found = await _call(session, "GET", f"{next(fronts)}/v1/result/{task_id}?wait={WAIT_SECONDS}")
-        if status == 200 and found["status"] != "PENDING":
-            seen.results[found["status"] if found["error"] is None else found["error"]["code"]] += 1
-            stored = found["finished_at"] - found["created_at"]
-            seen.latencies.append((accepted_at, stored, time.monotonic() - accepted_at))
-            return
-        last = "pending" if status == 200 else f"status {status}"
-        if status == 404:
+    async with polls:
+        task_id = orjson.loads(answer.body)["task_id"]
+        await _result(fronts, f"/v1/result/{task_id}?wait={WAIT_SECONDS}", accepted_at, seen)
+
+
+async def _result(fronts: Iterator[LeanHttp], path: str, accepted_at: float, seen: Seen) -> None:
+    """Ask until there is a result."""
+    last, tries = "not asked", 0
+    while time.monotonic() < accepted_at + PATIENCE_SECONDS:
+        try:
+            answer = await next(fronts).call("GET", path, WAIT_SECONDS + CALL_SECONDS)
+        except NoAnswer:
+            last = "no connection"
+            await asyncio.sleep(_pause(tries))
+            tries += 1
+            continue
+        if answer.status == 200:
+            found = orjson.loads(answer.body)
+            if found["status"] != "PENDING":
+                seen.results[found["status"] if found["error"] is None else found["error"]["code"]] += 1
+                stored = found["finished_at"] - found["created_at"]
+                seen.latencies.append((accepted_at, stored, time.monotonic() - accepted_at))
+                return
+            last, tries = "pending", 0
+            continue
+        last = f"status {answer.status}"
+        if answer.status == 404:
             break
-        if status != 200:
-            await asyncio.sleep(0.2 + random.random() * 0.3)
+        await asyncio.sleep(_pause(tries, answer.retry_after))
+        tries += 1
     seen.lost[last] += 1
 
 
-async def _call(session: aiohttp.ClientSession, method: str, url: str, **more: Any) -> tuple[int, Any]:
-    """(status, JSON); status 0: no answer."""
-    try:
-        async with session.request(method, url, **more) as answer:
-            return answer.status, await answer.json()
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return 0, None
+def _pause(tries: int, retry_after: float = 0.0) -> float:
+    """Seconds until the next try: exponential, with jitter, and no less than the server asks for."""
+    return max(min(LONGEST_PAUSE, 0.2 * 2.0 ** min(tries, 10)), retry_after) * (1.0 + random.random())
 
 
 async def kill_now_and_then(site: Site, plan: Plan, seen: Seen) -> None:
@@ -237,48 +189,68 @@ async def kill_now_and_then(site: Site, plan: Plan, seen: Seen) -> None:
 
 
 async def play(plan: Plan, folder: Path) -> Report:
-    """One run."""
-    log = folder / "requests"
+    """One run. SIGTERM ends all that was started, too."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     seen = Seen()
-    with simulator(log) as engine:
+    with simulator() as (engine, pid):
         site = Site(plan, folder, engine)
+        fronts = [LeanHttp(port) for port in site.fronts]
+
+        def used() -> dict[str, float]:
+            own = {"simulator": cpu_seconds(pid), "client": time.process_time()}
+            return own | {process.name: process.cpu_seconds for process in site.processes}
+
         try:
             site.start()
-            timeout = aiohttp.ClientTimeout(total=WAIT_SECONDS + 15, sock_connect=2)
-            connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-                await ready(session, site.fronts)
-                took = await _load(session, site, plan, seen)
+            await ready(fronts, plan.kind)
+            await asyncio.sleep(SETTLE_SECONDS)
+            before, engine_before = used(), await prompt_tokens(engine)
+            took = await load(fronts, site, plan, seen)
+            after, engine_after = used(), await prompt_tokens(engine)
         finally:
             site.end()
-        requests = log.read_text().count('"event":"received"') - len(site.fronts)
-    return _report(plan, seen, requests, took)
+            for front in fronts:
+                front.close()
+    requests = round((engine_after - engine_before) / (engine_before / len(fronts)))
+    cpu = {name: round(1e6 * (after[name] - before[name]) / max(1, seen.accepted)) for name in after}
+    return _report(plan, seen, requests, took, cpu)
 
 
-async def _load(session: aiohttp.ClientSession, site: Site, plan: Plan, seen: Seen) -> float:
-    """Requests at random until the time is over, then their results. Returns the seconds of the load."""
-    draw, fronts = random.Random(plan.seed + 1), itertools.cycle(site.fronts)
+async def prompt_tokens(engine: str) -> int:
+    """Tokens of the texts that the engine was asked for."""
+    stats = await LeanHttp(int(engine.rpartition(":")[2])).call("GET", "/simulator/stats", CALL_SECONDS)
+    return int(orjson.loads(stats.body)["prompt_tokens"])
+
+
+async def load(servers: list[LeanHttp], site: Site, plan: Plan, seen: Seen, first: int = 0) -> float:
+    """Requests at random until the time is over, then their results. Returns the seconds of the load. `first`: number
+    of the first request; one that was sent before is answered at once, by its Idempotency-Key.
+    """
+    draw, fronts = random.Random(plan.seed + 1), in_turn(servers)
     kills = asyncio.create_task(kill_now_and_then(site, plan, seen)) if plan.kill_every else None
-    began, next_at = time.monotonic(), time.monotonic()
+    began, next_at, polls = time.monotonic(), time.monotonic(), asyncio.Semaphore(MOST_POLLS)
     async with asyncio.TaskGroup() as group:
-        for number in itertools.count():
+        for number in itertools.count(first):
             next_at += draw.expovariate(plan.rate)
             if next_at - began > plan.seconds:
                 break
             if (wait := next_at - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
-            group.create_task(one_request(session, fronts, number, seen))
+            group.create_task(one_request(fronts, polls, number, plan.kind, seen))
         took = time.monotonic() - began
         if kills is not None:
             kills.cancel()
-            await asyncio.gather(kills, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await kills  # raises what ended the kills before their time
             for process in site.processes:  # whatever a cancelled kill has not started again
-                if process._process is None or process._process.poll() is not None:
+                if not process.runs:
                     process.start()
     return took
 
 
-def _report(plan: Plan, seen: Seen, requests: int, took: float) -> Report:
+def _report(plan: Plan, seen: Seen, requests: int, took: float, cpu: dict[str, int]) -> Report:
     seconds = sorted(stored for _, stored, _ in seen.latencies) or [0.0]
     told = sorted(told for _, _, told in seen.latencies) or [0.0]
     after = sorted(
@@ -304,6 +276,7 @@ def _report(plan: Plan, seen: Seen, requests: int, took: float) -> Report:
         slowest=round(seconds[-1], 3),
         told_p50=round(told[len(told) // 2], 4),
         told_p99=round(told[int(len(told) * 0.99)], 3),
+        cpu_us={**cpu, "all": sum(cpu.values())},
     )
 
 
@@ -317,16 +290,22 @@ def main() -> None:
     parser.add_argument("--kill-every", type=float, default=usual.kill_every, help="mean seconds; 0: no kills")
     parser.add_argument("--services", type=int, default=usual.services)
     parser.add_argument("--consumers", type=int, default=usual.consumers, help="0: services consume, too")
+    parser.add_argument("--kind", choices=["chat", "embedding"], default=usual.kind)
     parser.add_argument("--fsync", choices=["always", "everysec"], default=usual.fsync)
+    parser.add_argument("--redis-servers", type=int, default=usual.redis_servers, help="over which the queue is spread")
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--json", type=Path)
     asked = vars(parser.parse_args())
     path = asked.pop("json")
     if asked["queue"] == "redis" and shutil.which("redis-server") is None:
         raise SystemExit("redis-server: expected it on the PATH, found none; install Debian's redis-server")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # what was started is ended, then too
     with tempfile.TemporaryDirectory(prefix="online-kills-") as folder:
-        report = asyncio.run(play(Plan(**asked), Path(folder)))
+        allow_open_files()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                report = runner.run(play(Plan(**asked), Path(folder)))
+            except asyncio.CancelledError:
+                sys.exit(143)
     print(json.dumps(asdict(report), indent=1))
     if path is not None:
         path.write_text(json.dumps(asdict(report)))

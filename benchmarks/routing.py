@@ -14,6 +14,8 @@ compute at most.
 
 `--regions`: two engines where the router is and two 100 ms away, at several loads. `least requests` is blind to the
 way, `local only` is the router without the other region.
+
+benchmarks/routing_live.py compares the rules of the service through the service, in real time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The front door: OpenAI's Batch API (files, batches, models) over the store and the fleet, as an ASGI service.
 
 `app` makes the application, `server` runs it as a process, `service` is what stands behind it. `settings` has its
-limits, `errors` the documented shape of every error, `callers` who asks, `request_limits` the bounds of what is read,
-`json_body` reads bodies, `models` has what can be asked for. `files/` and `batches/` have the calls of these names,
+limits, `store_threads` has threads for calls of the store, `models` has what can be asked for. `requests/` is what
+every call goes through: callers, bounds, bodies, errors. `files/` and `batches/` have the calls of these names,
 `records/` what is known of files and batches, `execution/` brings batches on, `capacity/` plans how many engines they
 have, `billing/` says who used what and what it costs, `openapi/` describes all calls. `front_door` puts around it who
 may do what (`access/`), single requests to engines (`interactive/`), requests that are submitted and asked for later
@@ -13,18 +13,16 @@ __all__ = [
     "access",
     "app",
     "billing",
-    "callers",
     "drain",
-    "errors",
     "front_door",
     "health",
     "interactive",
-    "json_body",
     "models",
     "online",
-    "request_limits",
+    "requests",
     "server",
     "service",
     "settings",
+    "store_threads",
     "telemetry",
 ]

@@ -16,14 +16,15 @@ from fastapi import FastAPI
 from batch_assets.api import models
 from batch_assets.api.batches import routes as batches
 from batch_assets.api.billing import routes as usage
-from batch_assets.api.callers import Authenticate, embedded_caller
-from batch_assets.api.errors import add_error_handlers
 from batch_assets.api.files import routes as files
 from batch_assets.api.openapi import docs_page
 from batch_assets.api.openapi.openapi_document import describe
-from batch_assets.api.request_limits import BodyLimit, RequestLimits
+from batch_assets.api.requests.callers import Authenticate, embedded_caller
+from batch_assets.api.requests.errors import add_error_handlers
+from batch_assets.api.requests.request_limits import BodyLimit, RequestLimits
 from batch_assets.api.service import Service
 from batch_assets.api.settings import ApiLimits, ApiSettings
+from batch_assets.api.store_threads import REQUESTS, StoreThreads
 from batch_assets.api.telemetry.tracing import NO_SPANS
 
 FILES = "/v1/files"
@@ -45,6 +46,8 @@ def create_app(settings: ApiSettings, authenticate: Authenticate = embedded_call
     app.state.share_engines = lambda supply: supply
     app.state.spans = NO_SPANS
     app.state.on_commit = lambda footer: None
+    app.state.on_lost = lambda model, again, given_up: None
+    app.state.check_fleet = lambda: None
     add_error_handlers(app)
     describe(app)
     for router in (files.router, batches.router, models.router, usage.router, docs_page.router):
@@ -63,10 +66,14 @@ def body_limit(limits: ApiLimits, method: str, path: str) -> BodyLimit:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state = app.state
-    service = await asyncio.to_thread(Service, state.settings, state.share_engines, state.spans, state.on_commit)
+    service = await asyncio.to_thread(
+        Service, state.settings, state.share_engines, state.spans, state.on_commit, state.check_fleet, state.on_lost
+    )
+    state.store_threads = StoreThreads(REQUESTS, "requests-store")
     try:
         service.attach(app)
         service.start()
         yield
     finally:
+        state.store_threads.close()
         await asyncio.to_thread(service.close)

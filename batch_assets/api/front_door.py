@@ -26,13 +26,12 @@ from batch_assets.api.access.quotas import Quotas
 from batch_assets.api.access.rate_limiter import BucketTable, LocalLimiter, RateLimiter, SharedLimiter
 from batch_assets.api.access.rate_limits import FILE as LIMITS_FILE
 from batch_assets.api.access.rate_limits import read_limits
-from batch_assets.api.app import create_app
+from batch_assets.api.app import body_limit, create_app
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
 from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
-from batch_assets.api.billing.journal import UsageJournal
+from batch_assets.api.billing.journal import UsageJournal, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Tokens
-from batch_assets.api.callers import embedded_caller
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
 from batch_assets.api.interactive.cache_salt import CacheSalts, salt_key
@@ -41,6 +40,7 @@ from batch_assets.api.interactive.engine_choice import EngineChoice, routing_pol
 from batch_assets.api.interactive.engine_directory import EngineDirectory
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.proxy import Proxy
+from batch_assets.api.interactive.replica_engines import ReplicaEngines
 from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply, first_token_policy
 from batch_assets.api.interactive.streams.event_stream import Usage
@@ -53,12 +53,16 @@ from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind
 from batch_assets.api.online.service import OnlineService
 from batch_assets.api.online.settings import online_settings
 from batch_assets.api.records.database import Records
+from batch_assets.api.records.home_folders import own_folder
+from batch_assets.api.requests.callers import embedded_caller
+from batch_assets.api.requests.direct_routes import DirectRoutes
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import FleetSource, KeptSamples, record_gauges
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.observation import Observation
 from batch_assets.api.telemetry.trace_export import spans_of_environment
 from batch_assets.api.telemetry.tracing import Spans
+from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import FLEET_DB, fleet_database
 from gpu_runner.http.tls_files import ssl_of
 
@@ -96,6 +100,7 @@ def build_front_door(
     inner.state.on_commit = lambda footer: figures.committed(
         footer.model, footer.ok, footer.dead, footer.prompt_tokens, footer.completion_tokens
     )
+    inner.state.on_lost = figures.results_lost
     spans = inner.state.spans = spans_of_environment()
     readiness = Readiness(time.monotonic, {"database": lambda: _look(keys.records)})
     inner.state.metrics, inner.state.readiness = figures, readiness
@@ -112,10 +117,8 @@ def build_front_door(
     policy = first_token_policy()
     inner.state.share_engines = lambda supply: SharedSupply(supply, proxy.directory, proxy.first_tokens, policy)
     proxy.known = lambda: known_models(inner.state.models)
-    journal = UsageJournal(settings.home / USAGE_FOLDER, lambda: UsageLedger(Records(settings.database)))
-    usage = inner.state.interactive_usage = InteractiveUsage(journal, settings.prices, time.time)
-    if not settings.endpoints:
-        proxy.want = lambda model, path: _want(inner, model, path)
+    usage = inner.state.interactive_usage = _interactive_usage(settings, keys.records)
+    replicas = None if settings.endpoints else _replica_engines(inner, settings, proxy)
     limits_of_callers = authenticate if isinstance(authenticate, LimitedAuthenticator) else None
     inner.include_router(online_routes.router)
     inner.state.online = online = OnlineService(
@@ -130,12 +133,19 @@ def build_front_door(
     )
     audit = AuditLog(settings.home / AUDIT_FILE)
     figures.add_gauges(lambda: [(*_LINES_LOST, {}, audit.lost), (*_ANSWERS_LOST, {}, usage.lost)])
-    _live_with(inner, [contextlib.closing(keys), contextlib.closing(fleet), audit, usage], [proxy, lists], [online])
-    guarded: ASGIApp = (
-        BrowserGuard(inner, settings.port, "http" if settings.tls is None else "https") if embedded else inner
-    )
+    closed = [contextlib.closing(one) for one in (keys, fleet)]
+    _live_with(inner, [*closed, audit, usage, replicas], [proxy, lists], [online])
+    guarded: ASGIApp = DirectRoutes(inner, inner, online_routes.DIRECT_ROUTES, partial(body_limit, settings.limits))
+    if embedded:
+        guarded = BrowserGuard(guarded, settings.port, "http" if settings.tls is None else "https")
     app = Observation(guarded, figures, audit, wall=time.time, clock=time.monotonic, spans=spans)
     return FrontDoor(app, inner, readiness, figures)
+
+
+def _interactive_usage(settings: ApiSettings, records: Records) -> InteractiveUsage:
+    folder = own_folder(settings.home / USAGE_FOLDER, records, left_file)
+    journal = UsageJournal(folder, lambda: UsageLedger(Records(settings.database)))
+    return InteractiveUsage(journal, settings.prices, time.time)
 
 
 def _limiter(records: Records) -> RateLimiter:
@@ -174,10 +184,26 @@ def _proxy(settings: ApiSettings, figures: ServiceMetrics, spans: Spans) -> Prox
 def _observe(figures: ServiceMetrics, settings: ApiSettings, records: Records) -> FleetSource:
     """Figures of the records, and of the fleet where engines come from it."""
     figures.add_gauges(KeptSamples("records", record_gauges(records, time.time), time.monotonic))
-    fleet = FleetSource(fleet_database() if os.environ.get(FLEET_DB) else f"sqlite:///{settings.home / 'fleet.db'}")
+    fleet = FleetSource(_fleet_url(settings))
     if not settings.endpoints:
         figures.add_gauges(KeptSamples("fleet", fleet.read, time.monotonic))
     return fleet
+
+
+def _fleet_url(settings: ApiSettings) -> str:
+    return fleet_database() if os.environ.get(FLEET_DB) else f"sqlite:///{settings.home / 'fleet.db'}"
+
+
+def _replica_engines(app: FastAPI, settings: ApiSettings, proxy: Proxy) -> ReplicaEngines:
+    """Engines of the fleet are leased for what is asked for; those that other replicas lease are found, too."""
+    replicas = ReplicaEngines(fleet_of(settings.home, _fleet_url(settings)), proxy.directory)
+
+    def want(model: str, path: str) -> None:
+        replicas.want(model)
+        _want(app, model, path)
+
+    proxy.want, proxy.find = want, replicas.find
+    return replicas
 
 
 def _want(app: FastAPI, model: str, path: str) -> None:
@@ -200,7 +226,7 @@ def _look(records: Records) -> None:
 
 def _live_with(
     app: FastAPI,
-    held: Sequence[AbstractContextManager[object]],
+    held: Sequence[AbstractContextManager[object] | None],
     before: Sequence[AbstractAsyncContextManager[object] | None],
     after: Sequence[AbstractAsyncContextManager[object]],
 ) -> None:
@@ -210,7 +236,7 @@ def _live_with(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[object]:
         async with contextlib.AsyncExitStack() as stack:
-            for one in held:
+            for one in filter(None, held):
                 stack.enter_context(one)
             stack.push_async_callback(asyncio.to_thread, app.state.spans.close)
             for part in filter(None, before):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from batch_assets.api.callers import Caller, Scope, caller_with
+from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
 CHECK_SECONDS = 2.0
@@ -26,7 +27,7 @@ class Readiness:
     """What must be there for the service to answer.
 
     Looks at most once a second, however often it is asked, and not again while a look still waits: a database that
-    hangs holds one thread.
+    hangs holds one thread. Each check has a thread of its own: calls that hold all others delay no answer.
 
     `draining`: the process is to end, and answers only what is under way and what still comes. `clock`: monotonic.
     """
@@ -39,6 +40,7 @@ class Readiness:
     _missing: tuple[str, ...] = ()
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _looks: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
+    _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
 
     async def missing(self) -> tuple[str, ...]:
         """Names of what is not there."""
@@ -52,7 +54,9 @@ class Readiness:
     async def _fails(self, name: str, check: Check) -> bool:
         look = self._looks.get(name)
         if look is None:
-            look = self._looks[name] = asyncio.ensure_future(asyncio.to_thread(_raises, check))
+            thread = self._threads.get(name) or ThreadPoolExecutor(1, thread_name_prefix=f"ready-{name}")
+            self._threads[name] = thread
+            look = self._looks[name] = asyncio.get_running_loop().run_in_executor(thread, _raises, check)
             look.add_done_callback(lambda _: self._looks.pop(name))
         done, _ = await asyncio.wait({look}, timeout=self.wait_seconds)
         return not done or look.result()

@@ -12,8 +12,8 @@ import aiohttp
 import orjson
 from fastapi import APIRouter, Depends, Request
 
-from batch_assets.api.callers import Caller, Scope, caller_with
-from batch_assets.api.errors import ApiError
+from batch_assets.api.requests.callers import Caller, Scope, caller_with
+from batch_assets.api.requests.errors import ApiError
 from gpu_runner.http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
 from gpu_runner.http.tls_files import TlsFiles, ssl_of
 

@@ -5,12 +5,14 @@ Requests that are under way have `END_SECONDS` to end; connections that are idle
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 from types import FrameType
 
 import uvicorn
 
+from batch_assets.api.capacity.fleet_claim import fleet_claim
 from batch_assets.api.drain import DrainingServer, drain_seconds
 from batch_assets.api.front_door import FrontDoor, build_front_door
 from batch_assets.api.settings import ApiSettings
@@ -26,7 +28,8 @@ COLLECTIONS = (50_000, 50, 100)
 def serve(settings: ApiSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises AccessSettingsError for an address that others can reach without a key, TlsFilesError for bad certificates.
+    Raises AccessSettingsError for an address that others can reach without a key, TlsFilesError for bad certificates,
+    FleetTaken where a service with other records leases engines of the same fleet.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended_in_order)  # uvicorn has its own while it runs, and raises the signal again then
@@ -36,7 +39,10 @@ def serve(settings: ApiSettings) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
-    DrainingServer(config, service.readiness, drain_seconds()).run()
+    with contextlib.nullcontext() if settings.endpoints else fleet_claim(settings.home, settings.database) as claim:
+        if claim is not None:
+            service.inner.state.check_fleet = claim.check
+        DrainingServer(config, service.readiness, drain_seconds()).run()
 
 
 def server_config(service: FrontDoor, settings: ApiSettings, look_seconds: float = LOOK_SECONDS) -> uvicorn.Config:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import dagster as dg
@@ -21,16 +21,18 @@ from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.capacity.capacity import ModelCapacity
-from batch_assets.api.execution.batch_lifecycle import Site
+from batch_assets.api.execution.batch_lifecycle import Capacity, Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
 from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, EndpointSupply, EngineSupply
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
+from batch_assets.api.execution.storage.local_journal import left_file
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import AliasedModels, EndpointModels, Models, NamedModels, SeveralModels
-from batch_assets.api.records.batches import BatchRecords
+from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecords
+from batch_assets.api.records.home_folders import own_folder
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.tracing import NO_SPANS, Spans
 from batch_assets.dagster_internals.kept_connections import keep_connections
@@ -38,6 +40,7 @@ from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import capacity_seconds, fleet_database
 from batch_assets.spec.discovery import declared_specs
 from gpu_runner.http.tls_files import ssl_of
+from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchFooter
@@ -64,7 +67,10 @@ class Service:
         share_engines: ShareEngines = lambda supply: supply,
         spans: Spans = NO_SPANS,
         on_commit: Callable[[BatchFooter], None] = lambda footer: None,
+        check_fleet: Callable[[], None] = lambda: None,
+        on_lost: Callable[[str, int, int], None] = lambda model, again, given_up: None,
     ) -> None:
+        """`check_fleet` raises while another service plans for the same fleet. `on_lost`: as `lost` of a `Site`."""
         self.records = Records(settings.database)
         self._on_commit = on_commit
         self.objects = open_objects(
@@ -90,8 +96,9 @@ class Service:
             spans=spans,
             reserve={} if fleet is None else settings.models.reserve,
             engines_at_once=max(1, len(settings.endpoints)),
-            capacity=None if fleet is None else self._capacity(fleet, settings).look,
-            local=settings.home / LOCAL_ROWS,
+            capacity=None if fleet is None else _checked(check_fleet, self._capacity(fleet, settings).look),
+            lost=lambda run, again, given_up: on_lost(run.record.model or "", again, given_up),
+            local=own_folder(settings.home / LOCAL_ROWS, self.records, left_file),
         )
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
@@ -164,6 +171,14 @@ class Service:
         self._worker = Worker(self._site)
         self._started.set()
         await self._worker.run()
+
+
+def _checked(check: Callable[[], None], look: Capacity) -> Capacity:
+    def checked(records: Sequence[BatchRecord], mine: Collection[str]) -> Mapping[tuple[str, Task], int]:
+        check()
+        return look(records, mine)
+
+    return checked
 
 
 def _engines(settings: ApiSettings) -> tuple[Models, EngineSupply, GpuFleet | None]:

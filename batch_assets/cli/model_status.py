@@ -43,7 +43,8 @@ class OpenBatchStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """Of one model. `engines_wanted`: by the last plan, 1 without one; `engines_held`: rented ones that answer.
+    """Of one model. `engines_wanted`: by the last plan, 1 without one; `engines_held`: leased for it, rented ones that
+    answer and those of fleet.yaml, which the plan counts, too.
 
     `usd_spent`: of the request under way, else None. `reason`: of the last decision on capacity.
     """
@@ -69,7 +70,6 @@ def model_status(name: str, records: Sequence[BatchRecord], fleet_db: FleetDatab
         if one.model == model
     ]
     mine = [one for one in fleet_db.fleet() if one.works_for == name and not one.retiring]
-    ready = sum(one.state == "ready" for one in mine)
     target = fleet_db.target(name)
     planned = target is not None and bool(target.request)
     return ModelStatus(
@@ -77,7 +77,7 @@ def model_status(name: str, records: Sequence[BatchRecord], fleet_db: FleetDatab
         batches,
         sum(one.lines_left for one in batches),
         1 if target is None else target.instances,
-        ready,
+        fleet_db.engines_held()[name],
         sum(one.state in ("intent", "booting") for one in mine),
         fleet_db.spend(name).usd if planned else None,
         target.plan.reason if target is not None and planned and target.plan is not None else None,
@@ -121,7 +121,7 @@ def status_page(found: ModelStatus) -> Table:
         whole.add_row(f"and {len(found.batches) - MOST_SHOWN:,} more batches, whose windows end later")
     whole.add_row(f"{found.lines_left:,} lines are left")
     booting = f", {found.engines_booting} more boot" if found.engines_booting else ""
-    whole.add_row(f"engines: {found.engines_wanted} wanted, {found.engines_held} rented ones answer{booting}")
+    whole.add_row(f"engines: {found.engines_wanted} wanted, {found.engines_held} held{booting}")
     if found.usd_spent is not None:
         whole.add_row(f"{found.usd_spent:.2f} $ spent since the first of these batches")
     if found.reason is not None:

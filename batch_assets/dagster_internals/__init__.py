@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
+from dagster._core.errors import DagsterUserCodeUnreachableError
 from dagster._core.events import EVENT_TYPE_TO_PIPELINE_RUN_STATUS
 from dagster._core.execution.backfill import BulkActionsFilter, BulkActionStatus, PartitionBackfill
 from dagster._core.launcher.base import CheckRunHealthResult, WorkerStatus
@@ -33,6 +34,7 @@ __all__ = [
     "BulkActionStatus",
     "BulkActionsFilter",
     "CheckRunHealthResult",
+    "DagsterUserCodeUnreachableError",
     "EventLogStorage",
     "InstigatorType",
     "PartitionBackfill",

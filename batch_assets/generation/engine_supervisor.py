@@ -7,6 +7,7 @@ block (the fleet's database, a provider, a boot of minutes) is a background task
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,11 +179,15 @@ class EngineSupervisor:
             self._preparing.cancel(CANCEL_SECONDS)
         for shift in self.shifts:
             shift.serving.cancel(0)
-        for shift in list(self.shifts):
-            shift.serving.cancel(CANCEL_SECONDS)
-            self._release(shift, "the run ended")
-        if hire is not None:
-            hire.pending.wait(GIVE_BACK_SECONDS)
+        with contextlib.ExitStack() as each:  # all of them, also where the end of one cannot be told
+            if hire is not None:
+                each.callback(hire.pending.wait, GIVE_BACK_SECONDS)
+            for shift in reversed(self.shifts):
+                each.callback(self._break_off, shift)
+
+    def _break_off(self, shift: EngineSession) -> None:
+        shift.serving.cancel(CANCEL_SECONDS)
+        self._release(shift, "the run ended")
 
     def _drop(self, leased: LeasedEngine) -> None:
         self._give_back(leased, "the run ended")
@@ -197,10 +202,11 @@ class EngineSupervisor:
 
     def _begin(self, leased: LeasedEngine) -> None:
         stop = asyncio.Event()
+        # First of all: what is told may not be heard, and `end` gives back what it finds here.
+        self.shifts.append(EngineSession(leased, self.loop.submit(self.run.serve(leased, stop)), stop))
         self.say(f"leased {leased.name} ({leased.instance_type}), epoch {leased.epoch}")
         if leased.offer is not None:
             self.leased(leased)
-        self.shifts.append(EngineSession(leased, self.loop.submit(self.run.serve(leased, stop)), stop))
 
     def _release(self, shift: EngineSession, reason: str, *, retire: bool = False, lost: bool = False) -> None:
         self.shifts.remove(shift)
@@ -270,9 +276,9 @@ class EngineSupervisor:
         self.hire = None
         if (leased := hire.pending.leased) is not None:
             self._failed_starts = self._failed_asks = 0
+            self._begin(leased)
             if hire.decision is not None:
                 self.decided(hire.decision)
-            self._begin(leased)
             if hire.instead_of in self.shifts:
                 self._leave(hire.instead_of)
             return CONTINUE

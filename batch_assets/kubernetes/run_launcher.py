@@ -24,7 +24,7 @@ from dagster_k8s.job import get_job_name_from_run_id
 
 from batch_assets import settings
 from batch_assets.dagster_internals import CheckRunHealthResult, WorkerStatus
-from batch_assets.kubernetes.job_api import PatientJobs
+from batch_assets.kubernetes.job_api import BoundedPods, PatientJobs
 from batch_assets.kubernetes.leftovers import Leftover, RunWorker, ended_unbegun, leftovers
 from batch_assets.kubernetes.observation import NotSeen, RunWorkers
 from batch_assets.kubernetes.rights import Cluster
@@ -78,7 +78,9 @@ class FencedK8sRunLauncher(K8sRunLauncher):
         fences: RunFences | None = None,
         **stock: Any,
     ) -> None:
-        super().__init__(k8s_client_batch_api=PatientJobs(self._tell_of_wait), **stock)
+        super().__init__(
+            k8s_client_batch_api=PatientJobs(self._tell_of_wait), k8s_client_core_api=BoundedPods(), **stock
+        )
         self._rules = HealthRules(node_lost_seconds, silent_seconds, fenced_seconds)
         self._grace = float(leftover_seconds)
         self._workers = run_workers or RunWorkers(self._cluster_api(), self.job_namespace)

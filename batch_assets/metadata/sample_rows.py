@@ -19,6 +19,7 @@ from batch_assets.publishing.prompt_column import PROMPT
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
+from resources.store.integrity import is_damage
 
 SAMPLE_ROWS = 10
 KEPT_COLUMNS = 2
@@ -70,6 +71,8 @@ def read_rows(
                 with pq.ParquetFile(opened, pre_buffer=False, page_checksum_verification=True) as file:
                     yield from _read_lines(file, inside, columns)
             except (pa.ArrowException, OSError, KeyError) as error:
+                if not is_damage(error):
+                    raise
                 raise CorruptObject(f"{path}: cannot be read ({error})") from error
 
 

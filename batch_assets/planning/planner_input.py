@@ -88,8 +88,8 @@ class FleetView:
         return [one for one in mine if one.state in ("intent", "booting", "ready") and not one.retiring]
 
     def idle(self, dataset: str, seconds: float) -> tuple[str, ...]:
-        """Instances that were ordered for the dataset and have stood without a lease for so long."""
-        mine = [one for one in self.instances if one.dataset == dataset and not one.leased and not one.retiring]
+        """Instances that the dataset pays for and that have stood without a lease for so long, whoever ordered them."""
+        mine = [one for one in self.instances if one.payer == dataset and not one.retiring]
         return tuple(one.name for one in mine if one.idle_seconds is not None and one.idle_seconds >= seconds)
 
     def ranking(

@@ -20,7 +20,7 @@ from batch_assets.publishing.table_files import table_schema
 from resources.objects.opening import CorruptObject, temporary_folder
 from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.integrity import Sealed, StoredFile, read_pointer, read_sealed, sha256_of
+from resources.store.integrity import Sealed, StoredFile, is_damage, read_pointer, read_sealed, sha256_of
 from resources.store.outcome_columns import PART_COLUMNS
 
 FORMAT = 1
@@ -251,4 +251,6 @@ def _read(store: DatasetStore, version: str, columns: list[str]) -> pa.Table:
         try:
             return pq.read_table(opened, columns=columns, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
+            if not is_damage(error):
+                raise
             raise CorruptObject(f"{path}: cannot be read ({error}); {_mended(store)}") from error

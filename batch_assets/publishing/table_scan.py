@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
+from resources.store.integrity import is_damage
 
 _BATCH_ROWS = 4000
 _RUN_ROWS = 1 << 20
@@ -33,6 +34,8 @@ def table_batches(store: DatasetStore, table: PublishedTable, columns: Sequence[
                 with pq.ParquetFile(opened, pre_buffer=False, page_checksum_verification=True) as file:
                     yield from file.iter_batches(_BATCH_ROWS, columns=list(columns), use_threads=False)
             except (pa.ArrowException, OSError, KeyError) as error:
+                if not is_damage(error):
+                    raise
                 raise CorruptObject(f"{path}: cannot be read ({error})") from error
 
 

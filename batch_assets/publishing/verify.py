@@ -30,6 +30,7 @@ from gpu_runner.rows import data_version
 from resources.objects.opening import CorruptObject
 from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.integrity import is_damage
 
 REBUILD = "run rebuild-ledger: it reports the batch from the store"
 DEAD_LETTERS = "materialize the dead_letters asset"
@@ -283,7 +284,9 @@ def _snapshot_differences(
         try:
             with store.objects.open(path) as file:
                 metadata = pq.read_metadata(file)
-        except (FileNotFoundError, pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
+            if not isinstance(error, FileNotFoundError) and not is_damage(error):
+                raise
             yield Difference(
                 "corrupt_snapshot", None, f"{path} with {shard.rows} rows", error_text(error), store.mended_by_run
             )

@@ -311,11 +311,12 @@ def _bounded(target: DatasetTarget) -> bool:
 def _finish(
     context: dg.SensorEvaluationContext, fleet_db: FleetDatabase, target: DatasetTarget, missing: int
 ) -> list[dg.AssetObservation]:
-    """Nothing more is made: one instance may be leased again. Warm ones end at once where time or money was bounded, so
-    that they cost nothing beyond the budget; else when they are idle for long enough."""
+    """Nothing more is made: one instance may be leased again. Warm ones that the dataset pays for end at once where
+    time or money was bounded, so that they cost nothing beyond the budget; else when they are idle for long enough.
+    Where the last rows of others are in flight, they end with these."""
     if _bounded(target):
         for one in fleet_db.fleet():
-            if one.dataset == target.dataset and not one.leased:
+            if one.payer == target.dataset and one.lease is None:
                 fleet_db.retire(one.name, "the request has ended")
     now = fleet_db.now()
     met = None if target.deadline_at is None or missing else now <= target.deadline_at

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from gpu_runner.rows import data_version
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
-from resources.store.integrity import sha256_of
+from resources.store.integrity import is_damage, sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +111,17 @@ def _entries_of_shards(store: DatasetStore, manifest: SnapshotManifest, damaged:
         path = store.snapshot_path(manifest.snapshot, shard.path)
         if path in damaged:
             continue
-        with (
-            contextlib.suppress(FileNotFoundError, pa.ArrowException, OSError),
-            store.objects.open(path) as opened,
-            pq.ParquetFile(opened) as file,
-        ):
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=["row_id", "row_key"])
-                ids, keys = (table.column(name).to_pylist() for name in ("row_id", "row_key"))
-                version = data_version(zip(ids, keys, strict=True))
-                if version in named:
-                    entries.append(BatchEntry(named[version], len(ids), version, number, group))
+        try:
+            with store.objects.open(path) as opened, pq.ParquetFile(opened) as file:
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group, columns=["row_id", "row_key"])
+                    ids, keys = (table.column(name).to_pylist() for name in ("row_id", "row_key"))
+                    version = data_version(zip(ids, keys, strict=True))
+                    if version in named:
+                        entries.append(BatchEntry(named[version], len(ids), version, number, group))
+        except (pa.ArrowException, OSError) as error:
+            if not isinstance(error, FileNotFoundError) and not is_damage(error):
+                raise
     return sorted(entries, key=lambda entry: entry.key)
 
 

@@ -14,8 +14,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# In pyarrow/: RPC, and the S3 file system (the store is read by obstore), by the start of their names.
-ARROW = ("_flight", "_gandiva", "_s3fs", "libarrow_flight", "libarrow_python_flight", "libarrow_s3")
+# In pyarrow/: RPC, file systems of clouds (the store is read by obstore), formats that no source may have, by the start
+# of their names.
+ARROW = (
+    *("_flight", "_gandiva", "libarrow_flight", "libarrow_python_flight"),
+    *("_s3fs", "libarrow_s3", "_azurefs", "_gcsfs", "_hdfs"),
+    *("_orc", "_dataset_orc", "_substrait"),
+)
 # In numpy/_core/: what only numpy's own tests load, by the start of their names.
 NUMPY = (
     "_simd.",
@@ -38,7 +43,7 @@ FOLDERS = (
     *("pyarrow/include", "pyarrow/src", "numpy/_core/include", "numpy/f2py", "numpy/distutils"),
     *("setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence.pth"),
     *("sqlalchemy/testing", "alembic/testing"),
-    *(f"sqlalchemy/dialects/{name}" for name in ("mssql", "mysql", "oracle")),
+    *(f"sqlalchemy/dialects/{name}" for name in ("mssql", "oracle")),  # Dagster's migrations import `mysql`
     *("kubernetes/aio", "dagster_webserver/graphiql", "dagster_webserver/webapp/build/Dagster_world.mp4"),
 )
 # Of the descriptions of 400 services of AWS those that boto3 asks for here (storage, machines, prices, logins) stay.
@@ -73,7 +78,12 @@ import boto3, dagster_aws.s3, dagster_k8s, dagster_postgres, dagster_webserver.a
 import kubernetes.client, kubernetes.config, kubernetes.watch, psycopg2, polars, pyarrow.compute
 import pyarrow.csv, pyarrow.dataset, pyarrow.fs, pyarrow.json, pyarrow.parquet
 import dagster._cli, dagster._daemon.cli, uvicorn, asyncssh
-boto3.client("s3", region_name="us-east-1"), boto3.client("ec2", region_name="us-east-1")
+from alembic.script import ScriptDirectory
+places = [("gpu_runner.fleet", "migrations"), ("batch_assets.api.records", "migrations")]
+places.append(("dagster", "_core/storage/alembic"))
+for package, place in places:  # a new database is stamped with the last of them: all are imported
+    revisions = os.path.join(os.path.dirname(importlib.import_module(package).__file__), place)
+    assert list(ScriptDirectory(revisions).walk_revisions()), revisions
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "t.parquet")
     table = pyarrow.table({"id": [1, 2, 3], "text": ["a", "b", "c"]})

@@ -1,7 +1,7 @@
 """The fleet in SQL: which runs live, who holds which instance until when, what each instance cost.
 
-`database` is where to begin; its transactions are in `leases`, `instances`, `targets` and `claims`. `reaper` makes
-what is rented agree with it; `accounting` says what a bill was for and what may still be spent, and
+`database` is where to begin; its transactions are in `leases`, `instances`, `targets`, `claims` and `services`.
+`reaper` makes what is rented agree with it; `accounting` says what a bill was for and what may still be spent, and
 `reporting` what is read of it.
 """
 
@@ -13,6 +13,7 @@ __all__ = [
     "heartbeat",
     "reaper",
     "reporting",
+    "services",
     "tables",
     "targets",
     "wait_reason",

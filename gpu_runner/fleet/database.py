@@ -3,7 +3,7 @@
 Every time in these tables is the database's own clock, so workers with wrong clocks agree (fault K1).
 FleetDatabase is the
 one way in; leases are in `leases`, rented instances in `instances`, requests and commands in `targets`, reports in
-`fleet_reports`, who writes which batch in `claims`.
+`fleet_reports`, who writes which batch in `claims`, which service plans for the fleet in `services`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from gpu_runner.fleet.instances import FleetFull, Instances, InstanceState
 from gpu_runner.fleet.leases import Lease, RunEnded, release_leases
 from gpu_runner.fleet.reporting.figures import Figures
 from gpu_runner.fleet.reporting.reports import Instance, Reports
+from gpu_runner.fleet.services import Services
 from gpu_runner.fleet.targets import DatasetTarget, Targets
-from gpu_runner.fleet.wait_reason import WAIT_COLUMNS, RunActivity, WaitReason, read_wait, wait_columns
+from gpu_runner.fleet.wait_reason import WAIT_COLUMNS, RunActivity, WaitKind, WaitReason, read_wait, wait_columns
 from gpu_runner.market.selection import OfferFailure
 
 __all__ = [
@@ -80,7 +81,7 @@ class RunBeat:
     wait: WaitReason | None = None
 
 
-class FleetDatabase(Instances, Targets, Reports, Claims, Figures):
+class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs
@@ -111,6 +112,18 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures):
     def run_beat(self, run_id: str) -> RunBeat | None:
         """The heartbeat row of a run, of an ended one too; None: it never had one."""
         return next(iter(self._beats(RUNS.c.run_id == run_id)), None)
+
+    def shared_by_others(self, dataset: str, silent: float) -> bool:
+        """Whether another process sends interactive requests to the engines that runs of this dataset lease.
+
+        It says so with a run that waits for such requests; one that was silent for `silent` seconds is gone.
+        """
+        shares = (RUNS.c.dataset == dataset) & (RUNS.c.state != "ended")
+        shares &= RUNS.c.wait_kind == WaitKind.INTERACTIVE.value
+        shares &= (RUNS.c.host != socket.gethostname()) | (RUNS.c.pid != os.getpid())
+        with self._reading() as (connection, now):
+            query = sa.select(RUNS.c.run_id).where(shares & (RUNS.c.beat_at > now - silent))
+            return connection.execute(query.limit(1)).first() is not None
 
     def _beats(self, which: sa.ColumnElement[bool]) -> list[RunBeat]:
         made = {"age", "declared_dead"}

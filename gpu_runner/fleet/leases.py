@@ -38,6 +38,14 @@ class Lease:
     dataset: str
 
 
+@dataclass(frozen=True, slots=True)
+class LastLease:
+    """For which dataset it is or was, and for how many seconds it has been over: 0.0 while it is live."""
+
+    dataset: str
+    over_seconds: float
+
+
 class Leases(Tables):
     """The transactions on leases."""
 
@@ -83,6 +91,17 @@ class Leases(Tables):
         with self._reading() as (connection, now):
             query = sa.select(LEASES.c.run_id).where((LEASES.c.instance == instance) & live(now))
             return connection.execute(query.order_by(LEASES.c.epoch.desc()).limit(1)).scalar()
+
+    def last_lease(self, instance: str) -> LastLease | None:
+        """The latest lease on an instance, or on an engine of fleet.yaml, whether it is live or not."""
+        query = sa.select(LEASES.c.dataset, LEASES.c.released_at, LEASES.c.expires_at)
+        query = query.where(LEASES.c.instance == instance).order_by(LEASES.c.epoch.desc()).limit(1)
+        with self._reading() as (connection, now):
+            found = connection.execute(query).first()
+        if found is None:
+            return None
+        ended_at = found.expires_at if found.released_at is None else found.released_at
+        return LastLease(found.dataset, max(0.0, now - ended_at))
 
     def leases_of(self, dataset: str) -> int:
         """How many live leases the dataset's runs hold, without draining ones."""

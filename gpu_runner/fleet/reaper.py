@@ -66,6 +66,8 @@ class _Round:
         rows = {row.name: row for row in self.fleet_db.fleet() if row.provider == self.provider.name}
         for name, machine in (machines or {}).items():
             row = rows.get(name) or self._settled(name)
+            if machine.leftover:
+                self.said.append(machine.leftover)
             if machine.state == "ended":
                 self._ended(row, machine)
             else:

@@ -27,6 +27,7 @@ class WaitKind(enum.StrEnum):
     OFFERS_FAILED = "offers_failed"  # what is suitable failed a moment ago
     OTHER_RUN = "other_run"  # another run works on the batches that are left
     STORE = "store"  # the store does not answer
+    INTERACTIVE = "interactive"  # interactive requests, which it sends to engines that other runs lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class EngineWorker:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._filling: asyncio.TimerHandle | None = None
+        self._paced: asyncio.TimerHandle | None = None
         self._list_engine = engine if isinstance(engine, ListEngine) and engine.takes_lists else None
         self._lists = ListSize(policy.lists)
         self.outcomes = RowOutcomes(self, engine.generation, origin, work, spending, wake)
@@ -100,8 +101,9 @@ class EngineWorker:
     async def close(self) -> None:
         """Cancels every request and gives the rows back; rows of a lost engine bear its death."""
         self.end()
-        if self._filling is not None:
-            self._filling.cancel()
+        for timer in (self._filling, self._paced):
+            if timer is not None:
+                timer.cancel()
         try:
             await end_tasks(self._tasks)
         finally:
@@ -138,6 +140,12 @@ class EngineWorker:
         self._filling = None
         self.fill()
 
+    def _fill_after(self, seconds: float) -> None:
+        """As `fill`, then, for the pace of rows. A call before that looks again: the pace may have changed."""
+        if self._paced is not None:
+            self._paced.cancel()
+        self._paced = self._loop.call_later(seconds, self.fill)
+
     def _begin(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
         slot = self._spawn(self._work(rows, refused))
         for item in rows:
@@ -164,6 +172,9 @@ class EngineWorker:
         now = self._loop.time()
         if now < self.watchdog.resting_until:
             return ()
+        if self._list_engine is None and (wait := self.window.wait_to_send(now)):
+            self._fill_after(wait)
+            return ()
         in_trial = self.group is not None or self.work.may_begin_trial(self)
         if in_trial and not self._in_trial():
             return ()
@@ -182,6 +193,8 @@ class EngineWorker:
             )
         else:
             rows = () if (item := source.take()) is None else (item,)
+            if rows:
+                self.window.on_sent()
         for item in rows:
             item.send(now)
             self.in_flight[item] = None
@@ -329,6 +342,7 @@ class EngineWorker:
         for item in rows:
             del self.in_flight[item]
             item.add_seconds(now)
+            self.window.on_answer(now - item.sent)
         if not self.in_flight:
             self.spending.rest(now)
         return now

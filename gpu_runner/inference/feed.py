@@ -14,12 +14,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from gpu_runner.client.connections import allow_open_files
 from gpu_runner.client.protocol import EngineLost
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.cost_meter import CostMeter
+from gpu_runner.due_timer import DueTimer
 from gpu_runner.inference.answer_memory import AnswerMemory
 from gpu_runner.inference.engine_monitor import Engine
 from gpu_runner.inference.engine_worker import EngineWorker
@@ -100,7 +102,7 @@ class Feed:
         self._read_task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
         self._commits: dict[asyncio.Task[None], OpenBatch] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(self._wake)
 
     @property
     def finished(self) -> bool:
@@ -164,10 +166,11 @@ class Feed:
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, worker))
         in_order = False
         try:
-            worker.start()
-            self._start_reading()
-            self._wake()
-            await worker.life.ended.wait()
+            with nullcontext() if share is None else share.feeding(lambda: worker.rows_in_flight):
+                worker.start()
+                self._start_reading()
+                self._wake()
+                await worker.life.ended.wait()
             in_order = worker.life.error is None or isinstance(worker.life.error, EngineLost)
         finally:
             if watcher is not None:
@@ -211,9 +214,7 @@ class Feed:
         """Nobody is served any more: stops reading. Complete batches are still handed on, or, when we are
         cancelled or failed, their calls are cancelled.
         """
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.set(None)
         reading, self._read_task = self._read_task, None
         try:
             await end_tasks([] if reading is None else [reading])
@@ -241,22 +242,10 @@ class Feed:
         self._start_commits()
         self._work.call_below(max(self._policy.ahead, sum(worker.window.size for worker in self._workers) // 4))
         self._check_room()
-        self._arm_timer(loop)
+        self._timer.set(self._work.next_due)
         if self.finished:
             for worker in self._workers:
                 worker.end()
-
-    def _arm_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = self._work.next_due
-        if self._timer is not None and (due is None or self._timer.when() != due or self._timer.cancelled()):
-            self._timer.cancel()
-            self._timer = None
-        if due is not None and self._timer is None:
-            self._timer = loop.call_at(due, self._due)
-
-    def _due(self) -> None:
-        self._timer = None
-        self._wake()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from gpu_runner.due_timer import DueTimer
 from gpu_runner.micro_batches.bisection import RefusedList, halves
 from gpu_runner.micro_batches.list_buffer import ListBuffer, WaitPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits, ListSize
@@ -96,7 +97,7 @@ class ListBatcher(Generic[In, Out]):
         self._full: deque[list[_Entry[In, Out]]] = deque()
         self._waiting = 0
         self._requests: set[_Request[In, Out]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(self._move)
         self._closed = False
 
     @property
@@ -149,16 +150,7 @@ class ListBatcher(Generic[In, Out]):
         self._arm()
 
     def _arm(self) -> None:
-        due = None if len(self._requests) >= self._policy.calls else self._buffer.due
-        if self._timer is not None and (due is None or self._timer.when() != due):
-            self._timer.cancel()
-            self._timer = None
-        if due is not None and self._timer is None:
-            self._timer = self._loop.call_at(due, self._expired)
-
-    def _expired(self) -> None:
-        self._timer = None
-        self._move()
+        self._timer.set(None if len(self._requests) >= self._policy.calls else self._buffer.due)
 
     def _start(self, entries: list[_Entry[In, Out]], taken: int) -> None:
         self._count(-taken)

@@ -28,7 +28,7 @@ class WaitPolicy:
     """
 
     longest: float = 0.045
-    quiet: float = 0.002
+    quiet: float = 0.001
     busy: float = 8.0
     memory: float = 0.25
 

@@ -72,6 +72,7 @@ class Machine:
     `billed_seconds`: for how long it is, or was, billed; None: the provider does not say. `ended_seconds`: since
     billing ended. `reason`: why it ended (None: it has not); `detail`: what else the provider says of that, or of its
     notice, for people. `at_risk`: the provider recommends to leave it, as it may be taken away before others.
+    `leftover`: what of it the provider could not end yet, though its bill has ended, for people; "": nothing.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Machine:
     detail: str = ""
     at_risk: bool = False
     billed_seconds: float | None = None
+    leftover: str = ""
 
     def describe_end(self) -> str:
         """Why it ended, for people; "" while it has not."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import importlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -52,6 +54,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--api-key-env", metavar="VAR", help="ask for the API key that this environment variable holds")
     keep_alive = float(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5"))
     add("--keep-alive-timeout", type=float, default=keep_alive, help="seconds until an idle connection is closed")
+    add(
+        "--event-loop", choices=("asyncio", "uvloop"), default="asyncio", help="uvloop, where it is installed: less CPU"
+    )
     add("--exit-with-parent", action="store_true", help="exit when standard input ends")
     args = parser.parse_args(argv)
     if args.speed <= 0:
@@ -121,12 +126,21 @@ def _follow_parent(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> N
     loop.call_soon_threadsafe(stopped.set)
 
 
+def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes an event loop of this kind; None: asyncio's own. Raises ImportError."""
+    if name != "uvloop":
+        return None
+    made: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return made
+
+
 def main() -> None:
     """Entry point."""
     args = arguments(sys.argv[1:])
     try:
-        asyncio.run(serve(args))
-    except (ValueError, OSError) as error:
+        with asyncio.Runner(loop_factory=_event_loop(args.event_loop)) as runner:
+            runner.run(serve(args))
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"simulator: {error}")
     # Connections still open must not hold the process: SIGTERM means gone within half a second.
     sys.stdout.flush()

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from gpu_runner.due_timer import DueTimer
 from gpu_runner.simulator.metrics import Histograms
 from gpu_runner.simulator.scheduler import Scheduler, Sequence, StepModel
 
@@ -50,7 +51,7 @@ class Engine:
         self.clock = SimulatedClock(speed)
         self.histograms = Histograms()
         self.dead = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(self._wake)
         self._inside: dict[Sequence, asyncio.Future[None]] = {}
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -61,7 +62,7 @@ class Engine:
         sequence = self.scheduler.submit(prompt_tokens, output_tokens, self.clock.now(), priority)
         loop = asyncio.get_running_loop()
         self._inside[sequence] = loop.create_future()
-        if self.clock.rate and (self._timer is None or self._timer.when() > loop.time() + SHORTEST_SLEEP):
+        if self.clock.rate and (self._timer.due is None or self._timer.due > loop.time() + SHORTEST_SLEEP):
             self._wake_in(SHORTEST_SLEEP)
         return sequence
 
@@ -105,9 +106,7 @@ class Engine:
     def die(self) -> None:
         """Fail everything inside and refuse everything new."""
         self.dead = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.set(None)
         for sequence, done in list(self._inside.items()):
             self.scheduler.abort(sequence)
             if not done.done():
@@ -115,7 +114,6 @@ class Engine:
                 done.exception()  # its waiter may be gone already
 
     def _wake(self) -> None:
-        self._timer = None
         self.catch_up()
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
@@ -127,14 +125,10 @@ class Engine:
         """Sleep until the model expects news; not at all while idle or stalled."""
         event = self.scheduler.next_event()
         if event is None or not self.clock.rate or self.dead:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._timer.set(None)
             return
         delay = (event - self.clock.now()) / self.clock.rate
         self._wake_in(min(max(delay, SHORTEST_SLEEP), LONGEST_SLEEP))
 
     def _wake_in(self, delay: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+        self._timer.set(asyncio.get_running_loop().time() + delay)

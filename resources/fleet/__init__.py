@@ -1,9 +1,18 @@
 """A run's and a sensor's view of the fleet: fleet.yaml, leases, ordering and moving between instances.
 
 `resource` is the Dagster resource, `providers` makes what fleet.yaml names; `client` leases and gives back;
-`warm_instances` are those that stand and may be leased; `provisioning` orders and ends instances; `migration` says when
-a move pays; `allocation` what a dataset may lease by the controller's command; `engine_tls` certificates for
-connections to engines.
+`warm_instances` are those that stand and may be leased, `shared_engines` those that others lease; `provisioning` orders
+and ends instances; `migration` says when a move pays; `allocation` what a dataset may lease by the controller's
+command; `engine_tls` certificates for connections to engines.
 """
 
-__all__ = ["client", "config", "engine_tls", "leased_engine", "migration", "planner_options", "resource"]
+__all__ = [
+    "client",
+    "config",
+    "engine_tls",
+    "leased_engine",
+    "migration",
+    "planner_options",
+    "resource",
+    "shared_engines",
+]

@@ -1,13 +1,17 @@
-"""What a dataset may lease by the capacity sensor's command, and which of the offers to be had come first. Pure."""
+"""What a dataset may lease by the capacity sensor's command, which of the offers to be had come first, and what a run
+says that gets none. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpu_runner.fleet.accounting.budget import BudgetRefusal
 from gpu_runner.fleet.capacity_plan import Assignment, Pause
-from gpu_runner.fleet.wait_reason import WaitKind
-from gpu_runner.market.offers import RankedOffer
+from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.market.offers import RankedOffer, Ranking
+from gpu_runner.market.selection import OfferFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,19 @@ def order_by_plan(
     wanted = [name for name, count in there if standing.get(name, 0) < count]
     enough = [name for name, count in there if standing.get(name, 0) >= count]
     return [by_name[name] for name in dict.fromkeys(wanted + enough)]
+
+
+def waits(kind: WaitKind, words: str, refusal: BudgetRefusal | None = None) -> RunActivity:
+    """What a run that waits says, and why it waits."""
+    return RunActivity(f"waiting: {words}", WaitReason(kind, refusal))
+
+
+def waits_for_offer(ranking: Ranking, failures: Sequence[OfferFailure]) -> RunActivity:
+    """Nothing can be rented, for the most frequent reasons; without times, so that it stays the same for a while."""
+    if ranking.ranked:
+        said = sorted({failure.text for failure in failures})
+        words = f"{len(ranking.ranked)} suitable offers failed a moment ago: {'; '.join(said)}"[:280]
+        return waits(WaitKind.OFFERS_FAILED, words)
+    counts = Counter(refusal.reason for refusal in ranking.refused)
+    words = "no suitable offer" + "".join(f"; {number} × {reason}" for reason, number in counts.most_common(2))
+    return waits(WaitKind.NO_OFFER, words)

@@ -8,22 +8,20 @@ second and may raise to give up, and then nothing is held any more.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_runner.fleet.accounting.budget import BudgetRefusal
 from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
 from gpu_runner.market.offers import Ranking
-from gpu_runner.market.selection import MEMORY, FailureKind, OfferFailure, choose, explain, recently_lost
+from gpu_runner.market.selection import MEMORY, FailureKind, choose, explain, recently_lost
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Workload
 from gpu_runner.providers.base import DiagnosingProvider, Provider
 from gpu_runner.providers.engine_process import EngineStartError, answers
-from resources.fleet.allocation import CapacityAllocation, order_by_plan
+from resources.fleet.allocation import CapacityAllocation, order_by_plan, waits, waits_for_offer
 from resources.fleet.config import EngineConfig, FleetConfig
 from resources.fleet.leased_engine import WARM, LeasedEngine, LeaseSignals, Requirement, StaticEngine, instance_offer
 from resources.fleet.migration import CurrentPlacement, Migration, assigned_move, find_move
@@ -94,28 +92,31 @@ class FleetClient:
                 note(str(error))
                 if failed >= FAILED_STARTS:
                     if shared := self._shared(need, allowed.instances, replaces):
-                        note(f"on {shared.name}")
-                        return shared
+                        return self._taken(shared, note)
                     raise NoInstanceStarted(f"{failed} instances in a row did not start; the last: {error}") from None
                 pause(WAIT_SECONDS)
                 continue
             except BudgetReached as error:
-                tell(_waits(WaitKind.BUDGET, f"paused: {error}", error.refusal))
+                tell(waits(WaitKind.BUDGET, f"paused: {error}", error.refusal))
                 for _ in range(BUDGET_WAITS):
                     pause(WAIT_SECONDS)
                 continue
             if isinstance(found, LeasedEngine):
-                note(f"on {found.name}")
-                return found
+                return self._taken(found, note)
             tell(found)
             pause(WAIT_SECONDS)
+
+    def _taken(self, leased: LeasedEngine, note: Say) -> LeasedEngine:
+        with self._orders.handing_over(leased.lease, leased.close):
+            note(f"on {leased.name}")
+            return leased
 
     def _found(
         self, need: Requirement, allowed: CapacityAllocation, note: Say, pause: Pause, replaces: LeasedEngine | None
     ) -> LeasedEngine | RunActivity:
         """An engine, or what is waited for."""
         if allowed.instances < 1:
-            return _waits(allowed.wait_kind, allowed.why_none())
+            return waits(allowed.wait_kind, allowed.why_none())
         found = self._standing(need, allowed.instances, note, pause)
         if isinstance(found, LeasedEngine) or not self.providers or need.endpoint:
             return found
@@ -180,32 +181,29 @@ class FleetClient:
             if lease is not None:
                 return self._start_standing(engine, need, lease, asked_at, note, pause)
         if self.fleet_db.leases_of(need.dataset) >= limit:
-            return _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
+            return waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
         notes = [f"{engine.name} is held by run {self.fleet_db.holder(engine.name)}" for engine in engines]
-        return _waits(WaitKind.ENGINES_HELD, ", ".join(notes))
+        return waits(WaitKind.ENGINES_HELD, ", ".join(notes))
 
     def _start_standing(
         self, engine: EngineConfig, need: Requirement, lease: Lease, asked_at: float, note: Say, pause: Pause
     ) -> LeasedEngine:
         self.heart.hold(lease, asked_at)
-        note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
-        try:
+        with self._orders.handing_over(lease):
+            note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
+            tls = engine.tls_files
             standing = self._start(engine, need, pause)
-        except BaseException:
-            self.heart.stop_renewing(lease)
-            self.fleet_db.release(lease)
-            raise
         return LeasedEngine(
             lease=lease,
             endpoint=standing.endpoint,
-            api_key=os.environ.get(engine.api_key_env) if engine.api_key_env else None,
+            api_key=engine.api_key,
             max_num_seqs=engine.slots,
             provider=engine.provider,
             instance_type=engine.instance_type,
             request_seconds=engine.request_seconds,
             own=standing.own,
             close=standing.close,
-            tls=engine.tls_files,
+            tls=tls,
             region=engine.region,
         )
 
@@ -222,7 +220,7 @@ class FleetClient:
 
         if warm := self._warm(need, limit, old, shared=full):
             return warm
-        dataset_limit = _waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
+        dataset_limit = waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
         if self.fleet_db.leases_of(need.dataset) - (old is not None) >= limit or full():
             return dataset_limit
         ranking, failures = self.ranking(need, need.work()), self.fleet_db.offer_failures(MEMORY.horizon)
@@ -231,7 +229,10 @@ class FleetClient:
         named = [(name, count) for name, count in allowed.offers if name not in avoided]
         order = order_by_plan(choose(ranking, failures), named, held)
         if not order:
-            return self._warm(need, limit, old) or _waits_for_offer(ranking, failures)
+            return self._warm(need, limit, old) or waits_for_offer(ranking, failures)
+        why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
+        why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
+        why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
         try:
             leased = self._orders.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
         except BudgetReached:  # for a boot: what stands costs less
@@ -239,12 +240,10 @@ class FleetClient:
                 return warm
             raise
         except FleetFull as error:
-            return self._warm(need, limit, old) or _waits(WaitKind.FLEET_LIMIT, str(error))
+            return self._warm(need, limit, old) or waits(WaitKind.FLEET_LIMIT, str(error))
         if leased is None:
             return self._warm(need, limit, old) or dataset_limit
-        leased.why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
-        leased.why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
-        leased.why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
+        leased.why = why
         return leased
 
     def _held(self, need: Requirement, without: Lease | None) -> Counter[str]:
@@ -363,29 +362,25 @@ class FleetClient:
             if lease is None:
                 continue
             self.heart.hold(lease, asked_at)
-            access = self._orders.access(instance)
-            if access is not None and any(answers(access.endpoint) for _ in range(HEALTH_TRIES)):
-                leased = self._orders.leased(lease, instance, instance_offer(instance), access)
-                leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
-                return leased
+            with self._orders.handing_over(lease):
+                access = self._orders.access(instance)
+            with self._orders.handing_over(lease, access.close if access is not None else lambda: None):
+                if access is not None and any(answers(access.endpoint) for _ in range(HEALTH_TRIES)):
+                    self._warm_instances.reached(instance.name)
+                    leased = self._orders.leased(lease, instance, instance_offer(instance), access)
+                    leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
+                    return leased
             if access is not None:
                 access.close()
-            self.heart.stop_renewing(lease)
-            self.fleet_db.give_up(lease, "its engine does not answer")
-            self._orders.end(instance.name, "its engine does not answer")
+            self._leave(lease, reached=access is not None)
         return None
 
-
-def _waits(kind: WaitKind, words: str, refusal: BudgetRefusal | None = None) -> RunActivity:
-    return RunActivity(f"waiting: {words}", WaitReason(kind, refusal))
-
-
-def _waits_for_offer(ranking: Ranking, failures: Sequence[OfferFailure]) -> RunActivity:
-    """Nothing can be rented, for the most frequent reasons; without times, so that it stays the same for a while."""
-    if ranking.ranked:
-        said = sorted({failure.text for failure in failures})
-        words = f"{len(ranking.ranked)} suitable offers failed a moment ago: {'; '.join(said)}"[:280]
-        return _waits(WaitKind.OFFERS_FAILED, words)
-    counts = Counter(refusal.reason for refusal in ranking.refused)
-    words = "no suitable offer" + "".join(f"; {number} × {reason}" for reason, number in counts.most_common(2))
-    return _waits(WaitKind.NO_OFFER, words)
+    def _leave(self, lease: Lease, *, reached: bool) -> None:
+        """An engine that does not answer ends. No way to it from here says nothing of the engine, unless that lasts."""
+        self.heart.stop_renewing(lease)
+        reason = "its engine does not answer" if reached else "it cannot be reached from here"
+        if reached or self._warm_instances.is_out_of_reach(lease.instance):
+            self.fleet_db.give_up(lease, reason)
+            self._orders.end(lease.instance, reason)
+        else:
+            self.fleet_db.release(lease, reason=reason)

@@ -109,6 +109,11 @@ class EngineConfig(BaseModel):
         return None if self.tls is None else self.tls.files()
 
     @property
+    def api_key(self) -> str | None:
+        """The key that `api_key_env` names, as it stands now."""
+        return os.environ.get(self.api_key_env) if self.api_key_env else None
+
+    @property
     def slots(self) -> int | None:
         """Rows at once, where they are known."""
         return self.max_num_seqs or (LLAMA_CPP_SLOTS if self.kind == "llama_cpp" else None)

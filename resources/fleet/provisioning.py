@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance, Lease
@@ -100,9 +100,35 @@ class Provisioner:
             heart.stop_renewing(lease)
             self._give_up(offer, lease, error)
             raise
-        instance = fleet_db.instance(lease.instance)
-        assert instance is not None
-        return self.leased(lease, instance, offer, access)
+        with self.handing_over(lease, access.close):
+            instance = fleet_db.instance(lease.instance)
+            assert instance is not None
+            return self.leased(lease, instance, offer, access)
+
+    @contextlib.contextmanager
+    def handing_over(self, lease: Lease, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Until the run has the engine: whatever is raised meanwhile, its lease ends and its tunnel is closed at once.
+
+        An instance that is ready stays warm for others, unless it is to end. While the database does not answer, the
+        lease is renewed no more and lapses.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.heart.stop_renewing(lease)
+            try:
+                close()
+            finally:
+                self._give_back(lease, error)
+            raise
+
+    def _give_back(self, lease: Lease, error: BaseException) -> None:
+        reason = f"not taken: {type(error).__name__}"
+        try:
+            self.fleet_db.release(lease, reason=reason)
+            self.end(lease.instance, reason)  # if it was to end with this lease
+        except FleetDatabaseError as silent:
+            error.add_note(f"{lease.instance} was not given back ({type(silent).__name__}): its lease lapses by itself")
 
     def _wait_ready(self, provider: Provider, offer: Offer, lease: Lease, pause: Pause) -> EngineAccess:
         """Waits until the engine answers, and writes that down."""

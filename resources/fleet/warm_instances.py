@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.providers.base import Provider
@@ -11,18 +12,48 @@ from resources.fleet.leased_engine import Requirement, instance_offer
 from resources.fleet.provisioning import Provisioner
 from resources.pricing.market import Market
 
+RETRY_SECONDS = 30.0  # until an instance to which there was no way is tried again
+
+
+@dataclass
+class _Unreached:
+    """An instance to which there was no way, by our clock: since when, and when it was tried last."""
+
+    since: float
+    tried: float
+
 
 class WarmInstances:
-    """Those of the fleet, as one run sees them."""
+    """Those of the fleet, as one run sees them.
+
+    No way to an instance says nothing of its engine: the API server may be away, or what we need for a tunnel may be
+    missing here. It is left alone for a while, and given up when there was no way for as long as an idle one waits.
+    """
 
     def __init__(
         self, providers: Mapping[str, Provider], market: Market, fleet_db: FleetDatabase, orders: Provisioner
     ) -> None:
         self._providers, self._market, self._fleet_db, self._orders = providers, market, fleet_db, orders
+        self._idle_seconds, self._clock = orders.config.idle_minutes * 60, orders.heart.now
+        self._unreached: dict[str, _Unreached] = {}
+
+    def reached(self, name: str) -> None:
+        """There was a way to the instance."""
+        self._unreached.pop(name, None)
+
+    def is_out_of_reach(self, name: str) -> bool:
+        """There was no way to the instance just now; True when that has lasted too long."""
+        now = self._clock()
+        known = self._unreached.setdefault(name, _Unreached(now, now))
+        known.tried = now
+        return now - known.since >= self._idle_seconds
 
     def usable(self, need: Requirement) -> list[Instance]:
         """Instances that may be leased at once for this work: idle ones first, those that few share next; by price."""
-        found = [one for one in self._fleet_db.warm(need.engine_key) if one.provider in self._providers]
+        now = self._clock()
+        waits = {name for name, one in self._unreached.items() if now - one.tried < RETRY_SECONDS}
+        warm = [one for one in self._fleet_db.warm(need.engine_key) if one.name not in waits]
+        found = [one for one in warm if one.provider in self._providers]
         found.sort(key=lambda one: (len(one.draining), one.price_per_hour))
         found = [one for one in found if not need.accept.reasons(instance_offer(one))]
         return [one for one in found if self._takes_rows(one, need)]

@@ -51,7 +51,10 @@ class _Place:
 
 
 class LocalObjects:
-    """Objects as files below a folder. It is made once: one that is gone later is not mounted (`StoreFolder`)."""
+    """Objects as files below a folder. It is made once: one that is gone later is not mounted (`StoreFolder`).
+
+    That an object is not there is said only while the folder is: else StoreError is raised.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
@@ -106,18 +109,40 @@ class LocalObjects:
             self._sync(copy)
             place.replace()
 
+    @contextlib.contextmanager
+    def _absence_checked(self) -> Iterator[None]:
+        """An object is looked for in the body."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._check_there()
+            raise
+
+    def _check_there(self) -> None:
+        try:
+            self._folder.check_there()
+        except FolderGone as error:
+            raise StoreError(str(error)) from error
+
     def get(self, path: str, most: int = LARGEST_OBJECT) -> bytes:
-        with self._file(path).open("rb") as file:
+        with self._absence_checked(), self._file(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             return file.read() if size <= most else refuse_large(path, size, most)
 
     def exists(self, path: str) -> bool:
-        return self._file(path).is_file()
+        found = self._file(path).is_file()
+        if not found:
+            self._check_there()
+        return found
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        folder = self._file(prefix)
+        folder, found = self._file(prefix), False
         if folder.is_dir():
-            yield from self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after)
+            for info in self._walk(folder, prefix.rstrip("/") + "/" if prefix else "", start_after):
+                found = True
+                yield info
+        if not found:
+            self._check_there()
 
     def _walk(self, folder: Path, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         try:
@@ -147,7 +172,8 @@ class LocalObjects:
         import pyarrow as pa
 
         # Not Python's own file: a thread of Arrow that lets go of one while the interpreter ends aborts the process.
-        return cast(BinaryIO, pa.OSFile(str(self._file(path)), "rb"))
+        with self._absence_checked():
+            return cast(BinaryIO, pa.OSFile(str(self._file(path)), "rb"))
 
     def uri(self, path: str) -> str:
         return str(self._file(path))

@@ -64,6 +64,23 @@ class StoreFolder:
                     raise
         raise FolderGone(f"{self.path / folder}: expected a folder, found that it vanishes as often as it is made")
 
+    def check_there(self) -> None:
+        """For who has found nothing in it. Raises FolderGone when the folder is gone, or is not the one that it was."""
+        if self._marker is None and not self._was_there:
+            return  # never seen
+        try:
+            with _opened(self.path) as root:
+                if self._marker is not None:
+                    same = _read_marker(root) == self._marker
+                else:
+                    same = not self._had_objects or _holds_something(root)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FolderGone(f"{self.path}: the store's folder is gone: is it mounted?") from error
+        if not same:
+            raise FolderGone(
+                f"{self.path}: expected the store that was there before, found another folder: is it mounted?"
+            )
+
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
         if not self._was_there:

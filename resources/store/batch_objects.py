@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Outcome, Task, data_version
 from resources.objects.opening import CorruptObject
+from resources.store.integrity import is_damage
 from resources.store.outcome_tables import is_outcomes_table, outcomes_table, with_all_columns, without_empty_columns
 from resources.store.snapshot_manifest import BatchEntry
 
@@ -67,6 +68,9 @@ class BatchFooter(BaseModel):
     dead: int
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    answered_prompt_tokens: int | None = None
+    answered_completion_tokens: int | None = None
     seconds: float
     model: str
     engine: str
@@ -92,12 +96,16 @@ class BatchFooter(BaseModel):
         run_id: str,
         root_run_id: str,
         reused: int = 0,
+        cached_tokens: int | None = None,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
         `reused`: rows whose outcome is that of an earlier object; `reused_from` counts the outcomes of other datasets.
-        `usd` is what the rows cost, of those whose price is known; None when none is.
+        `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
+        tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
+        were answered are counted apart.
         """
+        answered = None if cached_tokens is None else [outcome for outcome in outcomes if outcome.ok]
         dead = sum(not outcome.ok for outcome in outcomes)
         newest = max(outcomes, key=lambda outcome: outcome.started_at)
         ended = max(outcome.started_at + outcome.seconds for outcome in outcomes)
@@ -116,6 +124,9 @@ class BatchFooter(BaseModel):
             dead=dead,
             prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
             completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),
+            cached_tokens=cached_tokens,
+            answered_prompt_tokens=None if answered is None else sum(one.prompt_tokens for one in answered),
+            answered_completion_tokens=None if answered is None else sum(one.completion_tokens for one in answered),
             seconds=max(0.0, ended - min(mine, default=ended)),
             model=newest.origin.model,
             engine=newest.origin.engine,
@@ -151,10 +162,15 @@ def decode_batch(path: str, batch: BatchObject, data: bytes) -> tuple[pa.Table, 
 
 
 def read_footer(path: str, batch: BatchObject, file: BinaryIO) -> BatchFooter:
-    """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
+    """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name.
+
+    Raises as the store where that does not give the bytes.
+    """
     try:
         metadata = pq.read_metadata(file)
     except (pa.ArrowException, OSError) as error:
+        if not is_damage(error):
+            raise
         raise _not_whole(path, error) from error
     return _footer(path, batch, metadata)
 

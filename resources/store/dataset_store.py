@@ -25,7 +25,7 @@ from resources.store.batch_objects import (
     encode_batch,
     read_footer,
 )
-from resources.store.integrity import read_pointer, read_sealed
+from resources.store.integrity import is_damage, read_pointer, read_sealed
 from resources.store.journal import Journal
 from resources.store.outcome_tables import outcomes_from
 from resources.store.snapshot_manifest import BatchEntry, Shard, SnapshotManifest
@@ -104,10 +104,15 @@ class DatasetStore:
 
     @contextlib.contextmanager
     def _whole(self, path: str) -> Iterator[None]:
-        """A file of a snapshot is read in the body: says what to do when it is gone or cannot be read."""
+        """A file of a snapshot is read in the body: says what to do when it is gone or damaged.
+
+        A store that does not give its bytes now says nothing about the file: its error is raised as it is.
+        """
         try:
             yield
         except (FileNotFoundError, pa.ArrowException, KeyError, OSError) as error:
+            if not isinstance(error, FileNotFoundError) and not is_damage(error):
+                raise
             found = (
                 "none" if isinstance(error, FileNotFoundError) else f"one that cannot be read ({type(error).__name__})"
             )
@@ -194,7 +199,10 @@ class DatasetStore:
         return self.read_batch(batch)[1], False
 
     def footer(self, batch: BatchObject) -> BatchFooter:
-        """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name."""
+        """What the object says of itself. Raises CorruptObject when it is torn or says something else than its name.
+
+        Raises FileNotFoundError, and as the store where that does not answer.
+        """
         path = self.batch_path(batch)
         with self.objects.open(path) as file:
             return read_footer(path, batch, file)

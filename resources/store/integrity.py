@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import orjson
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from resources.objects.opening import CorruptObject, Objects
@@ -55,6 +56,17 @@ def _digest(data: bytes) -> str:
     """Of the fields as they are written, so that a later version with more fields finds the same."""
     fields = {name: value for name, value in orjson.loads(data).items() if name != "checksum"}
     return hashlib.sha256(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether a reader of Arrow says that the bytes it was given are no whole file of its kind.
+
+    Not: that it was given none. What the operating system, S3 or a time-out say has an errno or a class of its own;
+    Arrow's own findings are its exceptions, and OSErrors without either.
+    """
+    if isinstance(error, pa.ArrowException):
+        return not isinstance(error, MemoryError)
+    return isinstance(error, KeyError) or (type(error) is OSError and error.errno is None)
 
 
 def read_sealed(objects: Objects, path: str, kind: type[SealedModel], todo: str) -> SealedModel:

@@ -278,7 +278,7 @@ def test_the_charts_values_say_the_same() -> None:
     assert {key: custom[key] for key in ("module", "class")} == {
         key: DAGSTER["run_launcher"][key] for key in ("module", "class")
     }
-    for section in ("run_monitoring", "run_retries", "concurrency"):
+    for section in ("run_monitoring", "run_retries", "concurrency", "retention"):
         assert VALUES["additionalInstanceConfig"][section] == DAGSTER[section], section
     daemon = VALUES["dagsterDaemon"]
     coordinator = daemon["runCoordinator"]
@@ -289,7 +289,16 @@ def test_the_charts_values_say_the_same() -> None:
     assert VALUES["postgresql"]["enabled"] is False and VALUES["rbacEnabled"] is False
     assert VALUES["dagsterWebserver"]["replicaCount"] == workload("webserver")["spec"]["replicas"]
     (deployment,) = VALUES["dagster-user-deployments"]["deployments"]
-    assert deployment["serviceAccount"]["name"] == "run-worker"
+    # Or its settings override the launcher's; and a deployment has no account of its own.
+    assert not deployment["includeConfigInLaunchedRuns"]["enabled"] and "serviceAccount" not in deployment
+    subchart = VALUES["dagster-user-deployments"]
+    assert subchart["serviceAccount"] == {"create": False, "name": "code-location"}
+    assert subchart["rbacEnabled"] is False and "serviceAccountName" not in VALUES["global"]
+    # The proxy asks the Service `webserver`; policies and budgets select by these labels.
+    (service,) = (one for one in of_kind("Service") if name_of(one) == "webserver")
+    selected = {"app.kubernetes.io/name": VALUES["nameOverride"], **VALUES["dagsterWebserver"]["labels"]}
+    assert service["spec"]["selector"] == selected
+    assert VALUES["dagsterWebserver"]["service"]["port"] == service["spec"]["ports"][0]["port"]
 
 
 def test_fleet_and_sizes_are_what_the_platform_reads(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from support.documents import REPOSITORY
-from support.fleet_databases import Clock, ready
+from support.fleet_databases import Clock, intended, ready
 from support.front_doors import front_door_alone
 
 from batch_assets.api.billing.ledger import UsageLedger
@@ -39,11 +39,21 @@ from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
 FOLDER = REPOSITORY / "deploy" / "monitoring"
 PREFIX = re.compile(r"\bbatch_assets_\w+")
 Sample = tuple[str, dict[str, str], float]
+# What Prometheus itself knows: whom it reads, and which rules fire.
+PROMETHEUS_OWN = (
+    'up{job="batch-assets", instance="a"}',
+    'ALERTS{alertname="BatchAssetsDown", alertstate="firing", severity="page"}',
+)
+
+
+def panels() -> list[dict[str, Any]]:
+    """Of the dashboard, without the rows that they are under."""
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def dashboard_queries() -> list[str]:
-    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
-    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
 def rules() -> dict[str, str]:
@@ -72,6 +82,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     service.metrics.first_token("m", 0.1)
     service.metrics.used("m", 1, 2)
     service.metrics.committed("m", 249, 1, 1000, 2000)
+    service.metrics.results_lost("m", 1, 1)
     service.metrics.engine_request("answered")
     service.metrics.answered("POST", "/v1/batches", 429, 0.1, "quota_exceeded")
     _online(service.inner.state.online._figures)
@@ -103,6 +114,8 @@ def _online(figures: OnlineFigures) -> None:
     figures.refused("full")
     for code in ("ok", "expired", "engine_lost", "consumers_lost"):
         figures.ended(code)
+    figures.retried("broken")
+    figures.cache("miss")
     figures.seconds.observe(0.1)
     figures.engine("m", "answered", 0.1)
 
@@ -155,7 +168,8 @@ def test_every_query_of_the_dashboard_finds_what_the_service_exports(tmp_path: P
     def series(name: str, labels: dict[str, str]) -> str:
         return name + "{" + ", ".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
 
-    inputs = [{"series": series(name, labels), "values": "1+10x60"} for name, labels, _ in exported]
+    named = [*PROMETHEUS_OWN, *(series(name, labels) for name, labels, _ in exported)]
+    inputs = [{"series": one, "values": "1+10x60"} for one in named]
     queries = sorted({query.replace("$__rate_interval", "5m") for query in dashboard_queries()})
     expected: list[dict[str, Any]] = [
         {
@@ -170,6 +184,91 @@ def test_every_query_of_the_dashboard_finds_what_the_service_exports(tmp_path: P
     file.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": tests}))
     found = checked("test", "rules", str(file))
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("requests", "share"),
+    [
+        ({("/v1/chat/completions", "200"): 54, ("/v1/chat/completions", "500"): 6}, 0.1),
+        ({("/v1/batches", "200"): 60}, 0.0),
+        ({("/v1/batches", "200"): 0}, 0.0),
+    ],
+)
+def test_the_share_of_5xx_is_of_requests_and_not_of_scrapes_and_probes(
+    tmp_path: Path, requests: dict[tuple[str, str], int], share: float
+) -> None:
+    probes = {("/metrics", "200"): 600, ("/healthz", "200"): 600, ("/readyz", "503"): 600}
+    inputs = [
+        {
+            "series": f'batch_assets_http_requests_total{{route="{route}", status="{status}"}}',
+            "values": f"0+{count}x60",
+        }
+        for (route, status), count in (requests | probes).items()
+    ]
+    (panel,) = [one for one in panels() if one["title"] == "Requests that end with a 5xx"]
+    rule = rules()["BatchAssetsErrors"]
+    expected = [
+        {
+            "expr": panel["targets"][0]["expr"],
+            "eval_time": "30m",
+            "exp_samples": [{"labels": "{}", "value": share}],
+        },
+        {
+            "expr": rule,
+            "eval_time": "30m",
+            "exp_samples": [{"labels": "{}", "value": share}] if share > 0.02 else [],
+        },
+    ]
+    file = tmp_path / "share_test.yaml"
+    tests = [{"interval": "1m", "input_series": inputs, "promql_expr_test": expected}]
+    file.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": tests}))
+    found = checked("test", "rules", str(file))
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_first_row_says_what_is_now_and_not_what_was_when_the_services_were_last_seen() -> None:
+    figures = [panel for panel in panels() if panel["type"] == "stat"]
+    assert len(figures) > 8 and max(panel["gridPos"]["y"] for panel in figures) < 9, "on the screen without scrolling"
+    for panel in figures:
+        assert all(target.get("instant") and not target["range"] for target in panel["targets"]), panel["title"]
+        assert panel["options"]["graphMode"] == "none", panel["title"]  # a line needs a range
+
+
+def test_panels_stand_beside_each_other_and_say_what_they_show() -> None:
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    cells = [(x, y) for one in dashboard for x, y in _cells(one["gridPos"])]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) == 23
+    assert len({one["id"] for one in dashboard}) == len(dashboard)
+    assert len({one["title"] for one in dashboard}) == len(dashboard)
+    assert [panel["title"] for panel in panels() if not panel["description"]] == []
+
+
+def _cells(place: dict[str, int]) -> list[tuple[int, int]]:
+    return [(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])]
+
+
+def test_a_stack_of_states_has_no_outline_which_the_ones_with_nothing_would_draw_over_the_others() -> None:
+    stacks = [panel for panel in panels() if "stacking" in panel["fieldConfig"]["defaults"].get("custom", {})]
+    assert len(stacks) > 4
+    for panel in stacks:
+        assert panel["fieldConfig"]["defaults"]["custom"]["lineWidth"] == 0, panel["title"]
+
+
+def test_a_panel_is_red_from_where_the_rule_on_the_same_query_fires() -> None:
+    limits = {}
+    for expression in rules().values():
+        query, compared, limit = expression.partition(" > ")
+        if compared and re.fullmatch(r"[\d.]+", limit):
+            limits[query] = float(limit)
+    checked: set[str] = set()
+    for panel in panels():
+        steps = panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]
+        reds = [step["value"] for step in steps if step["color"] == "red" and step["value"] is not None]
+        for target in panel["targets"]:
+            if reds and (limit := limits.get(target["expr"])) is not None:
+                assert reds == [limit], panel["title"]
+                checked.add(panel["title"])
+    assert {"Windows that are over", "US dollars an hour", "Catalog behind", "Online: how full"} <= checked
 
 
 def test_prometheus_takes_the_configuration(tmp_path: Path) -> None:
@@ -241,7 +340,7 @@ def test_figures_of_plans_are_of_models_with_open_batches(fleet_db: FleetDatabas
     clock.forward(40)
 
     def figures() -> dict[tuple[str, ...], float]:
-        samples = plan_samples(fleet_db.targets(), fleet_db.fleet())
+        samples = plan_samples(fleet_db.targets(), fleet_db.engines_held())
         return {
             (name.removeprefix("batch_assets_plan_"), *labels.values()): value for name, _, labels, value in samples
         }
@@ -249,5 +348,23 @@ def test_figures_of_plans_are_of_models_with_open_batches(fleet_db: FleetDatabas
     found = figures()
     assert found.pop(("window_seconds", "org/m")) == pytest.approx(60)
     assert found == {("engines_wanted", "org/m"): 3, ("engines_held", "org/m"): 1, ("rows_left", "org/m"): 7}
+    fleet_db.begin_run("other", "a-dataset", "0", "1")
+    assert fleet_db.try_lease("gpu-of-fleet-yaml", "run", "api/org/m", 600) is not None
+    assert fleet_db.try_lease("another", "other", "a-dataset", 600) is not None
+    assert figures()["engines_held", "org/m"] == 2, "the plan counts engines of fleet.yaml, too"
+    clock.forward(601)
+    assert figures()["engines_held", "org/m"] == 0
     assert fleet_db.end_request("api/org/m", "batches since b", None)
     assert figures() == {}
+
+
+def test_an_engine_is_held_for_its_latest_lease_and_not_while_it_boots_or_is_to_end(fleet_db: FleetDatabase) -> None:
+    fleet_db.begin_run("next", "api/b", "0", "1")
+    lease = ready(fleet_db, "ba-1", dataset="api/a", ttl=600)
+    ready(fleet_db, "ba-2", dataset="api/a", ttl=600)
+    intended(fleet_db, "ba-3", dataset="api/a", ttl=600)
+    assert fleet_db.engines_held() == {"api/a": 2}
+    assert fleet_db.drain(lease) and fleet_db.try_lease("ba-1", "next", "api/b", 600) is not None
+    assert fleet_db.engines_held() == {"api/a": 1, "api/b": 1}
+    assert fleet_db.retire("ba-2", "too many")
+    assert fleet_db.engines_held() == {"api/b": 1}

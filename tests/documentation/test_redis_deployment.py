@@ -11,7 +11,8 @@ import yaml
 from support.documents import REPOSITORY
 from support.redis_server import needs_redis, redis_server
 
-from batch_assets.api.online.queues.redis_commands import Durability, client, durability_of
+from batch_assets.api.online.queues.redis_checks import Durability, durability_of
+from batch_assets.api.online.queues.redis_commands import client
 
 DEPLOY = REPOSITORY / "deploy" / "redis"
 OURS = ("appendonly", "appendfsync", "maxmemory-policy")
@@ -34,12 +35,24 @@ def test_the_page_shows_the_same_settings() -> None:
 
 
 def test_manifests_read_the_settings_and_a_password_from_files() -> None:
-    (compose,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     (stateful,) = (one for one in documents if one["kind"] == "StatefulSet")
     pod: dict[str, Any] = stateful["spec"]["template"]["spec"]
-    for command in (compose["command"], pod["containers"][0]["command"]):
+    for command in (*(one["command"] for one in compose.values()), pod["containers"][0]["command"]):
         assert command[1] == "/etc/redis/redis.conf" and "--requirepass" not in command
-    assert not compose.get("ports"), "nothing of it is published"
+    assert not any(one.get("ports") for one in compose.values()), "nothing of it is published"
     assert pod["securityContext"]["runAsNonRoot"] and pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
     assert {one["metadata"]["namespace"] for one in documents} == {"batch-assets"}
+
+
+def test_several_servers_have_a_disk_and_an_address_each() -> None:
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    disks = [one["volumes"][0].partition(":") for one in found["services"].values()]
+    assert {disk for disk, _, _ in disks} == set(found["volumes"]) and {place for _, _, place in disks} == {"/data"}
+    assert len(disks) == 3 and [one.get("profiles") for one in found["services"].values()].count(None) == 1
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    (service,) = (one for one in documents if one["kind"] == "Service")
+    (stateful,) = (one for one in documents if one["kind"] == "StatefulSet")
+    assert service["spec"]["clusterIP"] == "None" and stateful["spec"]["serviceName"] == service["metadata"]["name"]
+    assert stateful["spec"]["volumeClaimTemplates"] and stateful["spec"]["replicas"] == 1

@@ -17,6 +17,7 @@ from typing import Any
 import dagster as dg
 import psutil
 import yaml
+from support.processes import command_line, runs
 from support.timing import PATIENCE
 
 from e2e.harness import eventually
@@ -65,12 +66,7 @@ class Command:
 
     def left(self) -> list[str]:
         """What is still there of the processes below."""
-        found = []
-        for process in self.below.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())}")
-        return found
+        return [f"{one.pid} {' '.join(command_line(one))}" for one in self.below.values() if runs(one)]
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         self.note()

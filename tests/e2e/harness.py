@@ -205,6 +205,8 @@ class Platform:
             return state if done else None
 
         found: dict[str, Any] = eventually(ended, seconds, f"end of backfill {backfill}", every=0.5)
+        if found["status"] == "FAILED" and (known := self.instance.get_backfill(backfill)) is not None:
+            print(f"backfill {backfill}: {known.error}")
         return found
 
     def terminate(self, *run_ids: str) -> None:

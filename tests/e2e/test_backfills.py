@@ -9,6 +9,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 import pytest
+from support.processes import runs
 from support.timing import PATIENCE, SOAK
 
 from e2e.harness import Platform, eventually, platform
@@ -45,19 +46,12 @@ def cancel_once(site: Platform) -> float:
     site.terminate(run_id)
     assert site.finish(run_id, 30) == dg.DagsterRunStatus.CANCELED
     seconds = time.monotonic() - started
-    eventually(lambda: not any(alive(process) for process in family), 10, "the end of the worker's processes")
+    eventually(lambda: not any(runs(process) for process in family), 10, "the end of the worker's processes")
     with contextlib.closing(site.fleet_db()) as fleet_db:
         assert fleet_db.history(run_id) and all(released for _, _, released in fleet_db.history(run_id))
         assert len(fleet_db.history(run_id)) == 1
         assert run_id not in [beat.run_id for beat in fleet_db.runs()]
     return seconds
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_cancels_under_full_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

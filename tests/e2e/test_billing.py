@@ -23,10 +23,11 @@ from support.api_site import ENDED, jsonl, line
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
-from batch_assets.api.billing.journal import FOLDER, apply_left_behind
+from batch_assets.api.billing.journal import FOLDER, apply_left_behind, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Used
 from batch_assets.api.records.database import Records
+from batch_assets.api.records.home_folders import own_folder
 
 pytestmark = pytest.mark.slow
 
@@ -155,8 +156,9 @@ def output_tokens(service: Service, batch_id: str) -> tuple[int, int, int]:
 
 
 def ledger_by_class(home: Path) -> dict[str, Used]:
-    with contextlib.closing(UsageLedger(Records(f"sqlite:///{home}/api.db"))) as ledger:
-        apply_left_behind(home / FOLDER, ledger)
+    records = Records(f"sqlite:///{home}/api.db")
+    with contextlib.closing(UsageLedger(records)) as ledger:
+        apply_left_behind(own_folder(home / FOLDER, records, left_file), ledger)
         found: dict[str, Used] = {}
         for one in ledger.lines("default"):
             found[one.key.service_class] = found.get(one.key.service_class, Used()).plus(one.used)

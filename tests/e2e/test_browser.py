@@ -175,7 +175,9 @@ def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
         ui.shot("canceled-run")
         with contextlib.closing(site.fleet_db()) as fleet_db:
             assert all(released for _, _, released in fleet_db.history(running[0].run_id))
-        kept = materialized(site)
+        # The cancellation may come between the commit of a batch and its entry in the catalog: the next run reports it.
+        written, kept = set(site.store.objects_by_batch("00000", "00019")), materialized(site)
+        assert kept <= written
         eventually(lambda: ui.partition_counts().get("Materialized") == len(kept), 30, "what was kept on the page")
 
         serve(site, FAST)
@@ -185,6 +187,6 @@ def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
         eventually(lambda: ui.partition_counts().items() >= repaired.items(), 30, "twenty green partitions")
         ui.shot("repaired")
         for key, (batch,) in site.store.objects_by_batch("00000", "00019").items():
-            assert (site.store.footer(batch).run_id == running[0].run_id) == (key in kept)
+            assert (site.store.footer(batch).run_id == running[0].run_id) == (key in written)
         published(site, 60)
         assert len(site.published_rows()) == 1000

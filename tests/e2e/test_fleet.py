@@ -201,7 +201,7 @@ def test_a_price_drop_in_the_middle_moves_the_run(tmp_path: Path, monkeypatch: p
     three = fleet(provider("sim-north", 1.2), provider("sim-east", 1.0), provider("sim-west", 1.5))
     with platform(tmp_path, monkeypatch, dataset("rhymes", 4 * ROWS), simulator=None, fleet=three) as site:
         site.launch_job("rhymes_refresh")
-        run_id = in_the_middle(site)
+        run_id = in_the_middle(site, 0.1)  # early: much is left for the second one when the first has ended
         (first,) = instances(site)
         assert first.provider == "sim-east"
         cloud(site).change("sim-north", "sim-north.l40s", price_per_hour=0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.api_site import CHAT, jsonl, line, no_instance, settings_of
+from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api import service
@@ -26,9 +27,13 @@ pytestmark = pytest.mark.slow
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
+TWO = [{"name": f"sim{n}", "kind": "simulated", "models": ["tiny"], "speed": 20} for n in (1, 2)]
+
+
 @contextlib.asynccontextmanager
-async def running(home: Path, models: ModelSettings) -> AsyncIterator[tuple[FrontDoor, httpx.AsyncClient]]:
-    engines = [{"name": f"sim{n}", "kind": "simulated", "models": ["tiny"], "speed": 20} for n in (1, 2)]
+async def running(
+    home: Path, models: ModelSettings, engines: Sequence[Mapping[str, object]] = TWO
+) -> AsyncIterator[tuple[FrontDoor, httpx.AsyncClient]]:
     (home / "fleet.yaml").write_text(json.dumps({"engines": engines}))
     door = build_front_door(replace(settings_of(home, None), models=models))
     before, service._open_instance = service._open_instance, no_instance
@@ -101,3 +106,32 @@ def test_a_reserve_of_two_is_held_without_work_and_shares_it(tmp_path: Path, mon
 
     asyncio.run(steps())
     assert leased() == set()
+
+
+def test_a_batch_of_one_replica_gets_the_engine_that_another_one_holds_for_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is only one, and the chats do not end: they are answered by it all the time."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+
+    async def steps(engine: Mapping[str, object]) -> None:
+        models, engines = ModelSettings(), [engine]
+        async with running(tmp_path, models, engines) as (_, one), running(tmp_path, models, engines) as (_, two):
+
+            async def answered() -> bool:
+                return (await one.post(CHAT, json=ASK)).status_code == 200
+
+            await until(answered)
+            lines = jsonl([line(str(number)) for number in range(20)])
+            file = await two.post("/v1/files", files={"file": ("in.jsonl", lines)}, data={"purpose": "batch"})
+            asked = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+            batch = (await two.post("/v1/batches", json=asked)).json()
+
+            async def completed() -> bool:
+                assert await answered()
+                return bool((await two.get(f"/v1/batches/{batch['id']}")).json()["status"] == "completed")
+
+            await until(completed)
+
+    with simulated_engine("--speed", "20") as engine:
+        asyncio.run(steps({"name": "lab", "kind": "endpoint", "url": engine.url, "models": ["tiny"]}))

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from support.processes import command_line, environment, runs
 from support.timing import PATIENCE, SOAK
 
 from batch_assets.local_dagster import first_server
@@ -67,25 +68,16 @@ def plan(rng: random.Random) -> list[str]:
 
 
 def words(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return " ".join(command_line(process))
 
 
 def of_home(home: Path) -> list[psutil.Process]:
     """Every process with this home in its environment: the command, its stack, and what that has started."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if any(value.endswith(str(home)) for value in process.environ().values()) and alive(process):
-                found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter()
+        if any(value.endswith(str(home)) for value in environment(process).values()) and runs(process)
+    ]
 
 
 @dataclass
@@ -150,7 +142,7 @@ class Series:
     def _kill(self, victims: list[psutil.Process], family: list[psutil.Process]) -> None:
         for victim in victims:
             victim.kill()
-        eventually(lambda: not any(alive(one) for one in family), END_SECONDS, f"the end of {family}")
+        eventually(lambda: not any(runs(one) for one in family), END_SECONDS, f"the end of {family}")
 
     def _kill_command(self, kind: str) -> None:
         family = of_home(self.here.home)
@@ -167,7 +159,7 @@ class Series:
             )
         self.go_on()
         eventually(lambda: "Dagster's UI" in self.command.said() or self.ended(), 90, "another stack")
-        assert [one for one in family if alive(one)] == []
+        assert [one for one in family if runs(one)] == []
 
     def go_on(self) -> None:
         self.command = self.here.start("run", NAME, "--no-progress")

@@ -14,9 +14,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("queue", ["embedded", pytest.param("redis", marks=needs_redis)])
-def test_kills_under_load_lose_nothing_that_was_accepted(tmp_path: Path, queue: str) -> None:
-    report = asyncio.run(play(Plan(queue, rate=20, seconds=11, kill_every=4, seed=30), tmp_path))
+@pytest.mark.parametrize(
+    ("queue", "servers"),
+    [("embedded", 1), pytest.param("redis", 1, marks=needs_redis), pytest.param("redis", 2, marks=needs_redis)],
+)
+def test_kills_under_load_lose_nothing_that_was_accepted(tmp_path: Path, queue: str, servers: int) -> None:
+    plan = Plan(queue, rate=20, seconds=11 if servers == 1 else 14, kill_every=4, seed=30, redis_servers=servers)
+    report = asyncio.run(play(plan, tmp_path))
     assert set(report.kills) == ({"service"} if queue == "embedded" else {"redis", "service", "consumer"})
     assert report.lost == {} and report.accepted > 0
     assert report.answered + report.dead_letters == report.accepted

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.processes import command_line, runs
 from support.vllm_server import make_models
 
 from e2e.harness import eventually, platform, shared_data
@@ -51,12 +52,7 @@ def machine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
 
 def processes_of(name: str) -> list[psutil.Process]:
     """Live processes whose command line or title holds `name`: machines are no descendants of ours."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE and name in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return [one for one in psutil.process_iter() if name in " ".join(command_line(one)) and runs(one)]
 
 
 def test_gsm8k_test_split_through_a_ui_backfill(

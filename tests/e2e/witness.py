@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 import psutil
 import pyarrow.parquet as pq
+from support.processes import command_line, environment, runs
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry
@@ -207,12 +208,8 @@ def compare_bills(home: Path) -> tuple[float, float, int]:
 def left_running(home: Path) -> list[str]:
     """Processes of any machine that this home ever had."""
     ids = {record.id for record in MachineRegistry(home).machines()}
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) in ids and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {' '.join(process.cmdline())}")
-    return found
+    left = [one for one in psutil.process_iter() if environment(one).get(MARK) in ids and runs(one)]
+    return [f"{process.pid} {' '.join(command_line(process))}" for process in left]
 
 
 # rows

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from batch_assets.api import service
 from batch_assets.api.app import create_app
 from batch_assets.api.billing.prices import PriceList
-from batch_assets.api.callers import ALL_SCOPES, Caller
 from batch_assets.api.model_settings import ModelSettings
+from batch_assets.api.requests.callers import ALL_SCOPES, Caller
 from batch_assets.api.settings import ApiLimits, ApiSettings
 from support.timing import PATIENCE
 

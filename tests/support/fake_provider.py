@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_runner.market.offers import Offer
 from gpu_runner.providers.base import (
@@ -32,6 +32,7 @@ class FakeMachine:
     stubborn: int = 0
     boots: bool = True
     at_risk: bool = False
+    leftover: str = ""
 
     @property
     def alive(self) -> bool:
@@ -127,7 +128,8 @@ class FakeProvider:
     def _describe(self, machine: FakeMachine) -> Machine:
         if machine.ended_at is not None and self.now() - machine.ended_at >= self.lag:
             ended = self.now() - machine.ended_at
-            return Machine(machine.name, f"id of {machine.name}", "ended", None, None, None, ended, machine.reason)
+            told = Machine(machine.name, f"id of {machine.name}", "ended", None, None, None, ended, machine.reason)
+            return replace(told, leftover=machine.leftover)
         state: MachineState = "running"
         notice = None if machine.taken_at is None else max(0.0, machine.taken_at - self.now())
         told = f"id of {machine.name}", state, "http://127.0.0.1:1", 256, notice

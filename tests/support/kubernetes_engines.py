@@ -52,6 +52,15 @@ def received(folder: Path) -> Counter[str]:
     return Counter(event["prompt"] for name in names for event in events(folder, name) if event["event"] == "received")
 
 
+def asked_again_by_engine(folder: Path) -> dict[str, int]:
+    """Engines that received a prompt more than once, with how many requests that was too much; canaries too."""
+    found = {}
+    for name in (file.stem for file in folder.glob("*.jsonl")):
+        asked = Counter(event["prompt"] for event in events(folder, name) if event["event"] == "received")
+        found[name] = sum(times - 1 for times in asked.values())
+    return {name: times for name, times in found.items() if times}
+
+
 def answers_by_row(folder: Path) -> Counter[str]:
     """How often each prompt was answered to the end by any engine; canaries too."""
     names = [file.stem for file in folder.glob("*.jsonl")]

@@ -277,7 +277,8 @@ class Platform:
                 "-n", PLATFORM, "rollout", "status", name, f"--timeout={PATIENCE * seconds:.0f}s", seconds=seconds + 10
             )
         query = "{ workspaceOrError { ... on Workspace { locationEntries { locationOrLoadError { __typename } } } } }"
-        self.until(lambda: "RepositoryLocation" in str(self.ask(query)), seconds)
+        # Each call goes to any replica, and one that was up before the code location loads its definitions later.
+        self.until(lambda: all("RepositoryLocation" in str(self.ask(query)) for _ in range(12)), seconds)
         return time.monotonic() - began
 
     def ask(self, query: str, variables: Any = None) -> Any:
@@ -338,13 +339,14 @@ class Platform:
         """Run ids of all runs that failed."""
         return {run["runId"] for run in self.runs() if run["status"] == "FAILURE"}
 
-    def retry_of(self, run_id: str) -> str | None:
-        """The run that was started in the place of this one, once it works."""
-        for run in self.runs():
-            tags = {tag["key"]: tag["value"] for tag in run["tags"]}
-            if tags.get("dagster/parent_run_id") == run_id and run["status"] in ("STARTED", "SUCCESS"):
-                return str(run["runId"])
-        return None
+    def replacement_of(self, run_id: str) -> str | None:
+        """The run that does the batches of this one by now: Dagster's retry of it, or the launcher's next."""
+        found = self.database(
+            f"""select b.run_id from batch_runs a join batch_runs b
+            on a.dataset = b.dataset and a.first_key <= b.last_key and b.first_key <= a.last_key
+            where a.run_id = '{run_id}' and b.run_id <> a.run_id and b.started_at > a.started_at"""
+        )
+        return found[0] if found else None
 
     def database(self, query: str) -> list[str]:
         """First column of a query to Postgres, past the API server."""
@@ -384,9 +386,13 @@ class Platform:
     def messages(self, run_id: str) -> list[str]:
         """What stands in the run's log, oldest first."""
         query = """query($id: ID!) { logsForRun(runId: $id, limit: 1000) { ... on EventConnection {
-            events { ... on MessageEvent { message } } } } }"""
+            events { ... on MessageEvent { message } ... on ErrorEvent { error { message } } } } } }"""
         events = self.ask(query, {"id": run_id})["logsForRun"]["events"]
-        return [one["message"] for one in events if "message" in one]
+        return [
+            f"{one['message']} {(one.get('error') or {}).get('message', '')}".strip()
+            for one in events
+            if "message" in one
+        ]
 
     def said(self, run_id: str) -> str:
         """What the launcher wrote into the run's log."""

@@ -19,6 +19,7 @@ from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry, ki
 from gpu_runner.providers.process_marks import marked
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
+from support.processes import command_line
 from support.timing import PATIENCE
 
 ORDER = EngineOrder(model="tiny", task="chat", max_num_seqs=8)
@@ -59,14 +60,6 @@ def processes(machine_id: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             found.append(psutil.Process(pid))
     return found
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    """Its words; none when it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def part(machine_id: str, module: str) -> psutil.Process:

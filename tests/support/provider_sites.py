@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.engine_process import free_port
 from support.guarded_engine import GuardedEngine
 from support.kubernetes_site import fake_cluster, pod_provider
 from support.machines import H100, ended_machines, eventually, local_provider, processes, simulated_cloud
+from support.processes import environment
 from support.runpod_site import runpod_site
 from support.ssh_site import Hosts
 
@@ -71,11 +70,8 @@ def ssh(home: Path, hosts: Hosts) -> Iterator[ProviderSite]:
         return hosts.provider(home, folder=str(home / "machines"), host={"gpus": 3})
 
     def alive() -> list[str]:
-        found = set()
-        for process in hosts.processes():
-            with contextlib.suppress(psutil.Error):
-                found.add(process.environ()["GPU_RUNNER_MACHINE"])
-        return sorted(found)
+        names = {environment(process).get("GPU_RUNNER_MACHINE") for process in hosts.processes()}
+        return sorted(name for name in names if name)
 
     yield ProviderSite(make, alive, mute="gpu_runner.providers.ssh.connections.HostConnection.engine_answers")
     for machine in make().list(""):

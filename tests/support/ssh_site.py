@@ -19,6 +19,7 @@ from gpu_runner.providers.ssh.config import SshProviderConfig
 from gpu_runner.providers.ssh.connections import connections
 from gpu_runner.providers.ssh.provider import SshProvider
 from support.documents import REPOSITORY
+from support.processes import environment, runs
 
 TOOL = REPOSITORY.parent / "shared" / "tools" / "vm-namespaces"
 _SITE = "SSH_SITE"  # in the environment of its engines: the folder of the hosts
@@ -64,13 +65,10 @@ class Hosts:
         """What runs of a machine's engine, or of all engines, on any of these hosts."""
         found = []
         for process in psutil.process_iter():
-            try:
-                variables = process.environ()
-                ours = variables.get(_SITE) == str(self.folder) and variables.get("GPU_RUNNER_MACHINE", "")
-                if ours and ours.startswith(machine_id) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
+            variables = environment(process)
+            ours = variables.get(_SITE) == str(self.folder) and variables.get("GPU_RUNNER_MACHINE", "")
+            if ours and ours.startswith(machine_id) and runs(process):
+                found.append(process)
         return found
 
     def config(self, **settings: Any) -> SshProviderConfig:

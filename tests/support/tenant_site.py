@@ -21,8 +21,8 @@ from batch_assets.api import service
 from batch_assets.api.access.authentication import JwtSettings
 from batch_assets.api.access.jwt_tokens import JwtPolicy
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
 from batch_assets.api.front_door import build_front_door
+from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiLimits, ApiSettings
 from support.api_site import jsonl, line, no_instance
 from support.timing import PATIENCE

@@ -14,7 +14,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batch_assets.api.callers import OPERATOR_SCOPES, Scope
+from batch_assets.api.requests.callers import OPERATOR_SCOPES, Scope
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 PREFIX = "sk-"

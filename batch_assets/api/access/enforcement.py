@@ -14,8 +14,8 @@ from batch_assets.api.access.quotas import Quotas
 from batch_assets.api.access.rate_limiter import RateLimiter
 from batch_assets.api.access.rate_limits import Limits, TenantLimits, rate_headers, too_many
 from batch_assets.api.access.request_access import RequestAccess, access_of
-from batch_assets.api.callers import Authenticate, Caller
-from batch_assets.api.errors import ApiError
+from batch_assets.api.requests.callers import Authenticate, Caller
+from batch_assets.api.requests.errors import ApiError
 
 log = logging.getLogger(__name__)
 

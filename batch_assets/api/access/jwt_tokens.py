@@ -15,7 +15,7 @@ from jwt.exceptions import PyJWTError
 
 from batch_assets.api.access.api_keys import is_tenant
 from batch_assets.api.access.jwks import VerifyingKey
-from batch_assets.api.callers import Caller, Scope
+from batch_assets.api.requests.callers import Caller, Scope
 
 MOST_BYTES = 8192
 MOST_SKEW_SECONDS = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import Request
 
-from batch_assets.api.callers import Caller
+from batch_assets.api.requests.callers import Caller
 
 STATE = "request_access"
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags. Ids of zeros only are none.
@@ -56,6 +56,12 @@ class RequestAccess:
     trace: Trace = field(default_factory=lambda: trace_of(None))
     caller: Caller | None = None
     headers: dict[str, str] = field(default_factory=dict)
+
+
+def begin_access(scope: MutableMapping[str, Any], trace: Trace) -> RequestAccess:
+    """A request that has just come, in this trace."""
+    found = scope.setdefault("state", {})[STATE] = RequestAccess(trace=trace)
+    return found
 
 
 def access_of(request: Request) -> RequestAccess:

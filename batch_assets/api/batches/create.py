@@ -9,8 +9,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from batch_assets.api.billing.spending import BUDGET, BudgetInvalid, parse_budget
-from batch_assets.api.errors import ApiError
 from batch_assets.api.records.files import LONGEST_LIFE, SHORTEST_LIFE
+from batch_assets.api.requests.errors import ApiError
 from batch_assets.spec.deadline import parse_seconds
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from batch_assets.api.batches.digest_set import DigestSet
 from batch_assets.api.batches.long_texts import LongTexts
 
 CUSTOM_ID_LENGTH = 512
@@ -61,7 +62,7 @@ class LineChecker:
         contexts: Mapping[str, int] | None = None,
     ) -> None:
         self._endpoint, self._models, self._resolve, self._contexts = endpoint, models, resolve, contexts or {}
-        self._seen: set[bytes] = set()  # 16 bytes of a hash each: a million ids of any length in 0.1 GB
+        self._seen = DigestSet()
         self.model: str | None = None
         self.long_texts = LongTexts()
 
@@ -103,14 +104,13 @@ class LineChecker:
             problems.append(_invalid("custom_id", f"a string of 1 to {CUSTOM_ID_LENGTH} characters", number))
             return None
         digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in self._seen:
+        if not self._seen.add(digest):
             said = (
                 f"The custom_id '{custom_id[:100]}' for this request is a duplicate of another request. "
                 "The custom_id parameter must be unique for each request in a batch."
             )
             problems.append(LineError("duplicate_custom_id", said, "custom_id", number))
             return None
-        self._seen.add(digest)
         return custom_id
 
     def _check_target(self, found: Mapping[str, Any], number: int, problems: list[LineError]) -> None:

@@ -14,13 +14,13 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.batches.create import CreateBatch
 from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
-from batch_assets.api.callers import Caller, Scope, caller_with
-from batch_assets.api.errors import ApiError, not_found
 from batch_assets.api.files.routes import listed
-from batch_assets.api.json_body import json_body
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, KeyReused, new_batch_id
 from batch_assets.api.records.files import Purpose, UnknownCursor
 from batch_assets.api.records.states import BatchStatus
+from batch_assets.api.requests.callers import Caller, Scope, caller_with
+from batch_assets.api.requests.errors import ApiError, not_found
+from batch_assets.api.requests.json_body import json_body
 
 RETRY_SECONDS = 900  # longer than the stock clients' time-out of ten minutes
 CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)

@@ -84,11 +84,13 @@ def check_input(
     limits: ApiLimits,
     resolve: Callable[[str], str] = lambda name: name,
     contexts: Mapping[str, int] | None = None,
+    *,
+    lines: int | None = None,
 ) -> Checked:
     """Check the file at `path`, and write the snapshot where nothing is wrong. Raises FileNotFoundError.
 
     `models`: those that can be had; None: not known now. `resolve`: the model behind a name.
-    `contexts`: most tokens of models, where that is known.
+    `contexts`: most tokens of models, where that is known. `lines`: how many there were when it was checked before.
     """
     checker = LineChecker(endpoint, models, resolve, contexts)
     store = batch_store(objects, batch_id)
@@ -117,6 +119,8 @@ def check_input(
             errors.append(_too_many(limits.lines))
         if not errors and not writer.rows:
             errors.append(LineError("empty_file", "The input file is empty: expected at least one request."))
+        if not errors and lines is not None and writer.rows != lines:
+            errors.append(LineError("invalid_input_file", f"Expected {lines:,} requests, found {writer.rows:,}."))
         if errors:
             return Checked(errors[: limits.listed_errors])
         assert checker.model is not None

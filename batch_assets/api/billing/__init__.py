@@ -2,8 +2,20 @@
 
 `prices` is the price list, `ledger` keeps who used how many tokens of which model and class on which day.
 `interactive_usage` writes what an answer used into a `journal`, which brings it there behind the requests,
-`batch_usage` brings that of batches. `spending` keeps the budget of a batch. `routes` shows tenants their own usage,
-`margin` sets it beside the bills of the fleet.
+`batch_usage` brings that of batches (`answer_usage`: of one line; `settlement`: at the end). `spending` keeps the
+budget of a batch. `routes` shows tenants their own usage, `margin` sets it beside the bills of the fleet.
 """
 
-__all__ = ["batch_usage", "interactive_usage", "journal", "ledger", "margin", "prices", "routes", "spending", "usage"]
+__all__ = [
+    "answer_usage",
+    "batch_usage",
+    "interactive_usage",
+    "journal",
+    "ledger",
+    "margin",
+    "prices",
+    "routes",
+    "settlement",
+    "spending",
+    "usage",
+]

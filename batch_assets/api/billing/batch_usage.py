@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 
+from batch_assets.api.billing.answer_usage import object_tokens
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.prices import PriceList, TokenPrices, charged
 from batch_assets.api.billing.spending import (
@@ -94,7 +95,11 @@ class BatchUsage:
             self._thread.join(seconds)
 
     def committed(self, record: BatchRecord, footer: BatchFooter) -> None:
-        """A batch object was written."""
+        """A batch object was written. One of an earlier version, which does not say what it is charged, is settled with
+        the end of its batch.
+        """
+        if object_tokens(footer) is None:
+            return
         try:
             self._queue.put_nowait((record, footer))
         except queue.Full:
@@ -127,7 +132,8 @@ class BatchUsage:
                 self._write(*found)
 
     def _write(self, record: BatchRecord, footer: BatchFooter) -> None:
-        tokens = Tokens(footer.prompt_tokens, 0, footer.completion_tokens)
+        if (tokens := object_tokens(footer)) is None:
+            return
         key, used = self.charges.key(record, self._clock()), self.charges.used(record, tokens, footer.ok)
         while not self._closed.is_set():
             try:

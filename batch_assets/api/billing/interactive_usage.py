@@ -9,7 +9,7 @@ from typing import Self
 from batch_assets.api.billing.journal import UsageJournal
 from batch_assets.api.billing.prices import PriceList, charged
 from batch_assets.api.billing.usage import INTERACTIVE, Kind, Tokens, Used
-from batch_assets.api.errors import ApiError
+from batch_assets.api.requests.errors import ApiError
 
 
 class InteractiveUsage:

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +27,7 @@ import orjson
 
 from batch_assets.api.billing.ledger import COUNTS, UsageLedger, fits
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
+from batch_assets.api.records.home_folders import take_over
 
 log = logging.getLogger(__name__)
 
@@ -252,8 +253,20 @@ def added_up(lines: bytes) -> tuple[dict[UsageKey, Used], list[TaskUsage]]:
     return dict(found), tasks
 
 
+@contextlib.contextmanager
+def left_file(path: Path) -> Iterator[bool]:
+    """Whether a process that is gone has left this file; then nobody else takes it while the body runs."""
+    segment = _Segment.left_behind(path) if path.suffix == SUFFIX else None
+    try:
+        yield segment is not None
+    finally:
+        if segment is not None:
+            segment.close()
+
+
 def apply_left_behind(folder: Path, ledger: UsageLedger) -> int:
     """Add the lines of processes that are gone, and delete their files. Returns how many files."""
+    take_over(folder, left_file)
     found = 0
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         segment = _Segment.left_behind(path)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from batch_assets.api.billing.settlement import settlement
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
 from batch_assets.api.records.amounts import (
     MILLION_DOLLARS,
@@ -100,15 +101,19 @@ class UsageLedger:
             locked = sa.select(BATCHES.c.status).where(BATCHES.c.id == batch_id).with_for_update()
             if connection.scalar(locked) not in [state.value for state in OPEN]:
                 return False
-            return _add_part(connection, batch_id, part, key, used)
+            if not _note_part(connection, batch_id, part, key, used):
+                return False
+            _add(connection, [(key, used)])
+        return True
 
     @staticmethod
     def settle(connection: sa.Connection, batch_id: str, key: UsageKey, used: Used) -> None:
-        """All that a batch used, in the transaction that ends it: what its parts do not say yet is added, or taken
-        back. A second call changes nothing.
+        """All that a batch used, in the transaction that ends it: what its parts do not say yet is added under `key`,
+        what they say too much is taken back where they said it. A second call changes nothing.
         """
-        row = connection.execute(sa.select(*_sums(USAGE_PARTS)).where(USAGE_PARTS.c.batch_id == batch_id)).one()
-        _add_part(connection, batch_id, REST, key, used.plus(_used(row), -1))
+        found = settlement(used, _parts(connection, batch_id, key), key)
+        if _note_part(connection, batch_id, REST, key, found.rest):
+            _add(connection, found.lines.items())
 
     def batch_usage(self, batch_id: str) -> Used:
         """What is in the ledger of one batch, until its contents are deleted."""
@@ -206,13 +211,24 @@ def _new_tasks(connection: sa.Connection, tasks: Sequence[TaskUsage]) -> list[Ta
     return [first[task_id] for task_id in new]
 
 
-def _add_part(connection: sa.Connection, batch_id: str, part: str, key: UsageKey, used: Used) -> bool:
-    row = {"batch_id": batch_id, "part": part, **_values(used)}
+def _parts(connection: sa.Connection, batch_id: str, today: UsageKey) -> list[tuple[UsageKey, Used]]:
+    """What a batch has added, by heading, the oldest day first. Of what an earlier version added nobody knows the
+    day: that is today, which may fall below 0 by it; sums over all days are exact."""
+    place = (USAGE_PARTS.c.day, USAGE_PARTS.c.service_class)
+    query = sa.select(*place, *_sums(USAGE_PARTS)).where(USAGE_PARTS.c.batch_id == batch_id).group_by(*place)
+    found = []
+    for day, service_class, *sums in connection.execute(query):
+        key = today if day is None else replace(today, day=day, service_class=service_class)
+        found.append((key, _used(sums)))
+    return sorted(found, key=lambda one: _order(one[0]))
+
+
+def _note_part(connection: sa.Connection, batch_id: str, part: str, key: UsageKey, used: Used) -> bool:
+    """False: it was noted before."""
+    place = {"day": key.day, "service_class": key.service_class}
+    row = {"batch_id": batch_id, "part": part, **place, **_values(used)}
     added = connection.execute(upsert(connection, USAGE_PARTS).values(row).on_conflict_do_nothing())
-    if added.rowcount != 1:
-        return False
-    _add(connection, [(key, used)])
-    return True
+    return bool(added.rowcount == 1)
 
 
 def _add(connection: sa.Connection, found: Iterable[tuple[UsageKey, Used]]) -> None:

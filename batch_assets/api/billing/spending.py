@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from batch_assets.api.billing.ledger import upsert
 from batch_assets.api.billing.prices import DECIMALS, TokenPrices
 from batch_assets.api.billing.usage import PICODOLLARS, Tokens
+from batch_assets.api.records.batches import Held, lock_open
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.usage_tables import BATCH_SPENDING
 
@@ -74,6 +75,7 @@ class BatchBudget:
         self._limit, self._prices, self._context = limit, prices, context
         self._lock = threading.Lock()
         self._spent = 0
+        self._parts: dict[str, int] = {}  # what of that is of lines of which 250 rows, by key
         self._held: dict[str, int] = {}  # by row id
         self._held_back = 0  # their sum
         self._refused: int | None = None  # the bound of the line that was refused last
@@ -89,10 +91,12 @@ class BatchBudget:
         with self._lock:
             return self._refused is not None and not self._held and self._refused > self._room()
 
-    def add(self, tokens: Tokens) -> None:
-        """Lines that were kept before."""
+    def set_part(self, part: str, tokens: Tokens) -> None:
+        """What is kept of 250 rows used these tokens, whatever was counted of them before."""
+        amount = self._prices.amount(tokens)
         with self._lock:
-            self._spent += self._prices.amount(tokens)
+            self._spent += amount - self._parts.get(part, 0)
+            self._parts[part] = amount
 
     def check(self) -> None:
         """Raises BudgetHolds while the line that was refused last does not fit."""
@@ -113,11 +117,13 @@ class BatchBudget:
                 self._held[row_id] = bound
         return len(rows)
 
-    def settle(self, row_id: str, tokens: Tokens) -> None:
-        """A line has its outcome."""
+    def settle(self, part: str, row_id: str, tokens: Tokens) -> None:
+        """A line of 250 rows has its outcome."""
+        amount = self._prices.amount(tokens)
         with self._lock:
             self._held_back -= self._held.pop(row_id, 0)
-            self._spent += self._prices.amount(tokens)
+            self._spent += amount
+            self._parts[part] = self._parts.get(part, 0) + amount
 
     def _room(self) -> int:
         return self._limit - self._spent - self._held_back
@@ -142,10 +148,13 @@ class SpendingRecords:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def write(self, batch_id: str, found: Spending) -> None:
-        """What a batch has cost so far."""
+    def write(self, held: Held, found: Spending) -> bool:
+        """What a batch has cost so far. False: it is another's by now, or has ended; nothing is written."""
         with self._records.writing() as connection:
-            write_spending(connection, batch_id, found)
+            if not lock_open(connection, held):
+                return False
+            write_spending(connection, held.batch_id, found)
+        return True
 
     def read(self, batch_ids: Sequence[str]) -> dict[str, Spending]:
         """Of those batches that have spent something."""

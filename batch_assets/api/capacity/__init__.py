@@ -2,7 +2,7 @@
 
 `windows` makes one question of many windows, `early_speeds` says what to ask before a speed is measured, `line_lengths`
 how long lines are, `backlog` puts these together from the records, `capacity` asks the planner and commands the fleet,
-as the capacity sensor does for datasets.
+as the capacity sensor does for datasets. `fleet_claim` keeps other services from it.
 """
 
-__all__ = ["backlog", "capacity"]
+__all__ = ["backlog", "capacity", "fleet_claim"]

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from batch_assets.api.batches.create import priority_of
 from batch_assets.api.batches.snapshot import TASKS
@@ -21,6 +22,7 @@ from gpu_runner.market.workload import Basis, Workload
 from gpu_runner.rows import Task
 
 ROUNDING = 1e-6  # engines
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,12 @@ class Backlog:
         for batch_id, tokens in self.tokens.items():
             sums[self.tasks[batch_id]] += tokens
         return max(sums, key=lambda task: sums[task])
+
+    @property
+    def served_tasks(self) -> frozenset[Task]:
+        """Those that its batches' engines serve: an engine makes embeddings, or generates."""
+        kinds = {task == "embedding" for task in self.tasks.values()}
+        return frozenset(task for task in ALL_TASKS if (task == "embedding") in kinds)
 
     def shares(self, mine: Collection[str], instances: int) -> dict[Task, int]:
         """Of so many engines, those for each feed of a worker that holds `mine`: by tokens, rounded up."""

@@ -61,7 +61,7 @@ class ModelNeed:
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """Since when (`steady`) a model has no open batch here, while its plan is that of `planned_at`."""
+    """Since when (`steady`) a model has no open batch, while its plan is that of `planned_at`."""
 
     since: float
     planned_at: float | None
@@ -95,13 +95,13 @@ class ModelCapacity:
         self._decided_at: dict[str, float] = {}
         self._failed: set[str] = set()  # of which nothing could be planned: tried again in their turn
         self._idle: dict[str, _Idle] = {}
-        self._planned_at: dict[str, float] = {}  # of the last command that was written here, by its name in the fleet
         self._announced: dict[str, str] = {}
         self._nothing_open = False  # at the last look, neither here nor in the fleet's database
 
     def look(self, open_batches: Sequence[BatchRecord], mine: Collection[str]) -> Engines:
         """How many engines each feed of a worker may have that holds the batches `mine`. Blocks: the fleet's database,
-        offers. Raises what they raise. Feeds that are not named need no more than their reserve.
+        offers. Raises what they raise. Feeds that are not named need no more than their reserve. 0: lines of other
+        feeds need what is leased, and engines of the same kind are shared.
         """
         budgeted = [one.id for one in open_batches if BUDGET in one.metadata_values()]
         spent, now = self._spending.read(budgeted), self._clock()
@@ -119,11 +119,11 @@ class ModelCapacity:
                 self._decide_all(fleet_db, due, targets)
                 targets |= {one.dataset: one for one in fleet_db.targets()}
             self._nothing_open = not found and not under_way
-        return {
-            (backlog.model, task): number
-            for name, backlog in named.items()
-            for task, number in backlog.shares(mine, self._instances(name, targets)).items()
-        }
+        engines: dict[tuple[str, Task], int] = {}
+        for name, backlog in named.items():
+            shares = backlog.shares(mine, self._instances(name, targets))
+            engines |= {(backlog.model, task): shares.get(task, 0) for task in {*backlog.served_tasks, *shares}}
+        return engines
 
     def _instances(self, name: str, targets: Mapping[str, DatasetTarget]) -> int:
         target = targets.get(name)
@@ -136,8 +136,8 @@ class ModelCapacity:
         return self._steady() - self._decided_at.get(name, float("-inf")) >= self._seconds
 
     def _end_idle(self, fleet_db: FleetDatabase, over: Sequence[DatasetTarget]) -> None:
-        """What has no open batch here. Another service, with records of its own, may plan for the same fleet: a request
-        that somebody else still writes to is theirs."""
+        """What has no open batch. A replica may have planned for one that opened after this look read the records: the
+        time begins again with each plan."""
         now, before = self._steady(), self._idle
         self._idle = {}
         for target in over:
@@ -146,13 +146,11 @@ class ModelCapacity:
             idle = before.get(name)
             if idle is None or idle.planned_at != planned_at:
                 idle = _Idle(now, planned_at)
-            own = planned_at is not None and planned_at == self._planned_at.get(name)
-            if now - idle.since < (IDLE_SECONDS if own else max(IDLE_SECONDS, 2 * self._seconds)):
+            if now - idle.since < IDLE_SECONDS:
                 self._idle[name] = idle
                 continue
             end_model(fleet_db, target, self._reserve.get(name, 0))
             self._announced.pop(name, None)
-            self._planned_at.pop(name, None)
 
     def _decide_all(
         self, fleet_db: FleetDatabase, due: Sequence[Backlog], targets: Mapping[str, DatasetTarget]
@@ -239,8 +237,7 @@ class ModelCapacity:
             clocks=around.clocks,
             memory=replace(memory, controller=state),
         )
-        if _write(fleet_db, decision):
-            self._planned_at[need.name] = decision.now
+        _write(fleet_db, decision)
         return decision
 
     def _ask(
@@ -320,8 +317,8 @@ def _budget_usd(fleet_db: FleetDatabase, target: DatasetTarget, budget: BatchBud
     return budget.left_beside(sum(one.usd.total for one in paid), tokens)
 
 
-def _write(fleet_db: FleetDatabase, decision: Decision) -> bool:
-    """The command, and what ends by it. False: it is another request's by now.
+def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
+    """The command, and what ends by it; nothing where it is another request's by now.
 
     An instance that is given up works on where its successor has room beside it. Else it ends at once, and a feed takes
     the successor in its place: leases of the front door do not move from one instance to another.
@@ -337,8 +334,7 @@ def _write(fleet_db: FleetDatabase, decision: Decision) -> bool:
         capacity_plan(decision),
     ):
         log.info("model %s: another replica has begun another request", target.dataset)
-        return False
+        return
     for one in command.assignments:
         if not one.beside:
             fleet_db.retire(one.instance, command.reason)
-    return True

@@ -33,7 +33,7 @@ def at_least(command: Command, held: Sequence[str], least: int) -> Command:
 
 
 def end_model(fleet_db: FleetDatabase, target: DatasetTarget, reserve: int) -> bool:
-    """No batch is open: what was rented for windows ends at once, one instance or the reserve when it is idle for long.
+    """No batch is open: what the model pays for ends at once, one instance or the reserve when it is idle for long.
 
     False: its request is another one by now.
     """
@@ -56,8 +56,7 @@ def end_model(fleet_db: FleetDatabase, target: DatasetTarget, reserve: int) -> b
 
 
 def _stands_for(one: Instance, dataset: str) -> bool:
-    own = one.works_for == dataset or (one.dataset == dataset and not one.leased)
-    return own and not one.retiring and one.state in ("intent", "booting", "ready")
+    return one.payer == dataset and not one.retiring and one.state in ("intent", "booting", "ready")
 
 
 def _leaves_last(one: Instance) -> tuple[bool, bool, float]:

@@ -11,8 +11,10 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EngineSupply
 from batch_assets.api.execution.engines.token_counts import too_long_texts
 from batch_assets.api.execution.model_feed import Committed
-from batch_assets.api.execution.results import Results, write_results
+from batch_assets.api.execution.results import Results, ResultsLost, write_results
 from batch_assets.api.models import Models, known_contexts, known_models
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
 from batch_assets.api.records.database import is_records_trouble
@@ -41,20 +43,25 @@ from batch_assets.api.records.states import (
     Transition,
 )
 from batch_assets.api.settings import ApiLimits
+from batch_assets.api.store_threads import StoreThreads
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, Spans
 from gpu_runner.rows import Task
 from resources.objects.health import is_store_trouble
-from resources.objects.opening import Objects
+from resources.objects.opening import CorruptObject, Objects
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+AGAIN_SECONDS = (1.0, 60.0)  # between two times that lines are written again, at first and at most
+READINGS = 3  # of lines that are damaged, each after they were written again
 VALIDATIONS = 2
 COUNTINGS = 4  # batches whose texts are counted at once, each with up to 32 MiB of them
+STORE_CALLS, RECORD_CALLS = 16, 4  # at once; the former more than loads and validations of batches
 DAY = 86_400
 
 Result = TypeVar("Result")
 
+OnLost = Callable[[BatchRun, int, int], None]
 Capacity = Callable[[Sequence[BatchRecord], Collection[str]], Mapping[tuple[str, Task], int]]
 
 
@@ -82,8 +89,9 @@ class Site:
 
     `resolve`: the model behind a name. `reserve`: engines of a model that stay, also without work. `engines_at_once`:
     how many a feed asks for without a reserve. `capacity`: how many engines each feed may have of a fleet, as of open
-    batches and those that this worker holds; None: nothing is rented. `local`: a folder of this computer for rows that
-    the store does not have yet; None: there is none.
+    batches and those that this worker holds; None: nothing is rented. `lost`: hears of batch objects that are damaged
+    or gone: of how many the lines are asked for again, and of how many not once more. `local`: a folder of this
+    computer for rows that the store does not have yet; None: there is none.
     """
 
     batches: BatchRecords
@@ -100,6 +108,7 @@ class Site:
     reserve: Mapping[str, int] = field(default_factory=dict)
     engines_at_once: int = 1
     capacity: Capacity | None = None
+    lost: OnLost = lambda run, again, given_up: None
     local: Path | None = None
 
 
@@ -110,6 +119,14 @@ class BatchLifecycle:
         self._site = site
         self._validations = asyncio.Semaphore(VALIDATIONS)
         self._countings = asyncio.Semaphore(COUNTINGS)
+        self._store = StoreThreads(STORE_CALLS, "batches-lifecycle")
+        # Calls of the records are not to wait for the store.
+        self._records = ThreadPoolExecutor(RECORD_CALLS, thread_name_prefix="batches-states")
+
+    def close(self) -> None:
+        """What waits for a thread is cancelled."""
+        self._store.close()
+        self._records.shutdown(wait=False, cancel_futures=True)
 
     async def validated(self, carried: Carried) -> bool:
         """Check the input. False: the batch has ended with that."""
@@ -130,8 +147,8 @@ class BatchLifecycle:
                     return False
             return False
         await self._move(carried, ACCEPT, now, total=checked.lines, model=checked.model)
-        await asyncio.to_thread(self._site.batches.describe, carried.held, checked.lines, checked.model)
-        current = await asyncio.to_thread(site.batches.current, carried.held)
+        await self._asked(lambda: site.batches.describe(carried.held, checked.lines, checked.model))
+        current = await self._asked(lambda: site.batches.current(carried.held))
         if current is None:
             return False
         carried.record = current
@@ -160,14 +177,66 @@ class BatchLifecycle:
                 raise InputAway(path) from None
             return Checked([LineError("invalid_input_file", "The input file was deleted or has expired.")])
 
+    async def lines_written_again(self, carried: Carried) -> bool:
+        """Of a batch under way whose lines in the store are damaged or gone: write them again from its input file.
+
+        They are the same rows, so what is done stays done. False: the file is gone, or is not what it was.
+        """
+        record, site = carried.record, self._site
+        model = record.model
+        if model is None:
+            return False
+
+        path = content_path(record.input_file_id)
+
+        def write() -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                limits = replace(site.limits, lines=max(site.limits.lines, record.total))
+                lines, by_name = record.total, lambda name: model
+                found = check_input(site.objects, path, record.id, record.endpoint, None, limits, by_name, lines=lines)
+                return not found.errors
+            return False
+
+        async with self._validations:
+            written = await self.patiently(write)
+        if written:
+            log.warning("batch %s: its lines were damaged or gone; they are written again", record.id)
+        else:
+            said = "batch %s: its lines are damaged or gone, and so is its input file: restore %s, or cancel the batch"
+            log.error(said, record.id, path)
+        return written
+
+    async def reading_lines(self, carried: Carried, call: Callable[[], Result]) -> Result:
+        """A call that reads the lines of a batch: those that are damaged or gone are written again. Raises
+        CorruptObject where that does not help.
+        """
+        for _ in range(READINGS - 1):
+            try:
+                return await self.patiently(call)
+            except CorruptObject:
+                if not await self.lines_written_again(carried):
+                    raise
+        return await self.patiently(call)
+
     async def until_over(self, carried: Carried, done: asyncio.Event) -> str:
-        """Wait until all rows are kept, or the batch is cancelled or expires: the code of the lines that are left."""
+        """Wait until all rows are kept, or the batch is cancelled or expires: the code of the lines that are left.
+
+        Lines that its feed finds damaged meanwhile are written again, and the feed goes on.
+        """
+        pause, again_at = AGAIN_SECONDS[0], 0.0
         while not done.is_set():
             if carried.record.state is BatchStatus.CANCELLING:
                 return "batch_cancelled"
             left = carried.record.expires_at - self._site.clock()
             if left <= 0:
                 return "batch_expired"
+            if carried.run is not None and carried.run.lines_damaged:
+                if (wait := again_at - time.monotonic()) <= 0:
+                    await self.lines_written_again(carried)
+                    carried.run.lines_damaged = False
+                    again_at, pause = time.monotonic() + pause, min(2 * pause, AGAIN_SECONDS[1])
+                    continue
+                left = min(left, wait)
             waiting = [asyncio.create_task(event.wait()) for event in (done, carried.news)]
             try:
                 await asyncio.wait(waiting, timeout=min(left, 60.0), return_when=asyncio.FIRST_COMPLETED)
@@ -177,14 +246,22 @@ class BatchLifecycle:
             carried.news.clear()
         return ""
 
-    async def deliver(self, carried: Carried, run: BatchRun, rest: str) -> None:
-        """Write the files, and say so in one transaction with the end of the batch."""
+    async def deliver(self, carried: Carried, run: BatchRun, rest: str) -> bool:
+        """Write the files, and say so in one transaction with the end of the batch.
+
+        False: results are lost that can be asked for again; they are left in `run`.
+        """
         site, record = self._site, run.record
         if run.done:  # whatever the last look has seen: it may be older than the batch's last move
             await self._move(carried, FINALIZE, int(site.clock()))
         now = int(site.clock())
         life = int(site.limits.batch_file_days * DAY) if record.output_seconds is None else record.output_seconds
-        found = await self.patiently(lambda: self._results(run, rest, now, now + life))
+        try:
+            found = await self.reading_lines(carried, lambda: self._results(run, rest, now, now + life))
+        except ResultsLost as lost:
+            again = run.ask_again(lost.keys)
+            site.lost(run, len(again), len(lost.keys) - len(again))
+            return False if again else await self.deliver(carried, run, rest)
         used = found.usage
         tokens = Tokens(used.input_tokens, used.cached_tokens, used.output_tokens)
         settled = site.usage.settle(
@@ -205,20 +282,21 @@ class BatchLifecycle:
             )
             if moved:
                 with contextlib.suppress(Exception):  # garbage, deleted with the batch otherwise
-                    await asyncio.to_thread(lambda: run.drop_segments(all_of_them=True))
-                return
+                    await self._store.call(lambda: run.drop_segments(all_of_them=True))
+                return True
         log.warning("batch %s: another worker has taken it over; its journal stays", run.batch_id)
+        return True
 
     @staticmethod
     def _results(run: BatchRun, rest: str, now: int, until: int) -> Results:
-        """`rest` is empty for a batch that is done: one with a damaged object waits for the end of its window."""
+        """`rest` is empty for a batch that is done: what is lost of one whose window is open is asked for again."""
         over = bool(rest) or run.record.expires_at <= now
-        return write_results(run, rest or "batch_cancelled", now, until, without_damaged=over)
+        return write_results(run, rest or "batch_cancelled", now, until, without_lost=over)
 
     async def ended_as_it_is(self, carried: Carried) -> bool:
         """End a batch that is being cancelled or whose window is over, without result files."""
         site = self._site
-        current = await asyncio.to_thread(site.batches.current, carried.held)
+        current = await self._asked(lambda: site.batches.current(carried.held))
         if current is None:
             return False
         now = int(site.clock())
@@ -239,13 +317,21 @@ class BatchLifecycle:
         **values: Any,
     ) -> bool:
         moves = self._site.batches.move
-        return await self.patiently(lambda: moves(carried.held, transition, now, files, also=also, **values))
+        move = partial(moves, carried.held, transition, now, files, also=also, **values)
+        return await self._repeated(lambda: self._asked(move))
+
+    async def _asked(self, call: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._records, call)
 
     async def patiently(self, call: Callable[[], Result]) -> Result:
-        """A call of the store or of the records, again and again while they are away."""
+        """A call of the store, again and again while it is away, or the records are."""
+        return await self._repeated(lambda: self._store.call(call))
+
+    @staticmethod
+    async def _repeated(call: Callable[[], Awaitable[Result]]) -> Result:
         while True:
             try:
-                return await asyncio.to_thread(call)
+                return await call()
             except Exception as error:
                 if not is_store_trouble(error) and not is_records_trouble(error):
                     raise

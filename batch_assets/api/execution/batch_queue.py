@@ -127,7 +127,7 @@ class BatchQueue:
         except BudgetHolds:  # until lines that are under way have cost less than they might have
             self._set_aside(run, priority, BUDGET_SECONDS)
             return None
-        except Exception as error:  # the store is away, or has lost what it had: the window of the batch decides
+        except Exception as error:  # the store is away, or the lines are damaged: they are written again meanwhile
             log.warning("batch %s: its rows cannot be read now: %s", run.batch_id, type(error).__name__)
             self._set_aside(run, priority, RETRY_SECONDS)
             return None

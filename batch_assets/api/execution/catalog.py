@@ -147,7 +147,7 @@ class CatalogReports:
 def missing(there: Collection[str], objects: Objects, record: BatchRecord) -> list[tuple[str, BatchFooter]]:
     """What the store has of a batch and the catalog has not. `there`: partitions that the catalog has.
 
-    What is damaged cannot be reported, now or later.
+    What is damaged or gone cannot be reported, now or later.
     """
     store = batch_store(objects, record.id)
     found: list[tuple[str, BatchFooter]] = []
@@ -160,8 +160,8 @@ def missing(there: Collection[str], objects: Objects, record: BatchRecord) -> li
         if partition_of(record.id, key) not in there:
             try:
                 found.append((record.id, store.footer(batch)))
-            except CorruptObject:
-                log.warning("catalog: batch %s: %s is not reported: it is damaged", record.id, batch.name)
+            except (CorruptObject, FileNotFoundError):
+                log.warning("catalog: batch %s: %s is not reported: it is damaged or gone", record.id, batch.name)
     return found
 
 

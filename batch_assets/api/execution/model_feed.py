@@ -19,10 +19,16 @@ from batch_assets.api.batches.create import priority_of
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import HELD_BACK, BatchRun
 from batch_assets.api.execution.engines.engine_slots import EngineSlot, EngineSlots
-from batch_assets.api.execution.engines.engine_supply import EngineAway, EngineSupply, NoFurtherEngine, ServingEngine
-from batch_assets.api.execution.local_journal import LocalJournal
+from batch_assets.api.execution.engines.engine_supply import (
+    EngineAway,
+    EngineSupply,
+    NobodyWaits,
+    NoFurtherEngine,
+    ServingEngine,
+)
 from batch_assets.api.execution.open_parts import OpenParts
 from batch_assets.api.execution.stops import StoppableEngine, Stops
+from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.verbatim_client import VerbatimClient
@@ -60,6 +66,9 @@ class ModelFeed:
         self.model, self.task, self._spans = model, task, spans
         self._slots = EngineSlots(most_engines)
         self._kept_until = 0.0  # by the monotonic clock: engines stay so long without batches
+        self._idle_since: float | None = None  # as far as somebody has looked
+        self._may_lease = asyncio.Event()
+        self._may_lease.set()
         self._local = local
         self.stops = Stops()
         self._engines, self._on_commit = engines, committed
@@ -83,6 +92,8 @@ class ModelFeed:
             done.set()
         else:
             self._queue.add(run, priority_of(run.record.metadata_values()))
+            self._idle_since = None
+            self._may_lease.set()
             self._work.set()
         return done
 
@@ -102,24 +113,40 @@ class ModelFeed:
 
     def keep(self, until: float) -> None:
         """Have engines until this time of the monotonic clock, whether there are batches or not."""
-        self._kept_until = max(self._kept_until, until)
+        self._kept_until, self._idle_since = max(self._kept_until, until), None
         self._work.set()
 
     def want_engines(self, number: int) -> None:
-        """So many engines from now on. What is too many is answered, and given back."""
+        """So many engines from now on. What is too many is answered, and given back.
+
+        0: who has lines of this model is to have what may be leased. One that has none itself leases none: interactive
+        requests go to engines that others lease.
+        """
+        if self._draining:
+            return
         self._slots.want(number)
+        if number < 1 and not self._has_lines:
+            self._may_lease.clear()
+        else:
+            self._may_lease.set()
 
     @property
     def idle(self) -> bool:
         """No batch has lines to send, nor lines under way, and nobody else wants its engines."""
-        return all(run.paused for run in self._runs.values()) and time.monotonic() >= self._kept_until
+        return not self._has_lines and time.monotonic() >= self._kept_until
+
+    @property
+    def _has_lines(self) -> bool:
+        return not all(run.paused for run in self._runs.values())
 
     def drain(self) -> None:
-        """Send nothing more; `serve` returns when what is in flight is answered and kept."""
+        """Send nothing more, get no engine; `serve` returns when what is in flight is answered and kept."""
         self._draining = True
+        self._slots.end_waiting()
         for stop in self._stops:
             stop.set()
         self._work.set()
+        self._may_lease.set()
 
     async def serve(self) -> None:
         """Until drained or cancelled: an engine while there is work, the journal often."""
@@ -127,25 +154,28 @@ class ModelFeed:
         try:
             await self._slots.run(self._serve)
         finally:
-            flushing.cancel()
-            await asyncio.gather(flushing, return_exceptions=True)
-            await self.flush()
-            self._local.close()
-            self._queue.close()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._queue.close()  # its reader ends, whatever becomes of the rest
+            try:
+                flushing.cancel()
+                await asyncio.gather(flushing, return_exceptions=True)
+                await self.flush()
+            finally:  # a store that hangs is not waited for when this is cancelled again
+                self._local.close()
+                self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, slot: EngineSlot) -> None:
         wait = AWAY_SECONDS[0]
         while True:
             await self._work.wait()
+            await self._may_lease.wait()
             if self._draining or not slot.needed:
                 return
             began = time.monotonic()
             try:
-                async with self._engines.engine(self.model, self.task) as engine:
+                async with self._engines.engine(self.model, self.task, self._waits) as engine:
                     slot.serving = True
                     await self._on_engine(engine, slot)
-            except NoFurtherEngine as error:
+            except (NoFurtherEngine, NobodyWaits) as error:
                 log.debug("model %s: %s", self.model, error)
             except (EngineLost, EngineRefused, EngineAway, TlsFilesError) as error:
                 log.warning("model %s: %s: %s", self.model, type(error).__name__, error)
@@ -199,18 +229,27 @@ class ModelFeed:
 
     async def _stop_in_time(self, engine: ServingEngine, slot: EngineSlot, stop: asyncio.Event) -> None:
         """Ends the session when the engine takes no more rows, is one too many, or was leased and has had no work for a
-        while."""
-        idle_since: float | None = None
+        while, or is to be another feed's, which shares it."""
         while not engine.ending.is_set() and not slot.leaves:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await engine.ending.wait()
-            now = time.monotonic()
-            idle_since = None if not self.idle else now if idle_since is None else idle_since
-            if engine.leased and idle_since is not None and now - idle_since >= IDLE_SECONDS:
-                self._work.clear()
+            if engine.leased and (self._idle_for_long() or not (engine.own or self._may_lease.is_set())):
                 break
         stop.set()
+
+    def _waits(self) -> bool:
+        """Whether an engine is waited for that is not there yet."""
+        return self._may_lease.is_set() and not self._idle_for_long()
+
+    def _idle_for_long(self) -> bool:
+        """Asked again and again. Then no engine is wanted until there is work."""
+        now = time.monotonic()
+        self._idle_since = None if not self.idle else now if self._idle_since is None else self._idle_since
+        if self._idle_since is None or now - self._idle_since < IDLE_SECONDS:
+            return False
+        self._work.clear()
+        return True
 
     def _on_row(self, key: str, outcome: Outcome) -> None:
         name, _, part = key.partition("/")
@@ -263,15 +302,17 @@ class ModelFeed:
 
     async def flush(self) -> None:
         """Write what waits for the journal. A store that is away is tried again with the next call."""
-        loop = asyncio.get_running_loop()
         self._local.turn()
-        all_written = True
-        for run in [run for run in self._runs.values() if run.unwritten]:
-            try:
-                await loop.run_in_executor(self._pool, run.flush)
-                await loop.run_in_executor(self._pool, run.drop_segments)
-            except Exception as error:  # RuntimeError: the pool is closed
-                all_written = False
-                log.warning("batch %s: journal not written: %s", run.batch_id, type(error).__name__)
-        if all_written:
+        written = await asyncio.gather(*(self._written(run) for run in self._runs.values() if run.unwritten))
+        if all(written):
             self._local.drop_closed()
+
+    async def _written(self, run: BatchRun) -> bool:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._pool, run.flush)
+            await loop.run_in_executor(self._pool, run.drop_segments)
+        except Exception as error:  # RuntimeError: the pool is closed
+            log.warning("batch %s: journal not written: %s", run.batch_id, type(error).__name__)
+            return False
+        return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,14 +16,14 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.api.batches.snapshot import SNAPSHOT
-from batch_assets.api.errors import MESSAGE_LENGTH, envelope, error_type
+from batch_assets.api.billing.answer_usage import answer_usage
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.read_ahead import read_ahead
+from batch_assets.api.execution.storage.read_ahead import read_ahead
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.api.records.files import FileRecord, Purpose, content_path
+from batch_assets.api.requests.errors import MESSAGE_LENGTH, envelope, error_type
 from gpu_runner.rows import Outcome
-from resources.objects.opening import CorruptObject, temporary_folder
-from resources.store.dataset_store import BatchEntry
+from resources.objects.opening import temporary_folder
 
 _WORDS = ("message", "param", "code")
 READS = 4  # at once, of 250 rows each
@@ -32,7 +32,7 @@ REJECTED, HTTP = "rejected_", "http_"
 REST = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed because the batch was cancelled.",
-    "result_damaged": "The result of this request was damaged in the store.",
+    "result_damaged": "The result of this request was damaged or lost in the store.",
 }
 CODES = {"timeout": ("request_timeout", "This request timed out.")}
 MESSAGES = {
@@ -52,13 +52,11 @@ class Usage:
 
     def add(self, outcome: Outcome) -> None:
         """Those of one more answer."""
-        self.input_tokens += outcome.prompt_tokens
-        self.output_tokens += outcome.completion_tokens
-        text = outcome.output if isinstance(outcome.output, str) else ""
-        if '"cached_tokens"' in text or '"reasoning_tokens"' in text:
-            usage = _object(_object(orjson.loads(text)).get("usage"))
-            self.cached_tokens += _whole(_object(usage.get("prompt_tokens_details")).get("cached_tokens"))
-            self.reasoning_tokens += _whole(_object(usage.get("completion_tokens_details")).get("reasoning_tokens"))
+        found = answer_usage(outcome)
+        self.input_tokens += found.tokens.input_tokens
+        self.cached_tokens += found.tokens.cached_tokens
+        self.output_tokens += found.tokens.output_tokens
+        self.reasoning_tokens += found.reasoning_tokens
 
     def to_json(self) -> str:
         """As `usage` of a batch object."""
@@ -73,15 +71,27 @@ class Usage:
         )
 
 
+class ResultsLost(Exception):
+    """Batch objects of a batch that is not over are damaged or gone: their rows can be asked for again."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__(f"{len(keys)} batch objects")
+        self.keys = keys
+
+
 @dataclass(slots=True)
 class Results:
-    """What was written: the files' records, and the counts of the batch."""
+    """What was written: the files' records, and the counts of the batch.
+
+    `lost`: keys of objects without results that can be asked for again.
+    """
 
     output: FileRecord | None = None
     error: FileRecord | None = None
     completed: int = 0
     failed: int = 0
     usage: Usage = field(default_factory=Usage)
+    lost: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> list[FileRecord]:
@@ -89,18 +99,18 @@ class Results:
         return [file for file in (self.output, self.error) if file is not None]
 
 
-def write_results(
-    run: BatchRun, rest: str, created_at: int, expires_at: int, *, without_damaged: bool = False
-) -> Results:
+def write_results(run: BatchRun, rest: str, created_at: int, expires_at: int, *, without_lost: bool = False) -> Results:
     """Write both files into the store. `rest`: the code of lines that have no outcome. Blocks.
 
-    Raises CorruptObject; not `without_damaged`: lines of damaged objects are then errors.
+    Raises CorruptObject for the input, ResultsLost; not `without_lost`: lines of lost objects are then errors.
     """
     found = Results()
     with temporary_folder() as folder:
         output, error = Path(folder) / "output", Path(folder) / "error"
         with output.open("wb") as good, error.open("wb") as bad:
-            _write_lines(run, rest, found, good, bad, without_damaged)
+            _write_lines(run, rest, found, good, bad)
+        if found.lost and not without_lost:
+            raise ResultsLost(found.lost)
         for kind, path, lines in ((OUTPUT, output, found.completed), (ERROR, error, found.failed)):
             if not lines:
                 continue
@@ -130,22 +140,14 @@ def unnamed_contents(batch: BatchRecord) -> list[str]:
     return [content_path(one) for one in ids if one not in (batch.output_file_id, batch.error_file_id)]
 
 
-def _write_lines(
-    run: BatchRun, rest: str, found: Results, good: BinaryIO, bad: BinaryIO, without_damaged: bool
-) -> None:
-    def kept(entry: BatchEntry) -> Mapping[str, Outcome] | None:
-        try:
-            return run.outcomes(entry.key)
-        except CorruptObject:
-            if not without_damaged:
-                raise
-            return None
-
+def _write_lines(run: BatchRun, rest: str, found: Results, good: BinaryIO, bad: BinaryIO) -> None:
     manifest = run.store.manifest(SNAPSHOT)
     tables = run.store.prompt_tables(manifest, run.entries, ("row_id",))
-    for (_, table), found_rows in zip(tables, read_ahead(kept, run.entries, READS), strict=True):
-        outcomes = found_rows or {}
-        reason = "result_damaged" if found_rows is None else rest
+    keys = [entry.key for entry in run.entries]
+    for (entry, table), kept in zip(tables, read_ahead(run.outcomes, keys, READS), strict=True):
+        outcomes, reason = (kept, rest) if kept is not None else (run.journaled(entry.key), "result_damaged")
+        if kept is None and entry.key not in run.given_up:
+            found.lost.append(entry.key)
         for custom_id in table.column("row_id").to_pylist():
             outcome = outcomes.get(custom_id)
             if outcome is not None and outcome.ok:
@@ -197,7 +199,3 @@ def _refusal(status: int, said: str) -> str:
 
 def _object(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -3,6 +3,8 @@
 What the store keeps of a batch (its lines, journal and objects, `api/batches/ID/`) goes once the batch has ended and
 its input and result files are deleted or expired. It is noted as deleted by a sweep that finds nothing left: one that
 was ended half-way is done again, and so is what a worker wrote that had lost the batch and did not know it yet.
+
+Contents without a record stay: they may be another service's, or a user's whose records were lost or restored.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from collections.abc import Callable, Iterable
 from batch_assets.api.batches.snapshot import batch_folder
 from batch_assets.api.execution.results import unnamed_contents
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.files import FileRecords, content_path
+from batch_assets.api.records.files import FileRecords
+from batch_assets.api.store_threads import StoreThreads
 from resources.objects.opening import Objects
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 60.0
-LIST_EVERY = 60  # sweeps between two looks for contents without a record
 TOGETHER = 100
 
 
@@ -35,15 +37,14 @@ class Sweeper:
     def __init__(self, batches: BatchRecords, files: FileRecords, objects: Objects, clock: Callable[[], float]) -> None:
         self._batches, self._files, self._objects, self._clock = batches, files, objects, clock
         self._stop = threading.Event()
-        self._without_record: frozenset[str] = frozenset()
-        self._sweeps = 0
 
     async def run(self) -> None:
-        """Sweep now and then, in a thread."""
+        """Sweep now and then, in a thread of its own."""
+        thread = StoreThreads(1, "batches-sweeper")
         try:
             while True:
                 try:
-                    await asyncio.to_thread(self.sweep)
+                    await thread.call(self.sweep)
                 except Stopped:
                     return
                 except Exception as error:  # the store or the records are away: what is left is swept the next time
@@ -51,6 +52,7 @@ class Sweeper:
                 await asyncio.sleep(SWEEP_SECONDS)
         finally:
             self._stop.set()
+            thread.close()
 
     def sweep(self) -> None:
         """Everything that can be deleted now. Raises as the store and the records."""
@@ -60,9 +62,6 @@ class Sweeper:
                 self._files.forget(file.id)
         for batch in self._batches.without_files(self._clock()):
             self._clear(batch)
-        if self._sweeps % LIST_EVERY == 0:
-            self._delete_without_record()
-        self._sweeps += 1
 
     def _clear(self, batch: BatchRecord) -> None:
         self._batches.set_reported(batch.id)  # nothing is left to be reported from
@@ -71,14 +70,6 @@ class Sweeper:
         if not found:
             self._delete(unnamed_contents(batch))
             self._batches.set_contents_deleted(batch.id, int(self._clock()))
-
-    def _delete_without_record(self) -> None:
-        """Contents of uploads whose record was never written, as two looks an hour apart have found them."""
-        folder = content_path("")
-        names = (info.path.removeprefix(folder) for info in self._objects.list(folder))
-        found = frozenset(name for name in names if not self._files.has(name))
-        self._delete(content_path(name) for name in found & self._without_record)
-        self._without_record = found
 
     def _delete(self, paths: Iterable[str]) -> None:
         for path in paths:

@@ -20,9 +20,9 @@ from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.billing.spending import Spending
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, Site
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.holders import gone, own_name
-from batch_assets.api.execution.local_journal import LeftRows, LocalJournal
 from batch_assets.api.execution.model_feed import ModelFeed
+from batch_assets.api.execution.storage.holders import gone, own_name
+from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
 from batch_assets.api.execution.sweeper import Sweeper
 from batch_assets.api.models import known_contexts
 from batch_assets.api.records.batches import OpenBatch
@@ -35,7 +35,9 @@ POLL_SECONDS = 0.25
 HOLD_SECONDS, RENEW_SECONDS = 5.0, 1.0
 COUNT_SECONDS = 0.5
 DRAIN_SECONDS = 3.0  # how long requests in flight have at the end
+KEEP_SECONDS = 3.0  # how long the store then has to take the rows that were finished last
 FAILED_SECONDS = 10.0
+LOST_SECONDS = (1.0, 60.0)  # before results that were lost in the store are asked for again, at first and at most
 PLAN_SECONDS = 2.0
 LOADS = 8
 
@@ -142,20 +144,19 @@ class Worker:
         return max(1, self._site.reserve.get(model, 1))
 
     async def _end(self) -> None:
-        self._ending = True
+        self._ending = True  # no feed is made, and no batch added to one
         feeds = [task for _, task in self._feeds.values()]
         for feed, _ in self._feeds.values():
             feed.drain()
         if feeds:
             await asyncio.wait(feeds, timeout=DRAIN_SECONDS)
-        tasks = [one.task for one in self._carried.values() if one.task is not None]
-        tasks += [task for _, task in self._feeds.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Feeds first: with its end each writes the rows that were finished last, of all batches that it still has.
+        await _cancelled(feeds)
+        await _cancelled([one.task for one in self._carried.values() if one.task is not None])
         with contextlib.suppress(Exception):
             await self._asked(self._site.batches.release, self._name)
         self._threads.shutdown(wait=False)
+        self._lifecycle.close()
 
     def _is_due(self, what: str, seconds: float) -> bool:
         now = self._loop.time()
@@ -237,7 +238,7 @@ class Worker:
             if run is not None and run.budget is not None:
                 spending = Spending(run.budget.spent, run.paused)
                 if spending != carried.spending:
-                    await self._asked(self._site.usage.spending.write, run.batch_id, spending)
+                    await self._asked(self._site.usage.spending.write, carried.held, spending)
                     carried.spending = spending
 
     # one batch
@@ -259,18 +260,38 @@ class Worker:
         budget = self._site.usage.budget(record, contexts.get(record.model or ""))
         run = BatchRun(self._site.objects, record, carried.held, self._name, budget)
         async with self._loads:
-            await self._lifecycle.patiently(lambda: run.load(self._left.of(record.id)))
+            await self._lifecycle.reading_lines(carried, lambda: run.load(self._left.of(record.id)))
         if self._left.waiting:
             await self._asked(self._left.settle, [record.id])
         carried.run = run
+        run.on_lines_damaged = lambda: self._tell(carried)
         run.trace = None if carried.span is None else carried.span.trace
+        pause = LOST_SECONDS[0]
+        # A batch that is ready only when this worker ends is left to the next one: no feed begins any more.
+        while not self._ending and not await self._served_and_delivered(carried, run):
+            rested = asyncio.Event()  # results that were lost in the store are asked for again
+            timer = self._loop.call_later(pause, rested.set)
+            pause = min(2 * pause, LOST_SECONDS[1])
+            rest = await self._lifecycle.until_over(carried, rested)
+            timer.cancel()
+            if rest:
+                run.over = True
+                await self._lifecycle.deliver(carried, run, rest)
+                return
+
+    def _tell(self, carried: Carried) -> None:
+        """There is news of a batch. For any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(carried.news.set)
+
+    async def _served_and_delivered(self, carried: Carried, run: BatchRun) -> bool:
         feed = self._feed(*_feed_key(run))
         done = feed.add(run)
         rest = await self._lifecycle.until_over(carried, done)
         feed.end(run)
         await self._lifecycle.patiently(run.flush)
         feed.remove(run)
-        await self._lifecycle.deliver(carried, run, rest)
+        return await self._lifecycle.deliver(carried, run, rest)
 
     def _feed(self, model: str, task: Task) -> ModelFeed:
         """The feed of a model. One that failed is replaced: its batches are taken up again."""
@@ -296,6 +317,14 @@ class Worker:
             if carried.run is not None and _feed_key(carried.run) == key:
                 assert carried.task is not None
                 carried.task.cancel()  # the next look takes the batch up again
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End tasks, whatever comes of them. One that still waits for the store after KEEP_SECONDS is left alone."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=KEEP_SECONDS)
 
 
 def _feed_key(run: BatchRun) -> tuple[str, Task]:

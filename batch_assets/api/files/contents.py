@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from batch_assets.api.records.files import FileRecord
+from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects
 
 PART_BYTES = 1 << 20
@@ -32,8 +32,8 @@ class OpenContent:
     rest: BinaryIO
 
 
-async def open_content(objects: Objects, file: FileRecord) -> OpenContent:
-    """The content, opened. Raises FileNotFoundError, and what the store raises."""
+async def open_content(threads: StoreThreads, objects: Objects, file: FileRecord) -> OpenContent:
+    """The content, opened. Raises FileNotFoundError, StoreBusy, and what the store raises."""
 
     def opened() -> OpenContent:
         content = objects.open(file.path)
@@ -43,15 +43,15 @@ async def open_content(objects: Objects, file: FileRecord) -> OpenContent:
             content.close()
             raise
 
-    return await asyncio.to_thread(opened)
+    return await threads.call_soon(WAIT_SECONDS, opened)
 
 
-async def parts_of(content: OpenContent) -> AsyncIterator[bytes]:
+async def parts_of(threads: StoreThreads, content: OpenContent) -> AsyncIterator[bytes]:
     """The content, part by part; closes it."""
     try:
         part = content.first
         while part:
             yield part
-            part = await asyncio.to_thread(content.rest.read, PART_BYTES)
+            part = await threads.call(content.rest.read, PART_BYTES)
     finally:
-        await asyncio.to_thread(content.rest.close)
+        await threads.call(content.rest.close)

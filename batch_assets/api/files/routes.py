@@ -12,8 +12,6 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
-from batch_assets.api.callers import Caller, Scope, caller_with
-from batch_assets.api.errors import ApiError, not_found, store_away, store_calls
 from batch_assets.api.files.contents import expiry, now, open_content, parts_of
 from batch_assets.api.files.upload import Upload, read_upload
 from batch_assets.api.records.files import (
@@ -26,7 +24,10 @@ from batch_assets.api.records.files import (
     UnknownCursor,
     new_file_id,
 )
+from batch_assets.api.requests.callers import Caller, Scope, caller_with
+from batch_assets.api.requests.errors import ApiError, not_found, store_away, store_calls
 from batch_assets.api.settings import ApiSettings
+from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects, temporary_folder
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,12 @@ def records_of(request: Request) -> FileRecords:
     return found
 
 
+def threads_of(request: Request) -> StoreThreads:
+    """The service's threads for calls of the store."""
+    found: StoreThreads = request.app.state.store_threads
+    return found
+
+
 @router.post("")
 async def upload_file(request: Request, caller: Writer) -> dict[str, Any]:
     """Upload a file of JSON lines, as multipart/form-data with the fields `file` and `purpose`."""
@@ -75,7 +82,7 @@ async def upload_file(request: Request, caller: Writer) -> dict[str, Any]:
         file = _checked(upload, caller.tenant, settings.limits.batch_file_days)
         with store_calls():
             try:
-                await asyncio.to_thread(objects.upload, file.path, target)
+                await threads_of(request).call_soon(WAIT_SECONDS, objects.upload, file.path, target)
             except FileNotFoundError:  # a folder of the store
                 raise store_away() from None
     await asyncio.to_thread(records_of(request).add, file)
@@ -176,15 +183,15 @@ async def retrieve_file(request: Request, caller: Reader, file_id: str) -> dict[
 @router.get("/{file_id}/content", response_class=StreamingResponse)
 async def file_content(request: Request, caller: Reader, file_id: str) -> StreamingResponse:
     """The content of a file."""
-    file = await found(request, caller, file_id)
+    file, threads = await found(request, caller, file_id), threads_of(request)
     try:
         with store_calls():
-            content = await open_content(request.app.state.objects, file)
+            content = await open_content(threads, request.app.state.objects, file)
     except FileNotFoundError:
         await found(request, caller, file_id)  # deleted meanwhile; else its record goes last: the store is away
         raise store_away() from None
     headers = {"Content-Length": str(file.bytes), "Content-Disposition": attachment(file.filename)}
-    return StreamingResponse(parts_of(content), media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(parts_of(threads, content), media_type="application/octet-stream", headers=headers)
 
 
 def attachment(filename: str) -> str:

@@ -1,4 +1,4 @@
-"""Which engines serve which model now: those that the service's own feeds hold, and configured endpoints.
+"""Which engines serve which model now: those that feeds of this or another replica hold, and configured endpoints.
 
 Whoever holds an engine announces it and withdraws it, in any thread; all else belongs to one event loop. A configured
 endpoint is asked for its models (`GET /v1/models`), at most every `fresh` seconds, beside requests for models that are
@@ -11,11 +11,12 @@ goes there; when that fails, too, the next rest is twice as long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_runner.http.tls_files import TlsFiles
@@ -34,7 +35,7 @@ class EngineTarget:
     """One engine. `url` without `/v1`. `api_key`: for this engine only.
 
     `hardware`: what it runs on, `places`: requests that it runs at once, and `region`: where it is, where somebody
-    knows it.
+    knows it. `name`: in the fleet; empty: it is not of the fleet.
     """
 
     url: str
@@ -44,6 +45,7 @@ class EngineTarget:
     hardware: str = field(default="", compare=False)
     places: int | None = field(default=None, compare=False)
     region: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class _Endpoint:
 
 
 ListModels = Callable[[str], Awaitable[list[str]]]
+CountRows = Callable[[], int]
 
 
 class EngineDirectory:
@@ -96,6 +99,7 @@ class EngineDirectory:
         self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1"), places.get(url, "")) for url in endpoints]
         self._changing = threading.Lock()
         self._announced: dict[EngineTarget, int] = {}  # replaced, never changed: other threads announce
+        self._feeds: dict[str, tuple[CountRows, ...]] = {}  # by address; replaced, never changed
         self._load: dict[EngineTarget, _Load] = {}
         self._lacking: OrderedDict[tuple[str, str], float] = OrderedDict()  # (address, path), since when
 
@@ -121,6 +125,33 @@ class EngineDirectory:
         with self._changing:
             held = {**self._announced, engine: self._announced.get(engine, 0) - 1}
             self._announced = {one: times for one, times in held.items() if times > 0}
+
+    def times_announced(self, engine: EngineTarget) -> int:
+        """How many hold it now."""
+        return self._announced.get(engine, 0)
+
+    def in_flight(self, engine: EngineTarget) -> int:
+        """Requests that are under way there. For any thread."""
+        load = self._load.get(engine)
+        return 0 if load is None else load.in_flight
+
+    @contextlib.contextmanager
+    def feeding(self, url: str, rows: CountRows) -> Iterator[None]:
+        """Meanwhile a feed of this process has batch rows on the engine with this address: so many as `rows` says, in
+        any thread.
+        """
+        with self._changing:
+            self._feeds = {**self._feeds, url: (*self._feeds.get(url, ()), rows)}
+        try:
+            yield
+        finally:
+            with self._changing:
+                left = tuple(one for one in self._feeds[url] if one is not rows)
+                self._feeds = {name: feeds for name, feeds in {**self._feeds, url: left}.items() if feeds}
+
+    def batch_rows(self, url: str) -> int:
+        """Rows of batches that feeds of this process have on the engine with this address now."""
+        return sum(rows() for rows in self._feeds.get(url, ()))
 
     async def engines(self, model: str) -> list[EngineTarget]:
         """Engines of a model: reachable ones first, then those with the fewest requests. Empty: nobody serves it."""

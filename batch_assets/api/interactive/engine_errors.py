@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batch_assets.api.errors import ApiError
+from batch_assets.api.requests.errors import ApiError
 
 RELAYED = frozenset({400, 404, 408, 413, 415, 422})  # what an engine says of the request itself
 LOST = "The engine was lost before it answered."

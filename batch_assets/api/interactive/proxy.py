@@ -24,7 +24,6 @@ from starlette.types import Receive, Send
 
 from batch_assets.api.access.request_access import RequestAccess
 from batch_assets.api.batches.snapshot import TASKS
-from batch_assets.api.errors import ApiError, envelope
 from batch_assets.api.interactive.cache_salt import CacheSalts
 from batch_assets.api.interactive.engine_choice import EngineChoice, EngineOrder, SentRequest
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
@@ -41,6 +40,7 @@ from batch_assets.api.interactive.engine_errors import (
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
 from batch_assets.api.interactive.streams.event_stream import StreamReader, Usage, read_usage
+from batch_assets.api.requests.errors import ApiError, envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
 from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
@@ -112,6 +112,7 @@ class Proxy:
         self.directory, self.first_tokens, self._metrics = directory, first_tokens, metrics
         self.choice, self._policy, self._spans = choice, policy, spans
         self.known: Callable[[], Awaitable[frozenset[str] | None]] | None = None  # models that could be served
+        self.find: Callable[[str], Awaitable[None]] | None = None  # looks where else engines of a model are
         self.salts: CacheSalts | None = None
         self.want: Callable[[str, str], None] | None = None  # has an engine of a model, for requests to a path, kept
         self._wanted: OrderedDict[str, float] = OrderedDict()
@@ -175,16 +176,17 @@ class Proxy:
     async def _engines(self, path: str, model: str) -> list[EngineTarget]:
         """Engines of a model for requests to a path. Raises ApiError where there is none."""
         engines = await self.directory.engines(model)
-        if engines:
-            self._keep(model, path)
-        if engines and not (engines := [one for one in engines if self.directory.has_route(one, path)]):
-            raise no_route(path)
-        if not engines:
-            if self.known is not None and model in (await self.known() or ()):
-                self._keep(model, path)
-                raise ApiError(503, "No engine of this model runs now.", headers={"Retry-After": "30"})
+        if not engines and model not in (await self.known() or () if self.known is not None else ()):
             message = f"The model `{model}` does not exist or you do not have access to it."
             raise ApiError(404, message, code="model_not_found", param="model")
+        self._keep(model, path)
+        if not engines and self.find is not None:
+            await self.find(model)
+            engines = await self.directory.engines(model)
+        if not engines:
+            raise ApiError(503, "No engine of this model runs now.", headers={"Retry-After": "30"})
+        if not (engines := [one for one in engines if self.directory.has_route(one, path)]):
+            raise no_route(path)
         return engines
 
     def _keep(self, model: str, path: str) -> None:

@@ -14,15 +14,15 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
 from batch_assets.api.billing.usage import Kind, Tokens
-from batch_assets.api.callers import Caller, caller_with
-from batch_assets.api.callers import Scope as KeyScope
-from batch_assets.api.errors import ApiError, error_response
 from batch_assets.api.interactive.embedding_lists import PATH as EMBEDDINGS
 from batch_assets.api.interactive.embedding_lists import EmbeddingLists, read_input
 from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disconnected
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.streams.event_stream import EventStream, StreamReader, Usage
 from batch_assets.api.interactive.streams.response_stream import ResponseStream
+from batch_assets.api.requests.callers import Caller, caller_with
+from batch_assets.api.requests.callers import Scope as KeyScope
+from batch_assets.api.requests.errors import ApiError, error_response
 from gpu_runner.routing.latency_target import ANY_LATENCY, InvalidTarget, LatencyTarget, read_target
 
 RESPONSES = "/v1/responses"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import Counter, Histogram
 
 from batch_assets.api.telemetry.metrics import Gauges, ServiceMetrics
@@ -29,11 +31,15 @@ class RoutingFigures:
             f"{name}decision_seconds", "Of one choice.", registry=metrics.registry, buckets=_SECONDS
         )
 
+        # Labels are bounded, and looked up for each request.
+        self._reason = functools.cache(self._choices.labels)
+        self._region = functools.cache(self._regions.labels)
+
     def chosen(self, reason: str, region: str) -> None:
         """One of the words of Reason, or `shed`."""
-        self._choices.labels(reason).inc()
+        self._reason(reason).inc()
         if reason != SHED:
-            self._regions.labels(region).inc()
+            self._region(region).inc()
 
     def decided(self, seconds: float) -> None:
         """A choice took so long."""

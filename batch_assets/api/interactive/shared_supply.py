@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from batch_assets.api.execution.engines.engine_supply import EngineSupply, ServingEngine
+from batch_assets.api.execution.engines.engine_supply import EngineSupply, ServingEngine, Waits, for_ever
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.settings import SettingError
-from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy, InteractiveShare
+from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy, FirstTokenSample, InteractiveShare
+from gpu_runner.reachability import always_open
 from gpu_runner.rows import Task
 
+LEAVE_SECONDS = 30.0  # how long a tunnel stays open for requests under way when its engine is given back
+LOOK_SECONDS = 0.1
 FIRST_TOKEN = "BATCH_ASSETS_FIRST_TOKEN_SECONDS"
 
 
@@ -27,17 +32,38 @@ class SharedSupply:
         self._supply, self._directory, self._first_tokens, self._policy = supply, directory, first_tokens, policy
 
     @contextlib.asynccontextmanager
-    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
-        """An engine of the other supply. Raises EngineAway."""
-        async with self._supply.engine(model, task) as engine:
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
+        """An engine of the other supply. Raises EngineAway.
+
+        One that is reached by a tunnel is given back when the requests under way there have ended: the tunnel is closed
+        with the lease, and would break them.
+        """
+        async with self._supply.engine(model, task, waits) as engine:
             url = engine.endpoint.rstrip("/").removesuffix("/v1")
             hardware = f"{engine.provider}/{engine.instance_type}" if engine.leased else ""
-            target = EngineTarget(url, model, engine.api_key, engine.tls, hardware, engine.max_num_seqs, engine.region)
+            target = EngineTarget(
+                url, model, engine.api_key, engine.tls, hardware, engine.max_num_seqs, engine.region, engine.name
+            )
             self._directory.announce(target)
             try:
-                yield replace(engine, share=InteractiveShare(self._first_tokens.reader(url), self._policy))
+                feeding = partial(self._directory.feeding, url)
+                yield replace(engine, share=InteractiveShare(self._reader(engine, url), self._policy, feeding))
             finally:
                 self._directory.withdraw(target)
+            if engine.reachability is not always_open:
+                await self._left(target)
+
+    async def _left(self, target: EngineTarget) -> None:
+        """Returns when no request is under way on an engine that gets no new ones; after LEAVE_SECONDS all the same."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                while self._directory.in_flight(target):  # noqa: ASYNC110  (their number has no event)
+                    await asyncio.sleep(LOOK_SECONDS)
+
+    def _reader(self, engine: ServingEngine, url: str) -> Callable[[], FirstTokenSample]:
+        """What is seen of interactive requests on the engine; of those of other replicas only that they come."""
+        look = self._first_tokens.reader(url)
+        return lambda: replace(look(), elsewhere=engine.shared.is_set())
 
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Of the other supply."""

@@ -23,7 +23,9 @@ LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EnginePressure:
-    """How full the fullest engines are, 0 to 1 and more. `kv`: of their KV cache. `queue`: waiting beside running."""
+    """How full engines are, 0 to 1 and more. `kv`: of their KV cache. `queue`: waiting beside running, without rows of
+    our own batches.
+    """
 
     kv: float = 0.0
     queue: float = 0.0

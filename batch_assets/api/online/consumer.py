@@ -26,6 +26,7 @@ from batch_assets.api.online.retry import USUAL, RetryPolicy
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 1.0
+TOGETHER_SECONDS = 0.005  # between two claims while requests are in hand: what comes meanwhile is claimed at once
 EXTEND_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # after which a consumer is held to be dead
 AGAIN_SECONDS = 0.25  # between looks at a queue that is away
@@ -65,6 +66,7 @@ class Consumer:
         self._name, self._concurrency, self._policy = name, concurrency, policy
         self._clock, self._uniform, self._settle = clock, uniform, settle
         self._serving: dict[str, _Serving] = {}
+        self._kept = 0  # of those in hand: answered, and waiting until the queue takes that
         self._freed = asyncio.Event()
         self._trust_after = 0.0
         self.ended = 0  # tasks that got a result here
@@ -78,15 +80,25 @@ class Consumer:
         finally:
             await self._give_back()
 
+    @property
+    def _free(self) -> int:
+        """How many more may be begun. Where a part of the queue is away, what waits for it holds up no other tasks:
+        beside as many as that, `concurrency` of others are served.
+        """
+        return self._concurrency - len(self._serving) + min(self._kept, self._concurrency)
+
     async def _claim(self) -> None:
         while True:
             raise_if_cancelled()
-            if len(self._serving) >= self._concurrency:
+            while self._free <= 0:
                 self._freed.clear()
                 await self._freed.wait()
             try:
-                free = self._concurrency - len(self._serving)
-                self._begin(await self._queue.claim(self._name, max(1, free), CLAIM_SECONDS))
+                free = self._free
+                claims = await self._queue.claim(self._name, max(1, free), CLAIM_SECONDS)
+                self._begin(claims)
+                if 0 < len(claims) < min(free, len(self._serving)):
+                    await asyncio.sleep(TOGETHER_SECONDS)
             except QueueAway:
                 await self._away()
             except Exception as error:  # a defect must not end all that comes after it
@@ -101,7 +113,7 @@ class Consumer:
             try:
                 old = time.monotonic() - EXTEND_SECONDS
                 await self._queue.extend([one.claim for one in self._serving.values() if one.since < old])
-                free = self._concurrency - len(self._serving)
+                free = self._free
                 if free > 0 and time.monotonic() >= self._trust_after:
                     taken = await self._queue.reclaim(self._name, SILENT_SECONDS, free)
                     self._figures.reclaimed.inc(len(taken))
@@ -172,7 +184,7 @@ class Consumer:
         finally:
             if outcome != "cached":
                 self._figures.engine(task.model, outcome, time.monotonic() - began)
-        read = read_answer(task.kind, answer.body)
+        read = answer.read or read_answer(task.kind, answer.body)
         assert read is not None, "an answer that was not read is none"
         if not cached:  # before it is stored: a kill in between, or a reply of the queue that is lost, loses no charge
             self._charge(task, read.usage)
@@ -215,12 +227,18 @@ class Consumer:
 
     async def _surely(self, call: Callable[[], Awaitable[bool]]) -> bool:
         """Until the queue has taken it."""
-        while True:
-            raise_if_cancelled()
-            try:
-                return await call()
-            except QueueAway:
+        with contextlib.suppress(QueueAway):
+            return await call()
+        self._kept += 1
+        self._freed.set()
+        try:
+            while True:
+                raise_if_cancelled()
                 await asyncio.sleep(AGAIN_SECONDS * (1 + self._uniform()))
+                with contextlib.suppress(QueueAway):
+                    return await call()
+        finally:
+            self._kept -= 1
 
     async def _give_back(self) -> None:
         """Cancel what is under way; the next consumer begins it anew, at once."""

@@ -14,12 +14,13 @@ from typing import Protocol
 import orjson
 
 from batch_assets.api.access.request_access import RequestAccess, trace_of
-from batch_assets.api.callers import Caller
-from batch_assets.api.errors import ApiError
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
 from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.queues.tasks import TaskKind
+from batch_assets.api.online.request import ReadAnswer
+from batch_assets.api.requests.callers import Caller
+from batch_assets.api.requests.errors import ApiError
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
 
@@ -60,10 +61,11 @@ class DispatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class DispatchAnswer:
-    """The engine's answer, whole."""
+    """The engine's answer, whole. `read`: what a result shows of it, where somebody has read it already."""
 
     body: bytes
     usage: Usage | None
+    read: ReadAnswer | None = None
 
 
 class Dispatcher(Protocol):

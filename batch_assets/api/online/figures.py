@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batch_assets.api.online.queues.protocol import QueueDepth
@@ -18,7 +20,7 @@ class OnlineFigures:
         self._models = BoundedLabel(MOST_MODELS)
         self._depth = Gauge(f"{prefix}queue_depth", "Tasks by state, of all processes.", ["state"], registry=registry)
         self.fullness = Gauge(f"{prefix}fullness", "Of queue or engines; admission slows from 0.9.", registry=registry)
-        self.redis_away = Gauge(f"{prefix}queue_away", "1 while the queue cannot be used.", registry=registry)
+        self.redis_away = Gauge(f"{prefix}queue_away", "Share of the queue that cannot be used now.", registry=registry)
         self._accepted = Counter(f"{prefix}accepted_total", "Requests accepted.", ["repeated"], registry=registry)
         self._refused = Counter(f"{prefix}refused_total", "Requests not accepted.", ["reason"], registry=registry)
         self._ended = Counter(f"{prefix}ended_total", "Tasks that ended, by code.", ["code"], registry=registry)
@@ -44,6 +46,10 @@ class OnlineFigures:
             buckets=_SECONDS,
         )
 
+        # Labels are bounded, and looked up for each request.
+        self._code = functools.cache(self._ended.labels)
+        self._worker_outcome = functools.cache(self._worker.labels)
+
     def depth(self, depth: QueueDepth) -> None:
         """What is in the queue."""
         for state in ("waiting", "claimed", "delayed", "dead"):
@@ -59,7 +65,7 @@ class OnlineFigures:
 
     def ended(self, code: str) -> None:
         """One task ended."""
-        self._ended.labels(code).inc()
+        self._code(code).inc()
 
     def retried(self, failure: str) -> None:
         """One task is to be tried again."""
@@ -71,4 +77,4 @@ class OnlineFigures:
 
     def engine(self, model: str, outcome: str, seconds: float) -> None:
         """One request to an engine ended."""
-        self._worker.labels(self._models.of(model), outcome).observe(seconds)
+        self._worker_outcome(self._models.of(model), outcome).observe(seconds)

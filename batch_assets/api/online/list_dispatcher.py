@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from batch_assets.api.access.request_access import RequestAccess, trace_of
-from batch_assets.api.errors import ApiError
 from batch_assets.api.interactive.embedding_lists import (
     EmbeddingAnswer,
     EmbeddingInput,
@@ -24,6 +23,7 @@ from batch_assets.api.interactive.request_body import InteractiveRequest, size_o
 from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.dispatcher import DispatchAnswer, Dispatcher, DispatchRequest, failure_of
 from batch_assets.api.online.queues.tasks import TaskKind
+from batch_assets.api.requests.errors import ApiError
 
 MOST_TEXTS = 16  # of a request that is taken apart; more are a list that is worth its own request
 

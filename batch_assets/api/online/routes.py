@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -9,30 +11,37 @@ import orjson
 from fastapi import APIRouter, Depends, Header, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Scope as RequestScope
 
 from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
-from batch_assets.api.callers import Caller, Scope, caller_with
-from batch_assets.api.errors import not_found
-from batch_assets.api.json_body import json_body
 from batch_assets.api.online.queues.protocol import QueueAway, StoredTask, once_key
 from batch_assets.api.online.request import MOST_LETTERS, Accepted, InferenceRequest, Redrive, Result, engine_request
 from batch_assets.api.online.service import OnlineService, queue_away
+from batch_assets.api.requests.callers import Caller, Scope, caller, caller_with
+from batch_assets.api.requests.direct_routes import DirectRoute
+from batch_assets.api.requests.errors import not_found
+from batch_assets.api.requests.json_body import json_body
 
+SUBMIT, RESULT = "/v1/inference", "/v1/result/{task_id}"
 LONGEST_WAIT = 60.0
+LONGEST_KEY = 256
+KEY_HEADER = b"idempotency-key"
+_WAIT = re.compile(rb"wait=([0-9]{1,2}(?:\.[0-9]{1,6})?)")
 
 router = APIRouter(tags=["online"])
-Allowed = Annotated[Caller, Depends(caller_with(Scope.INFERENCE))]
+may_infer, read_inference = caller_with(Scope.INFERENCE), json_body(InferenceRequest)
+Allowed = Annotated[Caller, Depends(may_infer)]
 Operator = Annotated[Caller, Depends(caller_with(Scope.DEAD_LETTERS))]
 
 
-@router.post("/v1/inference", status_code=202, response_model=Accepted)
+@router.post(SUBMIT, status_code=202, response_model=Accepted)
 async def submit(
     request: Request,
     caller: Allowed,
-    body: Annotated[InferenceRequest, Depends(json_body(InferenceRequest))],
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+    body: Annotated[InferenceRequest, Depends(read_inference)],
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=LONGEST_KEY)] = None,
 ) -> Response:
     """Accept a request: from this answer on it is kept until it is answered, or its time to live is over."""
     online: OnlineService = request.app.state.online
@@ -63,7 +72,7 @@ async def submit(
     return _json({"task_id": appended.task_id}, 202)
 
 
-@router.get("/v1/result/{task_id}", response_model=Result, response_model_exclude_none=True)
+@router.get(RESULT, response_model=Result, response_model_exclude_none=True)
 async def result(
     request: Request,
     caller: Allowed,
@@ -76,6 +85,39 @@ async def result(
     if found is None:
         raise not_found("task", task_id, "task_id")
     return Response(shown(found), media_type="application/json")
+
+
+def _keys(scope: RequestScope) -> Sequence[bytes]:
+    return [value for name, value in scope["headers"] if name == KEY_HEADER]
+
+
+async def _submit_directly(request: Request) -> Response:
+    allowed = await may_infer(await caller(request))
+    keys = _keys(request.scope)
+    return await submit(request, allowed, await read_inference(request), keys[0].decode("latin-1") if keys else None)
+
+
+async def _result_directly(request: Request) -> Response:
+    allowed = await may_infer(await caller(request))
+    query = request.scope["query_string"]
+    wait = float(query.removeprefix(b"wait=")) if query else 0.0
+    return await result(request, allowed, request.path_params["task_id"], wait)
+
+
+def _plain_submit(scope: RequestScope) -> bool:
+    keys = _keys(scope)
+    return not keys or (len(keys) == 1 and 1 <= len(keys[0]) <= LONGEST_KEY)
+
+
+def _plain_result(scope: RequestScope) -> bool:
+    query: bytes = scope["query_string"]
+    return not query or ((found := _WAIT.fullmatch(query)) is not None and float(found[1]) <= LONGEST_WAIT)
+
+
+DIRECT_ROUTES = (
+    DirectRoute("POST", SUBMIT, _plain_submit, _submit_directly),
+    DirectRoute("GET", RESULT, _plain_result, _result_directly),
+)
 
 
 class DeadLetters(BaseModel):

@@ -10,14 +10,13 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.rate_limits import retry_after
-from batch_assets.api.errors import ApiError
 from batch_assets.api.interactive.engine_directory import EngineDirectory
 from batch_assets.api.online.admission import Admission, EnginePressure
 from batch_assets.api.online.answers.cache import AnswerCache, LocalCache
@@ -40,6 +39,7 @@ from batch_assets.api.online.queues.protocol import (
 from batch_assets.api.online.queues.tasks import OnlineTask
 from batch_assets.api.online.request import EngineRequest
 from batch_assets.api.online.settings import OnlineSettings
+from batch_assets.api.requests.errors import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +182,7 @@ class OnlineService:
     async def result(self, tenant: str, task_id: str, wait: float) -> StoredTask | None:
         """A tenant's own task; None where it has no such one. Raises ApiError 503."""
         try:
-            found = await self.queue.look(task_id)
-            if found is None or found.tenant != tenant or found.result is not None or wait <= 0:
-                return found if found is not None and found.tenant == tenant else None
-            return await self.queue.look(task_id, wait)
+            return await self.queue.look(task_id, wait, tenant)
         except QueueAway:
             raise queue_away() from None
 
@@ -218,7 +215,7 @@ class OnlineService:
                 self._admission.observe(depth, pressures, ended - before, time.monotonic())
                 self._figures.depth(depth)
                 self._figures.fullness.set(self._admission.fullness)
-                self._figures.redis_away.set(0)
+                self._figures.redis_away.set(depth.away)
             except QueueAway:
                 self._figures.redis_away.set(1)
             except Exception as error:
@@ -226,14 +223,17 @@ class OnlineService:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _kept_in(url: str | None, home: Path) -> tuple[TaskQueue, AnswerCache]:
+def _kept_in(urls: Sequence[str], home: Path) -> tuple[TaskQueue, AnswerCache]:
     """Queue and cache: of this process, or in Redis, whose library is imported only then."""
-    if url is None:
+    if not urls:
         return EmbeddedQueue(home, time.time), LocalCache(time.monotonic)
-    from batch_assets.api.online.answers.redis_cache import RedisCache
+    from batch_assets.api.online.answers.redis_cache import RedisCache, ShardedRedisCache
+    from batch_assets.api.online.queues.redis_sharded import ShardedRedisQueue
     from batch_assets.api.online.queues.redis_streams import RedisQueue
 
-    return RedisQueue(url, time.time), RedisCache(url, time.monotonic)
+    if len(urls) > 1:
+        return ShardedRedisQueue(urls, time.time), ShardedRedisCache(urls, time.monotonic)
+    return RedisQueue(urls[0], time.time), RedisCache(urls[0], time.monotonic)
 
 
 class _ModelNames:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batch_assets.api.access.api_keys import is_tenant
+from batch_assets.api.online.queues.protocol import SHARDS
 from batch_assets.settings import SettingError
 
 REDIS = "BATCH_ASSETS_ONLINE_REDIS"
+MOST_SERVERS = SHARDS
 CONCURRENCY = "BATCH_ASSETS_ONLINE_CONCURRENCY"
 MOST_WAITING = "BATCH_ASSETS_ONLINE_MOST_WAITING"
 CACHE_GROUPS = "BATCH_ASSETS_ONLINE_CACHE_GROUPS"
@@ -18,12 +20,12 @@ CACHE_GROUPS = "BATCH_ASSETS_ONLINE_CACHE_GROUPS"
 
 @dataclass(frozen=True, slots=True)
 class OnlineSettings:
-    """`redis`: URL of the queue that processes share; None: a file of this process. `concurrency`: requests that this
-    process sends to engines at a time, 0: none. `most_waiting`: accepted requests without an answer, of all tenants.
-    `cache_groups`: tenants that share answers, by tenant.
+    """`redis`: URLs of the servers with the queue that processes share; none: a file of this process. `concurrency`:
+    requests that this process sends to engines at a time, 0: none. `most_waiting`: accepted requests without an answer,
+    of all tenants. `cache_groups`: tenants that share answers, by tenant.
     """
 
-    redis: str | None = field(default=None, repr=False)
+    redis: tuple[str, ...] = field(default=(), repr=False)
     concurrency: int = 256
     most_waiting: int = 20_000
     cache_groups: Mapping[str, str] = field(default_factory=dict)
@@ -31,16 +33,29 @@ class OnlineSettings:
 
 def online_settings() -> OnlineSettings:
     """Of this environment. Raises SettingError."""
-    url = os.environ.get(REDIS, "").strip() or None
-    if url is not None and re.match(r"rediss?://[^/\s]", url) is None:
-        raise SettingError(f"{REDIS}: expected an address as redis://host:6379/0 or rediss://…, found something else")
     defaults = OnlineSettings()
     return OnlineSettings(
-        url,
+        redis_servers(os.environ.get(REDIS, "")),
         _whole(CONCURRENCY, defaults.concurrency, 0, 10_000),
         _whole(MOST_WAITING, defaults.most_waiting, 1, 10_000_000),
         cache_groups(os.environ.get(CACHE_GROUPS, "")),
     )
+
+
+def redis_servers(text: str) -> tuple[str, ...]:
+    """Addresses with spaces between them: a comma may be part of a password. Raises SettingError, which shows none."""
+    urls = tuple(text.split())
+    for number, url in enumerate(urls, 1):
+        if re.match(r"rediss?://[^/]", url) is None or re.search(r",(rediss?://|$)", url):
+            raise SettingError(
+                f"{REDIS}: expected addresses as redis://host:6379/0 or rediss://…, with spaces between them; "
+                f"found something else as address {number} of {len(urls)}"
+            )
+    if len(set(urls)) < len(urls):
+        raise SettingError(f"{REDIS}: expected each address once, found one twice")
+    if len(urls) > MOST_SERVERS:
+        raise SettingError(f"{REDIS}: expected at most {MOST_SERVERS} addresses, found {len(urls)}")
+    return urls
 
 
 def cache_groups(text: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -186,16 +186,22 @@ class BatchRecords:
         return Page([_record(row) for row in rows[:limit]], len(rows) > limit)
 
     def cancel(self, tenant: str, batch_id: str, now: int) -> BatchRecord | None:
-        """Begin to cancel, where that is possible; returns the batch as it is then. None: it is not there."""
+        """Begin to cancel a batch that has not ended; returns it as this transaction leaves it. None: it is not there.
+
+        What comes after it, as the end of the cancel, does not change the answer.
+        """
         if not is_id(batch_id):
             return None
+        own = (BATCHES.c.tenant == tenant, BATCHES.c.id == batch_id)
         with self._records.writing() as connection:
-            connection.execute(
-                sa.update(BATCHES)
-                .where(BATCHES.c.tenant == tenant, BATCHES.c.id == batch_id, BATCHES.c.status.in_(CANCEL.sources))
-                .values(status=CANCEL.target.value, cancelling_at=now)
-            )
-        return self.get(tenant, batch_id)
+            row = connection.execute(sa.select(*_COLUMNS).where(*own).with_for_update()).one_or_none()
+            found = None if row is None else _record(row)
+            if found is None or found.state not in CANCEL.sources:
+                return found
+            cancelling = replace(found, status=CANCEL.target.value, cancelling_at=now)
+            values = {"status": cancelling.status, "cancelling_at": now}
+            connection.execute(sa.update(BATCHES).where(*own).values(values))
+        return cancelling
 
     def of_any_tenant(self, batch_id: str) -> BatchRecord | None:
         """One batch, for who operates the service."""
@@ -264,12 +270,12 @@ class BatchRecords:
         return None if row is None else _record(row)
 
     def count(self, held: Held, completed: int, failed: int) -> None:
-        """Lines that are done and kept. Counts never fall."""
+        """Lines that are done and kept, of a batch that has not ended. Counts never fall."""
         c = BATCHES.c
         with self._records.writing() as connection:
             connection.execute(
                 sa.update(BATCHES)
-                .where(*_mine(held))
+                .where(*_mine(held), c.status.in_([state.value for state in OPEN]))
                 .values(
                     completed=sa.case((c.completed < completed, completed), else_=c.completed),
                     failed=sa.case((c.failed < failed, failed), else_=c.failed),
@@ -344,6 +350,12 @@ class BatchRecords:
 
 def _free(now: float, gone: Sequence[str]) -> sa.ColumnElement[bool]:
     return sa.or_(BATCHES.c.holder.is_(None), BATCHES.c.held_until < now, BATCHES.c.holder.in_([*gone]))
+
+
+def lock_open(connection: sa.Connection, held: Held) -> bool:
+    """Whether the batch is still held so, and has not ended; it stays so until the end of the transaction."""
+    states = BATCHES.c.status.in_([state.value for state in OPEN])
+    return connection.scalar(sa.select(BATCHES.c.id).where(*_mine(held), states).with_for_update()) is not None
 
 
 def _mine(held: Held) -> tuple[sa.ColumnElement[bool], ...]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
 from batch_assets.api.records.migrations import HEAD, upgrade, version_of
+from batch_assets.api.records.tables import IDENTITY
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.sqlite_files import use_write_ahead_log
 
@@ -72,6 +76,27 @@ class Records:
         """A transaction that only reads."""
         with self.engine.connect().execution_options(reading=True) as connection:
             yield connection
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """16 hexadecimal digits that only these records have, and copies of them. All processes find the same."""
+        query = sa.select(IDENTITY.c.identity).where(IDENTITY.c.number == 1)
+        with self.reading() as connection:
+            found = connection.scalar(query)
+        if found is None:
+            dialect = postgresql if self.engine.dialect.name == "postgresql" else sqlite
+            insert = dialect.insert(IDENTITY).values(number=1, identity=secrets.token_hex(8))
+            with self.writing() as connection:
+                connection.execute(insert.on_conflict_do_nothing())
+            with self.reading() as connection:
+                found = connection.execute(query).scalar_one()
+        return str(found)
+
+    @property
+    def address(self) -> str:
+        """Where they are, for people: without user, password and options."""
+        url = self.engine.url
+        return sa.URL.create(url.drivername, host=url.host, port=url.port, database=url.database).render_as_string()
 
     def answers(self) -> bool:
         """Whether the database can be asked now."""

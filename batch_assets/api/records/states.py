@@ -44,7 +44,7 @@ FINALIZE = _transition("finalize", BatchStatus.FINALIZING, _IN_PROGRESS)
 COMPLETE = _transition("complete", BatchStatus.COMPLETED, BatchStatus.FINALIZING)
 # A batch whose input or results cannot be read ends with its window, wherever it stands.
 EXPIRE = _transition("expire", BatchStatus.EXPIRED, _IN_PROGRESS, _VALIDATING, BatchStatus.FINALIZING)
-CANCEL = _transition("cancel", BatchStatus.CANCELLING, _VALIDATING, _IN_PROGRESS)
+CANCEL = _transition("cancel", BatchStatus.CANCELLING, _VALIDATING, _IN_PROGRESS, BatchStatus.FINALIZING)
 END_CANCEL = _transition("end the cancel", BatchStatus.CANCELLED, BatchStatus.CANCELLING)
 
 TRANSITIONS = (REFUSE, ACCEPT, FINALIZE, COMPLETE, EXPIRE, CANCEL, END_CANCEL)

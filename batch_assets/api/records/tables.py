@@ -104,3 +104,12 @@ RATE_BUCKETS = sa.Table(
     sa.Column("tokens", sa.Float, nullable=False),
     sa.Column("at", sa.Float, nullable=False),
 )
+
+# One row: which records these are. What a service keeps elsewhere is named by it: files of DAGSTER_HOME, its claim on
+# the fleet.
+IDENTITY = sa.Table(
+    "api_identity",
+    METADATA,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("identity", sa.String(16), nullable=False),
+)

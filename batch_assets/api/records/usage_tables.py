@@ -29,13 +29,16 @@ USAGE = sa.Table(
     sa.Index("api_usage_by_tenant", "tenant", "day"),
 )
 
-# What was added to USAGE of each batch, by batch object, and at the end of the batch as `rest`: nothing twice.
+# What was added to USAGE of each batch, by batch object, and at the end of the batch as `rest`: nothing twice. `day`,
+# `service_class`: where it was added; NULL: an earlier version did, and said nothing.
 USAGE_PARTS = sa.Table(
     "api_usage_parts",
     METADATA,
     sa.Column("batch_id", sa.String(64), primary_key=True),
     sa.Column("part", sa.String(16), primary_key=True),
     *_counts(),
+    sa.Column("day", sa.Date),
+    sa.Column("service_class", sa.String(80)),
 )
 
 # What a batch with a budget has cost so far, and whether it waits because of it.

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from batch_assets.api.billing.margin import FLEET_PREFIX
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.figures import RecordFigures, record_figures
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER, Sample
-from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reporting.figures import FleetFigures
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.http.tls_files import RotatingContext
@@ -85,7 +84,7 @@ class FleetSource:
         """Samples of the fleet. Raises SQLAlchemyError, FleetDatabaseTooNew."""
         if self._database is None:
             self._database = FleetDatabase(self._url)
-        plans = plan_samples(self._database.targets(), self._database.fleet())
+        plans = plan_samples(self._database.targets(), self._database.engines_held())
         return [*fleet_samples(self._database.figures()), *plans]
 
     def close(self) -> None:
@@ -144,18 +143,17 @@ def fleet_samples(found: FleetFigures) -> Iterator[Sample]:
     yield "batch_assets_fleet_silent_seconds", text, {}, found.silent_seconds
 
 
-def plan_samples(targets: Iterable[DatasetTarget], instances: Iterable[Instance]) -> Iterator[Sample]:
-    """Of the plans for open batches, by model: those with most lines left. `instances`: that have not ended."""
+def plan_samples(targets: Iterable[DatasetTarget], held: Mapping[str, int]) -> Iterator[Sample]:
+    """Of the plans for open batches, by model: those with most lines left. `held`: leased engines, by dataset."""
     planned = [one for one in targets if one.request and one.plan is not None and one.dataset.startswith(FLEET_PREFIX)]
-    held = Counter(one.works_for for one in instances if one.state == "ready" and not one.retiring)
     planned.sort(key=lambda one: (-(0 if one.plan is None else one.plan.rows_left), one.dataset))
     for one in planned[:MOST_MODELS]:
         model = {"model": one.dataset.removeprefix(FLEET_PREFIX)}
         assert one.plan is not None
-        text = "Engines that the plan for a model's open batches commands, reserve and standing ones included."
+        text = "Engines that the plan for a model's open batches commands, reserve and those of fleet.yaml included."
         yield "batch_assets_plan_engines_wanted", text, model, one.instances
-        text = "Rented engines that answer for a model of the front door."
-        yield "batch_assets_plan_engines_held", text, model, held[one.dataset]
+        text = "Engines leased for a model of the front door: rented ones that answer, and those of fleet.yaml."
+        yield "batch_assets_plan_engines_held", text, model, held.get(one.dataset, 0)
         text = "Lines without a result, as of the last plan."
         yield "batch_assets_plan_rows_left", text, model, one.plan.rows_left
         if one.deadline_in is not None:

@@ -6,6 +6,7 @@ no label of tenants; who used how much stands in the audit log and in the record
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -65,15 +66,26 @@ class ServiceMetrics:
         self._batch_lines = Counter(
             "batch_assets_batch_lines_total", "Lines of batches kept.", ["model", "outcome"], registry=self.registry
         )
+        self._lost = Counter(
+            "batch_assets_batch_results_lost_total",
+            "Objects of 250 results that were damaged or gone, by what became of their lines.",
+            ["model", "action"],
+            registry=self.registry,
+        )
         self._engine = Counter(
             "batch_assets_engine_requests_total", "Requests sent on to engines.", ["outcome"], registry=self.registry
         )
+        # Labels are bounded, and looked up for each request.
+        self._answers = functools.cache(lambda method, route, status: self._requests.labels(method, route, str(status)))
+        self._answer_seconds = functools.cache(self._seconds.labels)
+        self._token_kinds = functools.cache(self._tokens.labels)
+        self._engine_outcomes = functools.cache(self._engine.labels)
 
     def answered(self, method: str, route: str, status: int, seconds: float, reason: str | None = None) -> None:
         """One request was answered. `route` is its template, `reason` the code of its error."""
         known = method if method in _METHODS else OTHER
-        self._requests.labels(known, route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
+        self._answers(known, route, status).inc()
+        self._answer_seconds(route).observe(seconds)
         if status >= 400:
             self._rejects.labels(str(status), self._reasons.of(reason or "none")).inc()
 
@@ -83,12 +95,13 @@ class ServiceMetrics:
 
     def used(self, model: str, prompt_tokens: int, completion_tokens: int) -> None:
         """An interactive request used these tokens."""
-        self._tokens.labels(self._models.of(model), "prompt").inc(prompt_tokens)
-        self._tokens.labels(self._models.of(model), "completion").inc(completion_tokens)
+        known = self._models.of(model)
+        self._token_kinds(known, "prompt").inc(prompt_tokens)
+        self._token_kinds(known, "completion").inc(completion_tokens)
 
     def engine_request(self, outcome: str) -> None:
         """A request to an engine ended: one of a few words of our own."""
-        self._engine.labels(outcome).inc()
+        self._engine_outcomes(outcome).inc()
 
     def add_gauges(self, read: Gauges) -> None:
         """Figures that are read when somebody looks, of the records or the fleet."""
@@ -105,6 +118,12 @@ class ServiceMetrics:
         self._batch_lines.labels(known, "dead").inc(dead)
         self._batch_tokens.labels(known, "prompt").inc(prompt_tokens)
         self._batch_tokens.labels(known, "completion").inc(completion_tokens)
+
+    def results_lost(self, model: str, again: int, given_up: int) -> None:
+        """Objects of a batch's results were damaged or gone: their lines are asked for again, or fail."""
+        known = self._models.of(model)
+        self._lost.labels(known, "asked_again").inc(again)
+        self._lost.labels(known, "given_up").inc(given_up)
 
 
 class BoundedLabel:

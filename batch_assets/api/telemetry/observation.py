@@ -12,8 +12,8 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batch_assets.api.access.audit import AuditEvent, AuditLog, known_ids, worth_keeping
-from batch_assets.api.access.request_access import RequestAccess, access_in
-from batch_assets.api.errors import REASON
+from batch_assets.api.access.request_access import RequestAccess, begin_access
+from batch_assets.api.requests.errors import REASON
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Attributes, Spans
 
@@ -44,10 +44,9 @@ class Observation:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        access = access_in(scope)
         headers = dict(scope["headers"])
         span = self._spans.request(headers.get(b"traceparent", b"").decode("latin-1"))
-        access.trace = span.trace
+        access = begin_access(scope, span.trace)
         began, status = self._clock(), CLOSED
 
         async def noted(message: Message) -> None:

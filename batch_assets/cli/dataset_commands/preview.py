@@ -66,7 +66,7 @@ def engine_named(name: str) -> Engine:
             f"--engine: expected an engine of kind endpoint in fleet.yaml, found {name!r}; known: {known}"
         )
     engine = engines[name]
-    return Engine(str(engine.url), os.environ.get(engine.api_key_env) if engine.api_key_env else None, engine.tls_files)
+    return Engine(str(engine.url), engine.api_key, engine.tls_files)
 
 
 def engine_at(url: str, of_environment: str | None) -> Engine:

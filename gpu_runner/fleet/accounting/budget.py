@@ -155,10 +155,14 @@ def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
     }
 
 
-def payer() -> sa.ScalarSelect[str]:
-    """Of an instance: the dataset of its latest lease."""
+def payer() -> sa.ColumnElement[str]:
+    """Of an instance: the dataset that pays for it now, as `charges` has it.
+
+    That is the dataset of its latest lease, live or not; of one that was never leased, whoever ordered it.
+    """
     latest = sa.select(LEASES.c.dataset).where(LEASES.c.instance == INSTANCES.c.name)
-    return latest.order_by(LEASES.c.epoch.desc()).limit(1).correlate(INSTANCES).scalar_subquery()
+    latest = latest.order_by(LEASES.c.epoch.desc()).limit(1).correlate(INSTANCES)
+    return sa.func.coalesce(latest.scalar_subquery(), INSTANCES.c.dataset)
 
 
 def count_anew(connection: sa.Connection) -> None:

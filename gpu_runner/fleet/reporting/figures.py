@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import sqlalchemy as sa
 
 from gpu_runner.fleet.accounting.bill_end import bill_end
 from gpu_runner.fleet.connection import INSTANCES, LEASES, RUNS, Tables
+from gpu_runner.fleet.leases import live
 
 INSTANCE_STATES = ("intent", "booting", "ready", "ending")
 RUN_STATES = ("waiting", "leased")
@@ -53,6 +55,17 @@ class Figures(Tables):
             usd_per_hour=float(rate or 0.0),
             silent_seconds=max((max(0.0, now - beat) for _, beat in found.values()), default=0.0),
         )
+
+    def engines_held(self) -> Counter[str]:
+        """Engines that runs of a dataset lease, by dataset: rented ones that answer and are not to end, and those of
+        fleet.yaml. Where one lease of an engine follows another, the later counts.
+        """
+        i, c = INSTANCES.c, LEASES.c
+        stays = i.name.is_(None) | ((i.state == "ready") & i.retire_at.is_(None))
+        leases = sa.select(c.instance, c.dataset).select_from(LEASES.outerjoin(INSTANCES, i.name == c.instance))
+        with self._reading() as (connection, now):
+            found = connection.execute(leases.where(live(now) & stays).order_by(c.epoch)).tuples().all()
+        return Counter(dict(found).values())
 
 
 def _leases(now: float) -> sa.Select[tuple[int, int, int]]:

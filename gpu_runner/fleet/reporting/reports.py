@@ -18,6 +18,7 @@ from gpu_runner.fleet.accounting.bill_split import (
     split_bill,
     usd_per_second,
 )
+from gpu_runner.fleet.accounting.budget import payer
 from gpu_runner.fleet.accounting.charges import Bill, Charge, Work, charges
 from gpu_runner.fleet.connection import INSTANCES, LEASES, Tables
 from gpu_runner.fleet.instances import InstanceState
@@ -31,11 +32,11 @@ MANY = 500  # names that go into one query
 class Instance:
     """A rented instance. Ages in real seconds by the database's clock; None: it has not happened.
 
-    `reason`: why it ends. `run_id`, `dataset`: who ordered it. `seen`: the provider listed it once. `end_unproven`: it
-    was taken for ended because it is not listed. `retiring`: it ends with its last lease. `notice_seconds`: until it is
-    taken away. `idle_seconds`: since its last lease ended or it was ready, None while one stands on it. `lease`: the
-    live one that does not drain, with its age; `draining`: live ones that do. `epoch`: of the latest lease. `usd`: the
-    bill so far.
+    `reason`: why it ends. `run_id`, `dataset`: who ordered it. `payer`: the dataset that pays for it now, idle or not.
+    `seen`: the provider listed it once. `end_unproven`: it was taken for ended because it is not listed. `retiring`: it
+    ends with its last lease. `notice_seconds`: until it is taken away. `idle_seconds`: since its last lease ended or it
+    was ready, None while one stands on it. `lease`: the live one that does not drain, with its age; `draining`: live
+    ones that do. `epoch`: of the latest lease. `usd`: the bill so far.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Instance:
     reason: str
     run_id: str
     dataset: str
+    payer: str
     seen: bool
     end_unproven: bool
     retiring: bool
@@ -181,11 +183,15 @@ def _in_order(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(INSTANCES).where(which).order_by(INSTANCES.c.created_at, INSTANCES.c.name)
 
 
+def _with_payer(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    return _in_order(which).add_columns(payer().label("payer"))
+
+
 # Queries that are read all the time are built once: to build one takes longer than SQLite needs to answer it.
-_EVERY = _in_order(sa.true())
-_NOT_ENDED = _in_order(INSTANCES.c.state != "ended")
-_OF_NAME = _in_order(INSTANCES.c.name == sa.bindparam("name"))
-_READY = _in_order(
+_EVERY = _with_payer(sa.true())
+_NOT_ENDED = _with_payer(INSTANCES.c.state != "ended")
+_OF_NAME = _with_payer(INSTANCES.c.name == sa.bindparam("name"))
+_READY = _with_payer(
     (INSTANCES.c.engine_key == sa.bindparam("engine_key"))
     & (INSTANCES.c.state == "ready")
     & INSTANCES.c.notice_at.is_(None)
@@ -284,6 +290,7 @@ def _instance(row: Row, leases: _Standing, now: float) -> Instance:
     billed = max(0.0, (ended_at(row) or now) - row["created_at"])
     return Instance(
         **{name: row[name] for name in _INSTANCE_COLUMNS},
+        payer=row["payer"],
         seen=row["seen_at"] is not None,
         end_unproven=row["state"] == "ended" and (row["missing_since"] is not None or not existed(row)),
         retiring=row["retire_at"] is not None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gpu_runner.client.engine_load import EngineLoad
 from gpu_runner.inference.failures.overload import OverloadBackoff, RefusalPolicy
 from gpu_runner.inference.windows.first_token_window import FirstTokenBackoff, InteractiveShare
+from gpu_runner.inference.windows.row_pacing import RowPacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Window:
         self.refusals = OverloadBackoff(policy.refusal)
         self._share = share
         self._yielding = None if share is None else FirstTokenBackoff(share.policy, max_num_seqs)
+        self._pacing = RowPacing()
         self.size = 0
         self._apply()
 
@@ -72,6 +74,23 @@ class Window:
         elif not self._known:
             self._wanted = min(self._policy.blind, self._most)
         self._apply()
+
+    def on_answer(self, seconds: float) -> None:
+        """A row was answered so long after it was sent."""
+        self._pacing.on_answer(seconds)
+
+    def on_sent(self) -> None:
+        """A row is being sent."""
+        self._pacing.on_sent()
+
+    def wait_to_send(self, now: float) -> float:
+        """Seconds until the next row may be sent, where there is a place for it; 0.0 unless interactive requests come.
+
+        `now`: monotonic seconds.
+        """
+        if self._yielding is None or self._yielding.cap is None:
+            return 0.0
+        return self._pacing.wait(now, self.size)
 
     def _on_load(self, load: EngineLoad, in_flight: int) -> None:
         self._running.append(load.running)

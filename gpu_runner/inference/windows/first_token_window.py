@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -25,8 +26,8 @@ class FirstTokenPolicy:
 
     target: float = 0.5
     quantile: float = 0.95
-    shrink: float = 0.75
-    grow: float = 0.02
+    shrink: float = 0.85
+    grow: float = 0.01
     calm: float = 0.85
     hold: int = 3
     smallest: int = 1
@@ -38,18 +39,26 @@ class FirstTokenPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenSample:
-    """What was seen since the last look: seconds of first tokens that came, and the longest that one waits for now."""
+    """What was seen since the last look: seconds of first tokens that came, and the longest that one waits for now.
+
+    `elsewhere`: other processes send interactive requests, too, and nothing is seen here of their first tokens.
+    """
 
     seconds: Sequence[float] = ()
     waiting: float | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class InteractiveShare:
-    """The interactive requests beside a feed on one engine. `look` says what was seen since it was called last."""
+    """The interactive requests beside a feed on one engine. `look` says what was seen since it was called last.
+
+    `feeding`: what is held while the feed has rows there; it gets how many they are, to be asked in any thread.
+    """
 
     look: Callable[[], FirstTokenSample]
     policy: FirstTokenPolicy = field(default_factory=FirstTokenPolicy)
+    feeding: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda rows: nullcontext()
 
 
 class FirstTokenBackoff:
@@ -79,7 +88,7 @@ class FirstTokenBackoff:
         While more rows are `in_flight` than may be, none is sent: a smaller window would change nothing yet.
         """
         self._learn(running, waiting)
-        nobody = not sample.seconds and sample.waiting is None
+        nobody = not sample.seconds and sample.waiting is None and not sample.elsewhere
         self._quiet = self._quiet + 1 if nobody and not self._policy.standing else 0
         most = self._most
         if self._rows is None or self._slots is None or most is None:
@@ -97,7 +106,7 @@ class FirstTokenBackoff:
         elif not sample.seconds and sample.waiting is not None:
             return  # somebody waits, and not for long: nothing is known
         elif not self._held and (not self._seen or self._late() < policy.calm * policy.target):
-            self._rows = min(most, self._rows + max(1.0, policy.grow * self._slots))
+            self._rows = min(most, self._rows + policy.grow * self._slots)
 
     def _learn(self, running: int, waiting: int) -> None:
         """Slots of an engine that does not tell: as many as run while others wait."""

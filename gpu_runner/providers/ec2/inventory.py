@@ -20,6 +20,7 @@ from gpu_runner.providers.ec2.prices import HISTORY_SECONDS, PRODUCTS, Price, sp
 PAGES, PAGE_SIZE = 50, 1000
 
 T = TypeVar("T")
+Failures = Mapping[str, ProviderError | ProviderUnclear]  # by region
 
 
 class Inventory:
@@ -32,16 +33,26 @@ class Inventory:
         """VMs whose names begin so, one for each name: what runs beside it is ended."""
         return settle(self.vms(tag), self.end_vm)
 
-    def named(self, name: str) -> Vm | None:
-        """The VM of this name."""
-        return next((vm for vm in self.one_of_each_name(name) if vm.name == name), None)
+    def named(self, name: str, *, new_in: str = "") -> Vm | None:
+        """The VM of this name. `new_in`: where a name that was never ordered is to be; other regions may be silent."""
+        found, failures = self.vms_that_answer(name)
+        if failures and (not new_in or new_in in failures):
+            raise next(iter(failures.values()))
+        return next((vm for vm in settle(found, self.end_vm) if vm.name == name), None)
 
     def vms(self, tag: str) -> list[Vm]:
-        """All VMs whose names begin so, also several of a name."""
+        """All VMs whose names begin so, also several of a name. A part of a list is none: raises the first failure."""
+        found, failures = self.vms_that_answer(tag)
+        if failures:
+            raise next(iter(failures.values()))
+        return found
+
+    def vms_that_answer(self, tag: str) -> tuple[list[Vm], Failures]:
+        """As `vms`, of the regions that answer."""
         if not may_begin_a_name(tag):
-            return []
-        found = self.each_region(lambda region: self._vms_in(region, tag))
-        return [vm for vms in found for vm in vms]
+            return [], {}
+        answers, failures = self.each_region(lambda region: self._vms_in(region, tag))
+        return [vm for vms in answers.values() for vm in vms], failures
 
     def _vms_in(self, region: Ec2RegionConfig, tag: str) -> list[Vm]:
         ec2 = self.clients.get("ec2", region.region)
@@ -89,13 +100,29 @@ class Inventory:
                 return found
         raise ProviderUnclear(f"{key}: expected at most {PAGES} pages, found more")
 
-    def each_region(self, ask: Callable[[Ec2RegionConfig], T]) -> list[T]:
-        """The answers of all regions, asked at once. Raises the first failure: a part of a list is none."""
+    def each_region(self, ask: Callable[[Ec2RegionConfig], T]) -> tuple[dict[str, T], Failures]:
+        """The answers of the regions, asked at once, and the failures of those that gave none, by region."""
+
+        def asked(region: Ec2RegionConfig) -> T | ProviderError | ProviderUnclear:
+            try:
+                return ask(region)
+            except (ProviderError, ProviderUnclear) as error:
+                return error
+
         regions = self.config.regions
         if len(regions) == 1:
-            return [ask(regions[0])]
-        with ThreadPoolExecutor(min(8, len(regions)), thread_name_prefix="ec2") as pool:
-            return list(pool.map(ask, regions))
+            found = [asked(regions[0])]
+        else:
+            with ThreadPoolExecutor(min(8, len(regions)), thread_name_prefix="ec2") as pool:
+                found = list(pool.map(asked, regions))
+        answers: dict[str, T] = {}
+        failures: dict[str, ProviderError | ProviderUnclear] = {}
+        for region, one in zip(regions, found, strict=True):
+            if isinstance(one, (ProviderError, ProviderUnclear)):
+                failures[region.region] = one
+            else:
+                answers[region.region] = one
+        return answers, failures
 
     def spot_prices(self, region: Ec2RegionConfig, now: float) -> dict[tuple[str, str, bool], Price]:
         """What spot costs now in a region, as far as fleet.yaml rents it there."""

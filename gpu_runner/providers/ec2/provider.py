@@ -92,7 +92,10 @@ class Ec2Provider:
                 return self._prices[1], self._prices[2]
         listed = listed_prices(self._listed())
         spot: dict[tuple[str, str, bool], Price] = {}
-        for found in self.inventory.each_region(lambda region: self.inventory.spot_prices(region, now)):
+        answers, failures = self.inventory.each_region(lambda region: self.inventory.spot_prices(region, now))
+        if not answers:  # else there is no spot in those that are silent
+            raise next(iter(failures.values()))
+        for found in answers.values():
             spot |= found
         with self._guard:
             self._prices = now, listed, spot
@@ -112,7 +115,9 @@ class Ec2Provider:
         ends = time.monotonic() + CALL_SECONDS
         if known := self._known_id(name):
             return known
-        if existing := self.inventory.named(name):
+        with self._guard:
+            is_new = name not in self._places
+        if existing := self.inventory.named(name, new_in=offer.region if is_new else ""):
             return existing.id
         region = self._had(offer)
         data = self.user_data_of(name, order)
@@ -224,8 +229,9 @@ class Ec2Provider:
     # terminate
 
     def terminate(self, name: str) -> None:
-        """End every VM of this name, in all regions."""
-        found = [vm for vm in self.inventory.vms(name) if vm.name == name]
+        """End every VM of this name, in all regions. One that is silent keeps none in the others; it is told then."""
+        vms, failures = self.inventory.vms_that_answer(name)
+        found = [vm for vm in vms if vm.name == name]
         for vm in found:
             if not vm.ended:
                 self.inventory.end_vm(vm)
@@ -233,6 +239,8 @@ class Ec2Provider:
             place = self._places.get(name)
         if not found and place is not None and place.id is not None:  # its list is behind
             self.inventory.end(place.region, place.id)
+        if failures:
+            raise next(iter(failures.values()))
 
     # the way to an engine
 

@@ -26,9 +26,11 @@ DOCKER_IMAGE = "{image}"
 _DOCKER_RUN = ("docker", "run", "--rm", "--init", "--name", "{name}", "--gpus", '"device={gpus}"', "--ipc=host")
 _DOCKER_REACH = ("-p", "127.0.0.1:{port}:8000", "-e", "VLLM_API_KEY", "-e", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE")
 _DOCKER_ENGINE = ("--entrypoint", "vllm", DOCKER_IMAGE, "serve", "{model}", "--host", "0.0.0.0", "--port", "8000")
-DOCKER_END = ("docker", "rm", "-f", "{name}")
+# `docker rm` fails for a container that is gone, in some versions, and for one that is being removed: the list decides.
+_DOCKER_GONE = 'docker rm -f "$1"; left=$(docker ps -aq --filter "name=^/?$1$") && test -z "$left"'
+DOCKER_END = ("sh", "-c", _DOCKER_GONE, "sh", "{name}")
 
-_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # names a file of the host, too
 _HOST_KEY = re.compile(r"(?:ssh-|ecdsa-sha2-|sk-)[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,2}(?: [^\n\r]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -106,7 +108,9 @@ class SshProviderConfig(BaseModel):
         "default `vllm serve`, in a container if there is a `docker_image`",
     )
     end_command: tuple[str, ...] = Field(
-        default=(), description="run after the engine's processes have ended, for what it started elsewhere"
+        default=(),
+        description="run after the engine's processes have ended, for what it started elsewhere, and again until it "
+        "exits with 0: until then its GPUs stay taken. It has to exit with 0, too, when there is nothing left",
     )
     docker_image: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$", description="engine image, by digest if you can"

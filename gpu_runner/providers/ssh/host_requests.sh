@@ -4,19 +4,16 @@
 # Files below $root = FOLDER/HOST: lock; gpus/DEVICE, a symbolic link to the name of the machine that has the GPU;
 # machines/NAME with settings, command, end_command, environment (0600; the supervisor removes it), supervisor.sh, and
 # lock (held by the supervisor), alive (changed by every sweep), ready, engine, exit, end (reason, uptime, boot, and
-# hundredths of a second after the uptime), gone, NAME.log. A machine is made beside and moved to its place whole; it is there from then on, also when it has ended.
+# hundredths of a second after the uptime), failed_ends (how often the end command has failed), gone, NAME.log. A machine
+# is made beside and moved to its place whole; it is there from then on, also when it has ended.
 
 export LC_ALL=C
 umask 077
+eval "$end_text" # host_end.sh
 
 refuse() { # the reply ends: nothing was done
     printf 'end %s %s\n' "$nonce" "$1"
     exit 0
-}
-
-seconds_up() { # $now: whole seconds; $part: hundredths after them
-    read -r now _ </proc/uptime
-    part=${now#*.} now=${now%%.*}
 }
 
 open_root() {
@@ -28,18 +25,6 @@ open_root() {
     seconds_up
 }
 
-marked() { grep -lzxF "GPU_RUNNER_MACHINE=$1" /proc/[0-9]*/environ 2>/dev/null; }
-
-begun() { # programs that have just begun: the kernel shows no environment of theirs yet (env_end, field 51, is 0; proc(5))
-    grep -Lz "" /proc/[0-9]*/environ 2>/dev/null | while read -r file; do
-        folder=${file%/environ}
-        if [ -e "$folder/exe" ] && read -r line <"$folder/stat"; then # no zombie, no thread of the kernel
-            set -- ${line##*) }
-            if [ "${49}" = 0 ]; then echo "${folder#/proc/}"; fi
-        fi 2>/dev/null
-    done
-}
-
 write_end() { # write_end FOLDER REASON; false when the disk is full
     printf '%s %s %s %s\n' "$2" "$now" "$boot" "$part" >"$1/end.$$" && { ln "$1/end.$$" "$1/end" 2>/dev/null || [ -e "$1/end" ]; }
     written=$?
@@ -47,15 +32,19 @@ write_end() { # write_end FOLDER REASON; false when the disk is full
     return $written
 }
 
+renew_end_command() { # that of a container as an earlier version wrote it: it fails, in some versions, for one that is gone
+    if [ "$(cat end_command)" = 'docker rm -f "${name}"' ]; then
+        printf '%s' "$docker_end_text" >end_command.new && mv -f end_command.new end_command
+    fi
+} 2>/dev/null
+
 settle() ( # end what a dead supervisor left of the machine in FOLDER, and free its GPUs
     this_boot=$boot this_root=$root
     . "$1/settings"
+    exec 8>>"$1/lock"
+    flock -n 8 || return 0 # its supervisor lives, or the last step of an earlier look goes on
     reason=interrupted
-    if [ "$boot" != "$this_boot" ]; then
-        reason=host-restarted now=0 part=00
-    elif ! flock -n "$1/lock" true; then
-        return 0
-    fi
+    if [ "$boot" != "$this_boot" ]; then reason=host-restarted now=0 part=00; fi
     boot=$this_boot root=$this_root
     write_end "$1" "$reason" 2>/dev/null
     tries=0
@@ -71,17 +60,14 @@ settle() ( # end what a dead supervisor left of the machine in FOLDER, and free 
         [ "$tries" -lt 20 ] || return 0
         sleep 0.1
     done
-    if [ -s "$1/end_command" ]; then
-        (
-            export name port gpus
-            timeout 20 sh "$1/end_command" </dev/null >>"$1/$name.log" 2>&1
-        )
+    cd "$1" || return 0
+    renew_end_command
+    if [ ! -s end_command ]; then
+        finish
+    else # it may take long: no request waits for it
+        setsid sh -c "$end_text
+. ./settings && finish" </dev/null >/dev/null 2>&1 9>&- &
     fi
-    for lock in "$root"/gpus/*; do
-        if [ "$(readlink "$lock")" = "$name" ]; then rm -f "$lock"; fi
-    done
-    rm -f "$1/environment"
-    : >"$1/gone"
 )
 
 settle_all() {
@@ -119,7 +105,12 @@ describe() ( # machine NAME ID STATE PORT SLOTS SECONDS REASON BILLED
     fi
     printf 'machine %s %s %s %s %s %s %s %s\n' \
         "$name" "$machine_id" "$state" "$port" "$slots" "$seconds" "$reason" "$billed"
+    list_failed_end "$1" "$name"
 )
+
+list_failed_end() { # of the machine NAME in FOLDER
+    if [ ! -e "$1/gone" ] && read -r tries <"$1/failed_ends"; then echo "failed-end $2 $tries"; fi
+} 2>/dev/null
 
 list_gpus() {
     for lock in "$root"/gpus/*; do
@@ -183,7 +174,7 @@ free_taken() {
 }
 
 write_machine() { # into the folder $new
-    mkdir "$new" && printf '%s\n' "$supervisor_text" >"$new/supervisor.sh" &&
+    mkdir "$new" && printf '%s\n' "$end_text" "$supervisor_text" >"$new/supervisor.sh" &&
         printf '%s\n' "$command_text" >"$new/command" && printf '%s' "$end_command_text" >"$new/end_command" &&
         printf '%s\n' "$environment_text" >"$new/environment" && printf '%12d\n' "$now" >"$new/alive" &&
         printf "name='%s'\nmachine_id='%s'\nport=%s\ngpus='%s'\nslots='%s'\norphan_seconds=%s\ngrace_seconds=%s\nboot='%s'\n" \
@@ -256,6 +247,10 @@ request_inspect() {
     if mkdir -p "$root" 2>/dev/null; then
         df -Pk "$root" | { read -r _; read -r _ _ _ free _; echo "disk $free"; }
     fi
+    for each in "$root"/machines/*/; do
+        each=${each%/}
+        list_failed_end "$each" "${each##*/}"
+    done
     echo "time $(date +%s)"
     (
         eval "$environment_text"

@@ -3,33 +3,16 @@
 # It starts the engine in a session of its own, watches it twice a second, and ends it when the file `end` appears, on
 # SIGTERM, when the engine ends before it was ready, or when `alive` did not change for $orphan_seconds. Descriptor 8
 # holds FOLDER/lock for as long as we live: a machine whose lock is free has lost its supervisor. All processes of the
-# engine carry GPU_RUNNER_MACHINE=$machine_id in their environment, by which they are found and ended.
-# Seconds are those of /proc/uptime: setting the clock changes nothing.
+# engine carry GPU_RUNNER_MACHINE=$machine_id in their environment, by which they are found and ended. Before this text
+# stands host_end.sh. Seconds are those of /proc/uptime: setting the clock changes nothing.
 
 umask 077
 export LC_ALL=C
 cd "$1" || exit 1
 . ./settings # name machine_id port gpus orphan_seconds grace_seconds boot root made_at
 
-seconds_up() { # $now: whole seconds; $part: hundredths after them
-    read -r now _ </proc/uptime
-    part=${now#*.} now=${now%%.*}
-}
-
-marked() { grep -lzxF "GPU_RUNNER_MACHINE=$machine_id" /proc/[0-9]*/environ 2>/dev/null; }
-
-begun() { # programs that have just begun: the kernel shows no environment of theirs yet (env_end, field 51, is 0; proc(5))
-    grep -Lz "" /proc/[0-9]*/environ 2>/dev/null | while read -r file; do
-        folder=${file%/environ}
-        if [ -e "$folder/exe" ] && read -r line <"$folder/stat"; then # no zombie, no thread of the kernel
-            set -- ${line##*) }
-            if [ "${49}" = 0 ]; then echo "${folder#/proc/}"; fi
-        fi 2>/dev/null
-    done
-}
-
 signal_marked() {
-    for file in $(marked); do
+    for file in $(marked "$machine_id"); do
         pid=${file#/proc/}
         kill -s "$1" "${pid%/environ}" 2>/dev/null
     done
@@ -63,36 +46,15 @@ end_engine() {
     trap '' TERM INT HUP
     signal_marked TERM
     steps=$((grace_seconds * 5))
-    while [ -n "$(begun)$(marked)" ] && [ "$steps" -gt 0 ]; do
+    while [ -n "$(begun)$(marked "$machine_id")" ] && [ "$steps" -gt 0 ]; do
         sleep 0.2 8>&-
         steps=$((steps - 1))
     done
     if read -r engine <engine; then kill -s KILL -- "-$engine" 2>/dev/null; fi
-    while [ -n "$(begun)$(marked)" ]; do # until then its GPUs are taken
+    while [ -n "$(begun)$(marked "$machine_id")" ]; do # until then its GPUs are taken
         signal_marked KILL
         sleep 0.2 8>&-
     done
-    if [ -s end_command ]; then
-        (
-            exec 8>&-
-            export name port gpus
-            timeout 60 sh ./end_command </dev/null >>"$name.log" 2>&1
-        )
-    fi
-}
-
-release_gpus() {
-    for lock in "$root"/gpus/*; do
-        if [ "$(readlink "$lock")" = "$name" ]; then rm -f "$lock"; fi
-    done
-}
-
-bound_log() { # vLLM writes a few lines a minute; whatever writes more keeps its last part
-    size=$(wc -c <"$name.log")
-    if [ "$size" -gt 67108864 ]; then
-        tail -c 1048576 "$name.log" >"$name.1.log"
-        : >"$name.log"
-    fi
 }
 
 watch() { # until the machine is to end; the reason stands in $reason
@@ -121,6 +83,4 @@ start_engine
 watch
 write_end "$reason" 2>/dev/null
 end_engine
-rm -f environment
-release_gpus
-: >gone
+finish

@@ -46,7 +46,7 @@ async def inspect_host(connection: HostConnection, config: SshProviderConfig, ho
 def judge(found: Inspection, config: SshProviderConfig, host: SshHostConfig, clock: float) -> list[CheckResult]:
     """What an inspection means. `clock`: Unix seconds here when the host said its own."""
     looks = [_tools(found, host), _command(found, config, host), _gpus(found, host), _disk(found, host)]
-    return looks + _clock(found, host, clock)
+    return looks + _clock(found, host, clock) + _failed_ends(found, host)
 
 
 def _tools(found: Inspection, host: SshHostConfig) -> CheckResult:
@@ -85,6 +85,14 @@ def _disk(found: Inspection, host: SshHostConfig) -> CheckResult:
     if found.disk_kib < LEAST_DISK_KIB:
         return CheckResult(_MACHINES, _WARNING, said, "weights may not fit, if they lie on the same disk")
     return CheckResult(_MACHINES, _OK, said)
+
+
+def _failed_ends(found: Inspection, host: SshHostConfig) -> list[CheckResult]:
+    remedy = "its log, machines/{0}/{0}.log, says why; it is tried again. If nothing of it runs, remove machines/{0}"
+    return [
+        CheckResult(_MACHINES, _WARNING, f"host {host.name}: {one.describe()}", remedy.format(one.name))
+        for one in found.failed_ends
+    ]
 
 
 def _clock(found: Inspection, host: SshHostConfig, clock: float) -> list[CheckResult]:

@@ -176,7 +176,9 @@ class SshProvider:
         return None
 
     def list(self, tag: str) -> list[Machine]:
-        """Machines by tag on hosts that answer, ended ones for a day. For them it is the sign of life.
+        """Machines by tag on hosts that answer, ended ones for a day, or until their end is finished.
+
+        For them it is the sign of life.
 
         Raises when no host answers.
         """
@@ -185,7 +187,7 @@ class SshProvider:
         return [
             one.machine(host)
             for host, one in found
-            if one.name.startswith(tag) and (one.ended_seconds or 0) < requests.KEEP_SECONDS
+            if one.name.startswith(tag) and (one.failed_ends or (one.ended_seconds or 0) < requests.KEEP_SECONDS)
         ]
 
     def terminate(self, name: str) -> None:

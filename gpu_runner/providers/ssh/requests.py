@@ -1,9 +1,9 @@
 """What is sent to a host, and what it answers. Pure.
 
 A request is a text for the standard input of `sh`: assignments of what it needs, quoted by `shlex.quote`, the functions
-of `host_requests.sh`, and the call of `main` in the last line. So no value stands on a command line, and a text of
-which the end is missing does nothing. The answer stands between `begin NONCE` and `end NONCE RESULT`: whatever a
-login shell prints before is skipped, and an answer without its end is none.
+of `host_requests.sh` (`host_end.sh` is one of the values), and the call of `main` in the last line. So no value stands
+on a command line, and a text of which the end is missing does nothing. The answer stands between `begin NONCE` and `end
+NONCE RESULT`: whatever a login shell prints before is skipped, and an answer without its end is none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from importlib import resources
 from typing import cast
 
 from gpu_runner.providers.base import EndReason, Machine, MachineState
+from gpu_runner.providers.ssh.config import DOCKER_END
 
 LONGEST_REPLY = 1 << 20  # bytes
 GRACE_SECONDS = 10  # vLLM drains nothing when it is told to end
@@ -31,6 +32,7 @@ _MACHINE = re.compile(
     r"(\d{1,12}\.\d\d|-) (-|[a-z-]{1,20}) (\d{1,12}\.\d\d|-)"
 )
 _GPU = re.compile(r"gpu ([A-Za-z0-9][A-Za-z0-9._-]{0,63}) ([a-z0-9][a-z0-9._-]{0,62})")
+_FAILED_END = re.compile(r"failed-end ([a-z0-9][a-z0-9._-]{0,62}) (\d{1,9})")
 _SEEN = re.compile(r"seen (\d{1,3}), (\d{1,9}), ([ -~]{1,100})")
 
 
@@ -71,11 +73,23 @@ class BadReply(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class FailedEnd:
+    """A machine whose end command has failed so many times. It is tried again."""
+
+    name: str
+    tries: int
+
+    def describe(self) -> str:
+        """For people."""
+        return f"the end of {self.name} is not finished: its end command fails (tries: {self.tries}); GPUs stay taken"
+
+
+@dataclass(frozen=True, slots=True)
 class HostMachine:
     """A machine as its host says. `port`: of its engine, on the host's loopback.
 
     Seconds: `ended_seconds` since its end; `billed_seconds` since it was made, or until its end; None where the host
-    was started anew since.
+    was started anew since. `failed_ends`: how often its end command has failed; its GPUs stay taken until it succeeds.
     """
 
     name: str
@@ -87,10 +101,12 @@ class HostMachine:
     reason: EndReason | None = None
     detail: str = ""
     billed_seconds: float | None = None
+    failed_ends: int = 0
 
     def machine(self, host: str) -> Machine:
         """As a provider tells it."""
         endpoint = f"ssh://{host}/{self.port}" if self.state == "running" else None
+        failed = FailedEnd(self.name, self.failed_ends)
         return Machine(
             self.name,
             self.id,
@@ -101,6 +117,7 @@ class HostMachine:
             billed_seconds=self.billed_seconds,
             reason=self.reason,
             detail=self.detail,
+            leftover=f"host {host}: {failed.describe()}" if failed.tries else "",
         )
 
 
@@ -181,7 +198,8 @@ def create_request(folder: str, plan: EnginePlan) -> HostRequest:
 
 def _request(request: str, folder: str, **values: str) -> HostRequest:
     nonce = secrets.token_hex(8)
-    given = {"request": request, "nonce": nonce, "folder": folder, **values}
+    ends = {"end_text": _script("host_end.sh"), "docker_end_text": shell_words(DOCKER_END, model="")}
+    given = {"request": request, "nonce": nonce, "folder": folder, **ends, **values}
     if unfit := [name for name, value in given.items() if "\0" in value]:
         raise ValueError(f"{unfit[0]}: expected a text without NUL")
     assignments = "".join(f"{name}={shlex.quote(value)}\n" for name, value in given.items())
@@ -231,12 +249,18 @@ def parse_reply(nonce: str, output: bytes) -> HostReply:
     except ValueError:
         raise BadReply("the answer ends with an unknown word") from None
     told = tuple(lines[: ends[0]])
-    machines = tuple(_machine(line) for line in told if line.startswith("machine "))
+    failed = {one.name: one.tries for one in _failed_ends(told)}
+    machines = tuple(_machine(line, failed) for line in told if line.startswith("machine "))
     taken = frozenset(_match(_GPU, line)[1] for line in told if line.startswith("gpu "))
     return HostReply(result, machines, taken, told)
 
 
-def _machine(line: str) -> HostMachine:
+def _failed_ends(lines: Sequence[str]) -> list[FailedEnd]:
+    found = [_match(_FAILED_END, line) for line in lines if line.startswith("failed-end ")]
+    return [FailedEnd(one[1], int(one[2])) for one in found]
+
+
+def _machine(line: str, failed: Mapping[str, int]) -> HostMachine:
     name, machine_id, state, port, slots, seconds, reason, billed = _match(_MACHINE, line).groups()
     if reason not in _REASONS:
         raise BadReply(f"a machine has an unknown reason of its end: {reason}")
@@ -249,6 +273,7 @@ def _machine(line: str) -> HostMachine:
         None if seconds == "-" else float(seconds),
         *_REASONS[reason],
         billed_seconds=None if billed == "-" else float(billed),
+        failed_ends=failed.get(name, 0),
     )
 
 
@@ -269,13 +294,17 @@ class SeenGpu:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What an inspection found. `gpus`: None where there is no nvidia-smi. `clock`: the host's Unix seconds."""
+    """What an inspection found. `gpus`: None where there is no nvidia-smi. `clock`: the host's Unix seconds.
+
+    `failed_ends`: machines whose GPUs stay taken, because their end could not be finished.
+    """
 
     missing_tools: tuple[str, ...]
     command: bool
     disk_kib: int | None
     clock: int | None
     gpus: tuple[SeenGpu, ...] | None
+    failed_ends: tuple[FailedEnd, ...] = ()
 
 
 def parse_inspection(reply: HostReply) -> Inspection:
@@ -289,6 +318,7 @@ def parse_inspection(reply: HostReply) -> Inspection:
         disk_kib=_number("disk", lines),
         clock=_number("time", lines),
         gpus=seen if "driver yes" in lines else None,
+        failed_ends=tuple(_failed_ends(lines)),
     )
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,16 +16,17 @@ import orjson
 import pytest
 import uvicorn
 from support.front_doors import front_door_alone
+from support.timing import PATIENCE
 
 from batch_assets.api.access.authentication import AccessSettingsError, jwt_settings
 from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.access.rate_limits import duration, read_limits
 from batch_assets.api.access.request_access import trace_of
-from batch_assets.api.callers import Scope, embedded_caller
 from batch_assets.api.drain import DrainingServer, drain_seconds
 from batch_assets.api.front_door import FrontDoor, build_front_door
 from batch_assets.api.health import Readiness
+from batch_assets.api.requests.callers import Scope, embedded_caller
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.metrics import MOST_MODELS, ServiceMetrics
 from batch_assets.settings import SettingError
@@ -216,6 +218,23 @@ def test_a_database_that_hangs_is_asked_once_until_it_answers(tmp_path: Path) ->
         asyncio.run(scenario())
     finally:
         answers.set()
+
+
+def test_ready_answers_while_other_calls_hold_all_threads_of_the_event_loop() -> None:
+    go = threading.Event()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        stuck = loop.run_in_executor(None, go.wait)
+        try:
+            readiness = Readiness(time.monotonic, {"database": lambda: None}, wait_seconds=10 * PATIENCE)
+            assert await asyncio.wait_for(readiness.missing(), 4 * PATIENCE) == ()
+        finally:
+            go.set()
+            await stuck
+
+    asyncio.run(scenario())
 
 
 def test_sigterm_says_so_first_and_ends_after_the_drain() -> None:

@@ -33,9 +33,9 @@ from support.timing import PATIENCE
 
 from batch_assets.api import server, service
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
 from batch_assets.api.front_door import build_front_door
 from batch_assets.api.openapi import docs_page
+from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiSettings
 
 CHECKS = [

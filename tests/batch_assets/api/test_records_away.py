@@ -46,6 +46,7 @@ class Database:
                 self._path.mkdir()
             except FileExistsError:  # a thread of the service has opened a new file meanwhile
                 self._path.unlink(missing_ok=True)
+        self._records.close()  # a thread may have opened the old file just before it was renamed
 
     def come_back(self) -> None:
         self._path.rmdir()

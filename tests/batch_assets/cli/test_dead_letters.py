@@ -19,7 +19,7 @@ from support.online_site import OnlineSite, online_site
 from support.timing import PATIENCE
 
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
+from batch_assets.api.requests.callers import Scope
 from batch_assets.cli import dead_letters
 from batch_assets.cli.user_errors import CommandError
 

@@ -44,6 +44,7 @@ def test_it_says_batches_windows_engines_spend_and_the_reason(home: Path, capsys
             BatchRecords(records).create(one)
     with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
         ready(fleet_db, dataset="api/org/m", ttl=600)
+        assert fleet_db.try_lease("gpu-of-fleet-yaml", "run", "api/org/m", 600) is not None
         target = fleet_db.begin_request("api/org/m", "batches since batch_1", deadline_at=fleet_db.now() + 100)
         plan = CapacityPlan(kind="grow", reason="3 instances instead of 1")
         assert fleet_db.command("api/org/m", target.request, 3, (), None, target.memory, plan)
@@ -52,11 +53,11 @@ def test_it_says_batches_windows_engines_spend_and_the_reason(home: Path, capsys
     assert [one["id"] for one in found["batches"]] == ["batch_2", "batch_1"], "the window that ends first"
     assert [one["lines_left"] for one in found["batches"]] == [40, 200] and found["lines_left"] == 240
     assert 7100 < found["batches"][0]["window_seconds"] <= 7200
-    assert (found["engines_wanted"], found["engines_held"], found["reason"]) == (3, 1, plan.reason)
+    assert (found["engines_wanted"], found["engines_held"], found["reason"]) == (3, 2, plan.reason)
     assert found["usd_spent"] >= 0
     main.app(["status", "api/org/m"], standalone_mode=False)
     page = capsys.readouterr().out
-    assert all(part in page for part in ("batch_1", "240 lines are left", "3 wanted, 1 rented", plan.reason))
+    assert all(part in page for part in ("batch_1", "240 lines are left", "3 wanted, 2 held", plan.reason))
 
 
 def test_a_model_without_batches_has_a_page_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

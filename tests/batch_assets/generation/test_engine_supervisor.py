@@ -289,6 +289,31 @@ def test_ending_in_the_middle_gives_back_every_engine_once(tmp_path: Path):
     assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
 
 
+def test_an_engine_is_given_back_also_where_its_lease_or_its_end_cannot_be_told(tmp_path: Path):
+    """Dagster's event log, which hears of them, may be away."""
+
+    class Unheard(Exception):
+        pass
+
+    def unheard(*_: object) -> None:
+        raise Unheard
+
+    with engines(2) as found, a_job(tmp_path / "one", renter := FleetClient(*found)) as job:
+        job.supervisor.leased = unheard
+        with pytest.raises(Unheard):
+            job.work()
+        job.supervisor.end()
+        assert renter.released == [("i1", "the run ended", False)]
+    with engines(2) as found, a_job(tmp_path / "two", renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.notices["i1"] = 600.0
+        job.work(until=lambda: len(job.supervisor.shifts) == 2)
+        job.supervisor.given_back = unheard
+        with pytest.raises(Unheard):
+            job.supervisor.end()
+        assert sorted(renter.released) == [("i1", "the run ended", False), ("i2", "the run ended", False)]
+
+
 def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_path: Path):
     with simulated_engine("--speed", "4", model="another") as wrong, a_job(tmp_path, FleetClient(wrong)) as job:
         reason = job.work()

@@ -148,12 +148,12 @@ def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: S
 
 
 def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_flight(site: Site) -> None:
-    lost = 0
+    lost, written = 0, 70
 
     async def a_death() -> None:
         nonlocal lost
         first, second = site.begin("one"), site.begin("two")
-        serving = await site.until(first, 70)
+        serving = await site.until(first, written)
         await first.flush()
         serving.cancel()  # and no word to the fleet's database: as a kill would have it
         await asyncio.gather(serving, return_exceptions=True)
@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_f
     before = site.asked
     asyncio.run(a_death())
     assert site.asked - before <= ROWS + lost + 2
-    assert 0 < lost <= 128
+    assert 0 < lost <= ROWS - written  # all of them may be in flight at once
     assert site.committed_by()["two"] > 0
 
 

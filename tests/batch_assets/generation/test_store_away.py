@@ -196,7 +196,7 @@ def test_with_nothing_to_write_something_small_tells_whether_writes_succeed(
         raise OSError("full")
     with contextlib.closing(run):
         folder = local_objects.folder.rename(tmp_path / "elsewhere")
-        with pytest.raises(StoreError, match="has not the snapshot"):
+        with pytest.raises(StoreError, match="the store's folder is gone"):
             asyncio.run(run.write_again())
         assert run.health.fails("write") and not local_objects.folder.exists()
         folder.rename(local_objects.folder)

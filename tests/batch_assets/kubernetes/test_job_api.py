@@ -14,14 +14,17 @@ import pytest
 if TYPE_CHECKING:  # it imports the client of Kubernetes: a second
     from batch_assets.kubernetes.job_api import PatientJobs
 
+QUOTA = 1409  # a conflict that is not the Job's: of a quota's count
+REASONS = {409: "AlreadyExists", QUOTA: "Conflict"}
 LOST, REFUSED = 0, -1  # answers of a server that hangs up after it has created, and before
 
 
 class ApiServer:
-    """Creates Jobs, after it has answered as it is told."""
+    """Creates Jobs, after it has answered as it is told. `over`: Jobs that have ended."""
 
     def __init__(self, answers: list[int]) -> None:
         self.answers, self.jobs, self.asked = answers, list[str](), 0
+        self.over: set[str] = set()
 
     def create(self, name: str) -> int:
         self.asked += 1
@@ -31,6 +34,15 @@ class ApiServer:
                 return 409
             self.jobs.append(name)
         return status
+
+    def status_of(self, name: str) -> dict[str, Any] | None:
+        if name not in self.jobs:
+            return None
+        return {"metadata": {"name": name}, "status": {"succeeded": 1} if name in self.over else {"active": 1}}
+
+    def delete(self, name: str) -> None:
+        self.jobs.remove(name)
+        self.over.discard(name)
 
 
 @contextmanager
@@ -42,7 +54,20 @@ def served(site: ApiServer) -> Iterator[int]:
             if status in (LOST, REFUSED):
                 self.close_connection = True
                 return
-            said = json.dumps(body if status == 201 else {"kind": "Status", "code": status}).encode()
+            answer = body if status == 201 else {"kind": "Status", "code": status, "reason": REASONS.get(status)}
+            self.answer(409 if status == QUOTA else status, answer)
+
+        def do_GET(self) -> None:
+            found = site.status_of(self.path.split("/")[-2])  # …/jobs/NAME/status
+            self.answer(404 if found is None else 200, found or {"kind": "Status", "code": 404})
+
+        def do_DELETE(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            site.delete(self.path.split("?")[0].split("/")[-1])
+            self.answer(200, {"kind": "Status"})
+
+        def answer(self, status: int, answer: object) -> None:
+            said = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(said)))
@@ -53,7 +78,7 @@ def served(site: ApiServer) -> Iterator[int]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield server.server_port
         finally:
@@ -83,7 +108,6 @@ def make(told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> Iterat
             site, now = ApiServer(answers), [0.0]
             configuration = Configuration()
             configuration.host = f"http://127.0.0.1:{servers.enter_context(served(site))}"
-            configuration.retries = False
             monkeypatch.setattr(Configuration, "_default", configuration)
 
             def sleep(seconds: float) -> None:
@@ -109,6 +133,9 @@ def job() -> Any:
         ([503, REFUSED, 429, 500], 5),
         ([LOST], 2),  # it was created, and nobody heard of it
         ([REFUSED, LOST, 504], 4),
+        ([401, 401], 3),  # a token that is not known yet
+        ([QUOTA], 2),
+        ([403, 403], 3),  # of a server that starts
     ],
 )
 def test_a_job_is_created_once_however_long_the_server_is_away(
@@ -118,17 +145,44 @@ def test_a_job_is_created_once_however_long_the_server_is_away(
     jobs.create_namespaced_job(namespace="runs", body=job())
     assert site.jobs == ["dagster-run-1"] and site.asked == asked
     assert len(told) == bool(answers)
-    assert all(run == "1" and "the Job is created when it is back" in words for run, words in told)
+    assert all(run == "1" and "it is asked again" in words for run, words in told)
 
 
-@pytest.mark.parametrize(("answers", "asked"), [([403], 1), ([422], 1), ([409], 1), ([503] * 100, 31)])
-def test_a_job_that_is_refused_or_never_created_is_an_error(make: Make, answers: list[int], asked: int) -> None:
+def test_a_job_that_exists_is_the_runs(make: Make, told: list[tuple[str, str]]) -> None:
+    """An earlier launch made it, and did not hear of it: its run went back to the queue."""
+    jobs, site = make([])
+    site.jobs.append("dagster-run-1")
+    jobs.create_namespaced_job(namespace="runs", body=job())
+    assert site.jobs == ["dagster-run-1"] and site.asked == 1 and told == []
+
+
+def test_a_job_that_was_over_before_its_run_began_is_made_anew(make: Make) -> None:
+    """Its worker came while the run was back in the queue, and ended: Dagster begins no run that is queued."""
+    jobs, site = make([])
+    site.jobs.append("dagster-run-1")
+    site.over.add("dagster-run-1")
+    jobs.create_namespaced_job(namespace="runs", body=job())
+    assert site.jobs == ["dagster-run-1"] and site.over == set() and site.asked == 2
+
+
+@pytest.mark.parametrize(("status", "asked"), [(403, 31), (422, 1)])
+def test_a_job_that_is_refused_is_an_error(make: Make, status: int, asked: int) -> None:
     from kubernetes.client.exceptions import ApiException
 
-    jobs, site = make(list(answers))
+    jobs, site = make([status] * 100)
     with pytest.raises(ApiException) as raised:
         jobs.create_namespaced_job(namespace="runs", body=job())
-    assert raised.value.status == answers[0] and site.asked == asked and site.jobs == []
+    assert raised.value.status == status and site.asked == asked and site.jobs == []
+
+
+@pytest.mark.parametrize("status", [503, 401, REFUSED, QUOTA])
+def test_a_job_that_is_not_created_for_long_sends_its_run_back_to_the_queue(make: Make, status: int) -> None:
+    from batch_assets.kubernetes.job_api import JobNotCreated
+
+    jobs, site = make([status] * 100)
+    with pytest.raises(JobNotCreated, match="no Job of run 1"):
+        jobs.create_namespaced_job(namespace="runs", body=job())
+    assert site.asked == 31 and site.jobs == []
 
 
 def test_every_call_has_a_time_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import runs
 from support.timing import PATIENCE
 
 from batch_assets.local_dagster import leftovers
@@ -51,15 +52,11 @@ def sleeping(environment: dict[str, str], *command: str) -> Iterator[psutil.Proc
         process.stdout.close()
 
 
-def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 def test_the_next_stack_ends_what_a_killed_one_has_left(home: Path):
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon")) as daemon, sleeping(mark.environment(home, "webserver")) as server:
         assert new_stack(home).token != mark.token
-        assert ended(daemon) and ended(server)
+        assert not runs(daemon) and not runs(server)
     assert not Path(mark.sockets).exists()
 
 
@@ -68,7 +65,7 @@ def test_what_does_not_listen_to_sigterm_is_killed(home: Path, monkeypatch: pyte
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon"), sys.executable, "-c", DEAF) as deaf:
         new_stack(home)
-        assert ended(deaf)
+        assert not runs(deaf)
 
 
 def test_what_does_not_end_at_all_is_named_and_nothing_starts_beside_it(home: Path, monkeypatch: pytest.MonkeyPatch):
@@ -94,15 +91,15 @@ def test_nobody_elses_process_is_ended(home: Path, tmp_path: Path):
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(sleeping(other)) for other in others]
         new_stack(home)
-        assert not [process for process in processes if ended(process)]
+        assert all(runs(process) for process in processes)
 
 
 def test_a_child_is_ended_without_the_others(home: Path):
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon")) as daemon, sleeping(mark.environment(home, "webserver")) as server:
         end_child(home, mark, "daemon")
-        assert ended(daemon)
-        assert not ended(server)
+        assert not runs(daemon)
+        assert runs(server)
 
 
 def test_a_stack_that_ended_well_leaves_no_record_and_one_with_a_survivor_does(home: Path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import runs
 from support.timing import PATIENCE
 
 from batch_assets.local_dagster import worker_template
@@ -63,13 +64,9 @@ def eventually_named(process: psutil.Process, name: str) -> None:
 def ends(process: psutil.Process) -> bool:
     """Whether it ends by itself soon; one that waits to be collected has ended."""
     deadline = time.monotonic() + 10 * PATIENCE
-    while time.monotonic() < deadline:
-        with contextlib.suppress(psutil.Error):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.05)
-                continue
-        return True
-    return False
+    while runs(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not runs(process)
 
 
 def said(process: subprocess.Popen[str]) -> dict[str, int]:

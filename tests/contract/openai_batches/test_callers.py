@@ -14,7 +14,7 @@ from support.served_door import ServedDoor
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
+from batch_assets.api.requests.callers import Scope
 
 pytestmark = pytest.mark.slow
 

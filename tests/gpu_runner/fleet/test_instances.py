@@ -44,6 +44,28 @@ def test_an_instance_goes_from_intent_to_ready_in_the_hands_of_its_run(fleet_db:
     assert found.usd == pytest.approx(4 * 60 * 3.6 / 3600)
 
 
+def test_the_payer_is_who_is_charged_the_dataset_of_the_latest_lease_live_or_not(fleet_db: FleetDatabase, clock: Clock):
+    def pays() -> str:
+        clock.forward(1)
+        (one,) = fleet_db.fleet()
+        assert one.payer == fleet_db.charges()[-1].dataset
+        return one.payer
+
+    first = ready(fleet_db, dataset="d", ttl=100)
+    assert pays() == "d"
+    assert fleet_db.drain(first)
+    second = fleet_db.try_lease("ba-1", "other", "e", 100)
+    assert second is not None and pays() == "e"
+    fleet_db.release(second)
+    assert pays() == "e", "its own lease has ended, and the one before it still drains"
+    fleet_db.release(first)
+    assert pays() == "e"
+    third = fleet_db.try_lease("ba-1", "third", "d", 10)
+    assert third is not None and pays() == "d"
+    clock.forward(10)  # it expires
+    assert pays() == "d"
+
+
 def test_nothing_is_ready_twice_or_after_its_end(fleet_db: FleetDatabase):
     lease = ready(fleet_db)
     assert not fleet_db.ready(lease, "http://127.0.0.1:9", None)

@@ -157,6 +157,18 @@ def test_a_termination_without_effect_is_repeated_until_the_list_shows_the_end(
     assert fleet_db.costs()[0].seconds.total == provider.billed("ba-1") == 2
 
 
+def test_an_end_that_the_provider_could_not_finish_is_told_at_every_sweep(
+    fleet_db: FleetDatabase, provider: FakeProvider
+):
+    fleet_db.give_up(rented(fleet_db, provider), "done")
+    swept(fleet_db, provider)
+    provider.machines["ba-1"].leftover = "host h: its GPUs stay taken"
+    assert swept(fleet_db, provider) == ["host h: its GPUs stay taken", "ba-1 has ended: done"]
+    assert swept(fleet_db, provider) == ["host h: its GPUs stay taken"]
+    provider.machines["ba-1"].leftover = ""
+    assert swept(fleet_db, provider) == []
+
+
 @pytest.mark.parametrize("fault", ["error", "unclear"])
 def test_nothing_is_concluded_from_a_provider_that_does_not_answer(
     fleet_db: FleetDatabase, provider: FakeProvider, clock: Clock, fault: str

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import uvloop
 from support.virtual_time import run
 
 from gpu_runner.micro_batches.list_batcher import BatcherClosed, BatcherFull, BatchPolicy, ListBatcher, ListRefused
+from gpu_runner.micro_batches.list_buffer import WaitPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 
 
@@ -218,3 +220,13 @@ def test_a_caller_who_leaves_in_the_midst_of_a_bisection_is_left_out() -> None:
         assert not any(7 in each for each in server.lists[2:])
 
     run(main)
+
+
+def test_inputs_that_become_due_within_a_millisecond_are_answered_on_uvloop() -> None:
+    async def scenario() -> None:
+        lists = batcher(ListServer(seconds=0.001), wait=WaitPolicy(longest=0.0004, quiet=0.0002))
+        assert await outcomes(lists, range(10)) == [10 * number for number in range(10)]
+        await lists.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

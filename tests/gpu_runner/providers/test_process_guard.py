@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from support.processes import runs
 from support.timing import PATIENCE
 
 GUARD = [sys.executable, "-m", "gpu_runner.providers.process_guard", "--", "bash", "-c"]
@@ -38,8 +39,8 @@ def test_what_escaped_into_a_group_of_its_own_ends_with_the_guard():
 def test_the_guard_exits_with_its_commands_status_and_keeps_no_zombies():
     guard = subprocess.Popen([*GUARD, "(setsid sleep 0.1 &) ; sleep 1; exit 7"], stdin=subprocess.PIPE)
     time.sleep(0.6)
-    states = [process.status() for process in psutil.Process(guard.pid).children(recursive=True)]
-    assert psutil.STATUS_ZOMBIE not in states
+    below = psutil.Process(guard.pid).children(recursive=True)
+    assert not [process for process in below if process.is_running() and not runs(process)]
     assert guard.wait(timeout=20) == 7
     assert guard.stdin is not None
     guard.stdin.close()
@@ -86,7 +87,7 @@ def guarded(script: str, processes: int) -> Iterator[tuple[subprocess.Popen[byte
 
 def gone(below: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(below, timeout=PATIENCE * 20)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return not any(runs(process) for process in alive)
 
 
 def inner_of(guard: subprocess.Popen[bytes], below: list[psutil.Process]) -> psutil.Process:

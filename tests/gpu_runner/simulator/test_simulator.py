@@ -399,6 +399,15 @@ def test_a_wrong_command_line_is_said_in_one_line(
     assert said in f"{told.err}\n{ended.value.code}"
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_it_answers_and_ends_on_both_event_loops(loop: str) -> None:
+    with simulated_engine("--event-loop", loop, "--speed", "50") as engine:
+        text = asked(engine, "on a loop")
+        assert text and engine.get("/simulator/stats")["completed"] == 1
+        engine.process.terminate()
+        assert engine.process.wait(30) == 0
+
+
 def test_a_taken_port_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "tiny", "--port"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.machines import H100, command_line, ended_machines, processes, simulated_cloud
+from support.machines import H100, ended_machines, processes, simulated_cloud
+from support.processes import command_line
 from support.timing import PATIENCE
 
 from gpu_runner.fleet.capacity_plan import Assignment, CapacityPlan, Pause, PauseKind
@@ -30,6 +32,7 @@ from resources.fleet.client import FAILED_STARTS, FleetClient, NoInstanceStarted
 from resources.fleet.config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals
 from resources.fleet.resource import GpuFleet, Requirement
+from resources.fleet.warm_instances import RETRY_SECONDS
 from resources.pricing.market import Market
 
 TTL = 10.0
@@ -176,6 +179,38 @@ def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
         with pytest.raises(NoInstanceStarted, match="cannot be reached from here: no way through"):
             site.acquire(site.renter())
         assert site.running() == []
+
+
+def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_idle_ones_wait(site: Site):
+    leased = site.acquire(first := site.renter())
+    first.release(leased)
+    tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
+    site.cloud.providers = tunnels  # type: ignore[assignment]
+    (way,) = tunnels.values()
+    way.broken = True
+    second = site.renter("two")
+    now = [0.0]
+    second._warm_instances._clock = lambda: now[0]
+
+    def tried() -> list[str]:
+        with contextlib.closing(sqlite3.connect(site.home / "fleet.db")) as database:
+            (before,) = database.execute("select max(epoch) from leases").fetchone()
+            assert second._warm(NEED, 9, None) is None
+            return [line[0] for line in database.execute("select reason from leases where epoch > ?", [before])]
+
+    assert tried() == ["it cannot be reached from here"]
+    assert site.running() == [leased.name] and site.fleet_db.instance(leased.name).state == "ready"
+    assert tried() == []  # it is left alone for a while
+    now[0] = RETRY_SECONDS
+    way.broken = False
+    again = second._warm(NEED, 9, None)
+    assert again is not None and again.name == leased.name
+    second.release(again)
+    way.broken = True
+    assert tried() == ["it cannot be reached from here"]
+    now[0] += second.config.idle_minutes * 60
+    assert tried() == ["it cannot be reached from here"]
+    assert site.running() == []
 
 
 def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import tiny_gguf
+from support.processes import command_line, runs
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
@@ -49,11 +50,9 @@ def leased(fleet: GpuFleet, need: Requirement = NEED) -> Iterator[LeasedEngine]:
 
 def serves(process: psutil.Process, endpoint: str) -> bool:
     """Whether it is the server there: not its guard, whose command line has the server's, nor what has ended."""
-    with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
-        server = "gpu_runner.providers.llama_cpp_server" in words and endpoint.split(":")[-1] in words
-        return server and "--" not in words
-    return False
+    words = command_line(process)
+    server = "gpu_runner.providers.llama_cpp_server" in words and endpoint.split(":")[-1] in words
+    return server and "--" not in words
 
 
 def test_a_run_gets_it_started_with_its_slots_and_context_and_ends_it(fleet: GpuFleet) -> None:
@@ -63,7 +62,7 @@ def test_a_run_gets_it_started_with_its_slots_and_context_and_ends_it(fleet: Gpu
         (process,) = [child for child in psutil.Process().children(recursive=True) if serves(child, engine.endpoint)]
         assert process.cmdline()[-2:] == ["--threads", "1"]
     deadline = time.monotonic() + 10
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    while runs(process):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

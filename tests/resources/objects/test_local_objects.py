@@ -202,6 +202,41 @@ def test_another_store_in_its_place_takes_no_write(tmp_path: Path) -> None:
     assert open_objects(str(folder)).create("b", b"1")
 
 
+READS: dict[str, Callable[[Objects, str], object]] = {
+    "get": lambda objects, path: objects.get(path),
+    "open": lambda objects, path: objects.open(path),
+    "exists": lambda objects, path: objects.exists(path),
+    "list": lambda objects, path: list(objects.list(path)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("place", ["no folder", "an empty folder", "another store"])
+def test_nothing_is_found_missing_where_the_store_is_not(tmp_path: Path, read: str, place: str) -> None:
+    folder, other = tmp_path / "store", tmp_path / "other"
+    objects = open_objects(str(folder))
+    assert objects.create("a/b", b"1")
+    folder.rename(tmp_path / "away")
+    if place == "an empty folder":
+        folder.mkdir()
+    elif place == "another store":
+        assert open_objects(str(other)).create("c", b"1")
+        other.rename(folder)
+    with pytest.raises(StoreError, match="mount"):
+        READS[read](objects, "a/b")
+    if place != "no folder":
+        folder.rename(other)
+    (tmp_path / "away").rename(folder)
+    assert objects.get("a/b") == b"1" and not objects.exists("a/c") and list(objects.list("c")) == []
+
+
+def test_a_store_that_nobody_has_made_yet_is_empty(tmp_path: Path) -> None:
+    objects = open_objects(str(tmp_path / "store"))
+    assert not objects.exists("a") and list(objects.list("")) == []
+    with pytest.raises(FileNotFoundError):
+        objects.get("a")
+
+
 def test_a_store_from_before_there_were_markers_gets_one_and_its_empty_mount_point_does_not(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     (folder / "d").mkdir(parents=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +15,7 @@ import pytest
 from support.snapshots import commit, current_path, outcome, overwrite, questions, write_snapshot
 
 from gpu_runner.rows import Outcome
-from resources.objects.opening import CorruptObject, Objects
+from resources.objects.opening import CorruptObject, LocalObjects, Objects
 from resources.store.dataset_store import (
     FOOTER_KEY,
     BatchEntry,
@@ -139,6 +142,77 @@ def test_a_torn_object_is_corrupt_whichever_way_it_is_read(store: DatasetStore, 
     for read in (store.footer, store.batch_table, store.outcomes):
         with pytest.raises(CorruptObject, match=path):
             read(batch)
+
+
+class UnreadableObjects(LocalObjects):
+    """A store that opens its objects, and then does not give their bytes."""
+
+    failure: Exception | None = None
+
+    def get(self, path: str, most: int = 1 << 30) -> bytes:
+        if self.failure is not None:
+            raise self.failure
+        return super().get(path, most)
+
+    def open(self, path: str) -> BinaryIO:
+        opened = super().open(path)
+        return opened if self.failure is None else cast(BinaryIO, _Unreadable(opened, self.failure))
+
+
+class _Unreadable(io.RawIOBase):
+    """A file that can be positioned, and not read."""
+
+    def __init__(self, opened: BinaryIO, failure: Exception) -> None:
+        self._opened, self._failure = opened, failure
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._opened.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._opened.seek(offset, whence)
+        return self._opened.tell()
+
+    def readinto(self, buffer: object) -> int:
+        raise self._failure
+
+
+READS: dict[str, Callable[[DatasetStore, SnapshotManifest, BatchObject], object]] = {
+    "entries": lambda store, manifest, batch: store.entries(manifest.snapshot),
+    "rows": lambda store, manifest, batch: list(
+        store.rows(manifest, [BatchEntry("00000", 10, batch.data_version, 0, 0)])
+    ),
+    "footer": lambda store, manifest, batch: store.footer(batch),
+    "outcomes": lambda store, manifest, batch: store.outcomes(batch),
+}
+ANSWERS = {
+    **{errno.errorcode[code]: OSError(code, os.strerror(code)) for code in (errno.EIO, errno.ESTALE, errno.EACCES)},
+    "a time-out": TimeoutError("no answer"),
+    "a connection": ConnectionResetError("closed"),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_store_that_does_not_give_the_bytes_says_nothing_about_the_object(
+    local_objects: LocalObjects, read: str, answer: str
+) -> None:
+    objects = UnreadableObjects(local_objects.folder)
+    store = DatasetStore(objects, "sums")
+    manifest = write_snapshot(store, questions(10))
+    commit(store, manifest)
+    (batch,) = store.current_objects(store.entries(manifest.snapshot)).values()
+    objects.failure = ANSWERS[answer]
+    with pytest.raises(type(objects.failure)) as raised:
+        READS[read](store, manifest, batch)
+    assert raised.value is objects.failure
+    objects.failure = None
+    READS[read](store, manifest, batch)
 
 
 def test_an_object_under_another_batchs_name_is_corrupt(store: DatasetStore) -> None:

@@ -69,6 +69,11 @@ class EngineSlots:
             self._loops.pop(slot).cancel()
         self._note()
 
+    def end_waiting(self) -> None:
+        """Loops that have no engine end; none gets one any more."""
+        for slot in [slot for slot in self._loops if not slot.serving]:
+            self._loops.pop(slot).cancel()
+
     def leaves(self, slot: EngineSlot) -> bool:
         """Whether this one is among the last that are too many, and has been for a while."""
         since = self._too_many_since

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,10 @@ class EngineAway(Exception):
     """No engine can be had now."""
 
 
+class NobodyWaits(EngineAway):
+    """Who has asked for an engine wants none any more."""
+
+
 class NoFurtherEngine(EngineAway):
     """Those there are of this model are in use by the same feed."""
 
@@ -32,7 +37,8 @@ class ServingEngine:
 
     `ending` is set when it takes no new rows. `leased`: it is to be given back when there is no work. `share`:
     interactive requests on it, to which rows give way. `reachability`: of the way to it. `tls`: certificates of ours
-    and of authorities. `region`: where it is; empty: nobody says.
+    and of authorities. `region`: where it is; empty: nobody says. `name`: in the fleet; empty: it is not of the fleet.
+    `shared` is set while other replicas send interactive requests there. `own`: a process of ours, that ends with it.
     """
 
     endpoint: str
@@ -49,13 +55,30 @@ class ServingEngine:
     reachability: Callable[[], Reachability] = always_open
     tls: TlsFiles | None = None
     region: str = ""
+    name: str = ""
+    shared: threading.Event = field(default_factory=threading.Event)
+    own: bool = False
+
+
+Waits = Callable[[], bool]
+
+
+def for_ever() -> bool:
+    """An engine is wanted however long it takes."""
+    return True
 
 
 class EngineSupply(Protocol):
     """Where engines come from."""
 
-    def engine(self, model: str, task: Task) -> contextlib.AbstractAsyncContextManager[ServingEngine]:
-        """An engine for as long as the body runs. Raises EngineAway."""
+    def engine(
+        self, model: str, task: Task, waits: Waits = for_ever
+    ) -> contextlib.AbstractAsyncContextManager[ServingEngine]:
+        """An engine for as long as the body runs. Raises EngineAway.
+
+        `waits`: whether one is still wanted, asked about once a second on the loop. One that is being started comes all
+        the same; else NobodyWaits is raised.
+        """
 
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Engines of a model that may be asked something now; none is begun for it. On the loop of `engine`."""
@@ -70,7 +93,7 @@ class EndpointSupply:
         self._engine = ServingEngine(endpoint, api_key, max_num_seqs, "endpoint", "endpoint", tls=tls)
 
     @contextlib.asynccontextmanager
-    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         """Always the same; whether it answers is seen by whoever asks it."""
         yield self._engine
 
@@ -92,7 +115,7 @@ class EndpointsSupply:
         self._last = 0
 
     @contextlib.asynccontextmanager
-    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         """In turn, of those that serve the model or do not say what they serve. Raises NoFurtherEngine, and EngineAway
         when none of them does."""
         said = await asyncio.gather(*(known_models(models) for _, models in self._endpoints))

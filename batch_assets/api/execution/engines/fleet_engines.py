@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from batch_assets.api.billing.margin import fleet_name
-from batch_assets.api.execution.engines.engine_supply import EngineAway, ServingEngine
+from batch_assets.api.execution.engines.engine_supply import EngineAway, NobodyWaits, ServingEngine, Waits, for_ever
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.rows import Task
@@ -27,11 +27,12 @@ from resources.fleet.resource import (
 from resources.pricing.price_files import PricingError
 
 LOOK_SECONDS = 1.0
+WAIT_SECONDS = 1.0  # between two tries to lease: one may wait for as long as another replica holds the engine
 END_SECONDS = 10.0
 
 
 class _Closed(Exception):
-    """Nobody wants the engine any more."""
+    """Nobody waits for the engine any more."""
 
 
 class FleetSupply:
@@ -43,19 +44,24 @@ class FleetSupply:
         self._running: list[tuple[str, ServingEngine]] = []
 
     @contextlib.asynccontextmanager
-    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         """Wait for an engine, and hold it while the body runs. Raises EngineAway."""
         need = Requirement(fleet_name(model), model, task)
         lease = _Lease(self._fleet, need, asyncio.get_running_loop(), self._reserve.get(model, 1))
         lease.thread.start()
         running: list[tuple[str, ServingEngine]] = []
         try:
+            while not lease.engine.done():
+                await asyncio.wait([lease.engine], timeout=LOOK_SECONDS)
+                _mark(lease.unwanted, not waits())
             engine = await lease.engine
             running.append((model, engine))
             self._running += running
             yield engine
         finally:
             self._running = [one for one in self._running if one not in running]
+            if not lease.engine.cancel() and not lease.engine.cancelled():
+                lease.engine.exception()  # who is cancelled when it comes does not hear it: no news for asyncio
             lease.closing.set()
             await asyncio.shield(asyncio.to_thread(lease.thread.join, END_SECONDS))
 
@@ -70,7 +76,7 @@ class _Lease:
     def __init__(self, fleet: GpuFleet, need: Requirement, loop: asyncio.AbstractEventLoop, least: int) -> None:
         self._fleet, self._need, self._loop, self._least = fleet, need, loop, least
         self.engine: asyncio.Future[ServingEngine] = loop.create_future()
-        self.closing = threading.Event()
+        self.closing, self.unwanted = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="api-lease", daemon=True)
 
     def _run(self) -> None:
@@ -79,7 +85,9 @@ class _Lease:
                 heart = self._fleet.heart(fleet_db, f"api-{uuid.uuid4()}")
                 with heart.beating(self._need.dataset, "", ""):
                     self._hold(fleet_db, heart)
-        except (FleetConfigError, PricingError, EngineStartError, RunEnded, FleetDatabaseError, _Closed) as error:
+        except _Closed:
+            self._tell(NobodyWaits("nobody waits for an engine any more"))
+        except (FleetConfigError, PricingError, EngineStartError, RunEnded, FleetDatabaseError) as error:
             self._tell(EngineAway(str(error)))
         except Exception as error:  # a provider's own: the next try may do better
             self._tell(EngineAway(type(error).__name__))
@@ -90,21 +98,24 @@ class _Lease:
         if not planned and fleet_db.instances(self._need.dataset) < self._least:
             fleet_db.set_instances(self._need.dataset, self._least)
         client = self._fleet.renter(fleet_db, heart, self._need)
-        leased = client.acquire(self._need, say=lambda _: None, pause=self._pause)
+        leased = client.acquire(self._need, say=lambda _: None, pause=lambda seconds: self._pause(seconds, heart))
         try:
             engine = serving(leased)
             self._tell(engine)
             while not self.closing.wait(LOOK_SECONDS):
                 signals = client.look(leased)
+                _mark(engine.shared, fleet_db.shared_by_others(self._need.dataset, heart.ttl))
                 over = not heart.check(leased.lease) or signals.succeeded or signals.retired is not None
                 if over or signals.notice_seconds is not None:
                     self._call(engine.ending.set)
         finally:
             client.release(leased)
 
-    def _pause(self, seconds: float) -> None:
-        if self.closing.wait(seconds):
-            raise _Closed("nobody waits for it any more")
+    def _pause(self, seconds: float, heart: Heartbeat) -> None:
+        """What is being started is leased already, and not given up because nobody asks just now."""
+        starting = heart.state == "leased"
+        if self.closing.wait(seconds if starting else WAIT_SECONDS) or (self.unwanted.is_set() and not starting):
+            raise _Closed
 
     def _tell(self, found: ServingEngine | EngineAway) -> None:
         def settle() -> None:
@@ -123,6 +134,13 @@ class _Lease:
             self._loop.call_soon_threadsafe(callback)
 
 
+def _mark(event: threading.Event, true: bool) -> None:
+    if true:
+        event.set()
+    else:
+        event.clear()
+
+
 def serving(leased: LeasedEngine) -> ServingEngine:
     """A leased engine as the feed of a model takes it."""
     return ServingEngine(
@@ -139,4 +157,6 @@ def serving(leased: LeasedEngine) -> ServingEngine:
         reachability=leased.reachability,
         tls=leased.tls,
         region=leased.region,
+        name=leased.name,
+        own=leased.own,
     )

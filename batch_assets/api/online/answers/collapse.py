@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from batch_assets.api.online.answers.cache import MOST_ANSWER, AnswerCache, CacheAway, answer_key, sealed, unsealed
 from batch_assets.api.online.dispatcher import (
@@ -106,9 +107,10 @@ class CollapsedRequests:
     async def _fresh(self, request: DispatchRequest) -> DispatchAnswer:
         """An engine's answer that is one: nothing else is handed on or kept."""
         answer = await self._dispatcher.ask(request)
-        if read_answer(request.kind, answer.body) is None:
+        read = read_answer(request.kind, answer.body)
+        if read is None:
             raise DispatchFailed(Failure.BROKEN, "engine_garbage", "The engine's answer could not be read.")
-        return answer
+        return replace(answer, read=read)
 
     async def _ask(self, key: str, request: DispatchRequest) -> DispatchAnswer:
         try:

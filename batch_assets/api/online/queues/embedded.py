@@ -225,7 +225,7 @@ class EmbeddedQueue:
             del self._held[task_id]
         return await self._deliver(consumer, lost)
 
-    async def look(self, task_id: str, wait: float = 0.0) -> StoredTask | None:
+    async def look(self, task_id: str, wait: float = 0.0, tenant: str | None = None) -> StoredTask | None:
         """The task and its result."""
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
@@ -235,6 +235,8 @@ class EmbeddedQueue:
             while True:
                 found = await self._run(lambda db: table.stored(db, task_id, self._clock()))
                 left = until - loop.time()
+                if found is not None and tenant is not None and found.tenant != tenant:
+                    return None
                 if found is None or found.result is not None or left <= 0:
                     return found
                 await asyncio.wait((ended,), timeout=left)

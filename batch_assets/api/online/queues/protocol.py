@@ -115,13 +115,16 @@ def dead_letter(task: OnlineTask, code: str, failures: int, died_at: float) -> D
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Tasks by state. `tenants`: those that are not answered yet, by tenant."""
+    """Tasks by state. `tenants`: those that are not answered yet, by tenant. `away`: share of the queue that cannot be
+    asked now; of it, this is what was known last.
+    """
 
     waiting: int = 0
     claimed: int = 0
     delayed: int = 0
     dead: int = 0
     tenants: Mapping[str, int] = field(default_factory=dict)
+    away: float = 0.0
 
     @property
     def unanswered(self) -> int:
@@ -139,7 +142,9 @@ class TaskQueue(Protocol):
         """The id of the task that came with this key, as long as its result is kept. Raises KeyReused."""
 
     async def claim(self, consumer: str, most: int, wait: float) -> Sequence[Claim]:
-        """Tasks for this consumer, oldest first, tenants in turn: about `most`. Waits up to `wait` seconds for one."""
+        """Tasks for this consumer, oldest first, tenants in turn: about `most`. Waits up to `wait` seconds for one.
+        What is claimed for it after that, it gets by its next call.
+        """
 
     async def extend(self, claims: Sequence[Claim]) -> None:
         """The consumers of these claims are alive."""
@@ -156,8 +161,10 @@ class TaskQueue(Protocol):
     async def reclaim(self, consumer: str, silent: float, most: int) -> Sequence[Claim]:
         """Take over tasks whose consumer has claimed or extended nothing of them for `silent` seconds."""
 
-    async def look(self, task_id: str, wait: float = 0.0) -> StoredTask | None:
-        """The task and its result, for which this waits up to `wait` seconds. None: there is no such task any more."""
+    async def look(self, task_id: str, wait: float = 0.0, tenant: str | None = None) -> StoredTask | None:
+        """The task and its result, for which this waits up to `wait` seconds. None: there is no such task any more, or
+        it is not of this `tenant`, for which nobody waits.
+        """
 
     async def depth(self) -> QueueDepth:
         """How much there is."""

@@ -1,21 +1,21 @@
 """Sends scripts to Redis, all that came meanwhile in one round trip, so that one fsync of its log serves them all.
 
-With `appendfsync always` Redis answers after its log is on the disk, one fsync for all commands of a turn of its event
-loop. With `everysec` it answers before, and for up to two seconds may not even have written the log: then, where the
-server has WAITAOF (Redis 7.2, Valkey), appends wait for it (https://redis.io/docs/latest/commands/waitaof/).
+While calls come one by one, each is sent at once. While several come at a time, a round trip waits two milliseconds for
+more of them, as Postgres does with `commit_delay`: system calls and syncs are most of what such a small call costs.
+
+What must be durable is answered when it is on Redis' disk (`redis_checks`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import hashlib
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -23,6 +23,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from batch_assets.api.online.queues.protocol import QueueAway
+from batch_assets.api.online.queues.redis_checks import (
+    ALONE,
+    DURABLE_MS,
+    Durability,
+    Place,
+    RedisMisplaced,
+    RedisNotUsable,
+    durability_of,
+    take_place,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +41,9 @@ ANSWER_SECONDS = 2.0
 AWAY_SECONDS = 0.5  # how long it is not asked again after it did not answer
 MOST_COMMANDS = 512  # of one round trip
 PIPELINES = 2  # under way at the same time
+GATHER_SECONDS = 0.002  # how long a round trip waits for more calls, where the one before had several
 MOST_CONNECTIONS = 64  # of one client
 SAY_SECONDS = 60.0  # between two lines of the log on the same refusal
-DURABLE_MS = 1500  # less than an answer may take: a slow disk is not a server that is away
-
-
-class RedisNotUsable(QueueAway):
-    """The server would lose what it has accepted. The message says by which setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,6 @@ class Script:
 
     text: str
     sha: str
-
-
-class Durability(enum.Enum):
-    """When what Redis has accepted is on its disk."""
-
-    ALWAYS = "always"  # before it answers
-    WAITED = "waited"  # everysec, and WAITAOF
 
 
 def script(text: str) -> Script:
@@ -83,13 +82,18 @@ class _Call:
 
 
 class RedisCommands:
-    """Lives on one event loop. `close` ends its tasks and connections."""
+    """Lives on one event loop. `close` ends its tasks and connections. `misplaced`: other services use the server with
+    another list of servers, as far as this one has found it.
+    """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, place: Place = ALONE) -> None:
         self.client = client(url)
         self.durability: Durability | None = None
+        self.misplaced = False
+        self._place, self._name = place, "Redis" if place.servers == 1 else f"Redis server {place}"
         self._calls: list[_Call] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gathers = self._several = self._closed = False
         self._away_until = 0.0
         self._said = ""
         self._refusals: dict[str, float] = {}  # when it was said, by the code of Redis
@@ -99,21 +103,27 @@ class RedisCommands:
         self.check()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls.append(_Call(script, keys, arguments, durable, answer))
-        if len(self._tasks) < PIPELINES:
+        if not self._gathers and len(self._tasks) < PIPELINES:
             self._tasks.add(asyncio.create_task(self._send_all()))
         return await answer
 
     def check(self) -> None:
-        """Raises QueueAway while Redis was found to be away just now."""
-        if asyncio.get_running_loop().time() < self._away_until:
+        """Raises QueueAway while Redis was found to be away just now, and after the end."""
+        if self._closed or asyncio.get_running_loop().time() < self._away_until:
             raise QueueAway
 
     def away(self, error: BaseException) -> QueueAway:
         """Redis did not answer: do not ask it for a moment."""
         self._away_until = asyncio.get_running_loop().time() + AWAY_SECONDS
-        self.durability = None  # what answers next may be another server
-        self._say(str(error) if isinstance(error, RedisNotUsable) else f"Redis: {type(error).__name__}")
+        self.check_server_again()  # what answers next may be another one
+        if isinstance(error, RedisNotUsable):
+            self.misplaced = isinstance(error, RedisMisplaced)
+        self._say(f"{self._name}: {error if isinstance(error, RedisNotUsable) else type(error).__name__}")
         return QueueAway()
+
+    def check_server_again(self) -> None:
+        """Before the next command: its settings, and its place."""
+        self.durability = None
 
     def _say(self, text: str) -> None:
         """Once, until it answers again: it is asked several times a second."""
@@ -123,6 +133,7 @@ class RedisCommands:
 
     async def close(self) -> None:
         """End what is under way, and close the connections."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -142,9 +153,14 @@ class RedisCommands:
 
     async def _send(self) -> None:
         while self._calls:
+            if self._several:
+                if self._gathers:
+                    return  # another pipeline waits for calls: it takes these
+                await self._gather()
             calls, self._calls = self._calls[:MOST_COMMANDS], self._calls[MOST_COMMANDS:]
+            self._several = len(calls) > 1
             try:
-                await self._know_durability()
+                await self._check_server()
                 answers = await self._round_trip(calls)
                 self._said = ""
             except Exception as error:  # also what the library raises of an answer that it does not understand
@@ -159,13 +175,21 @@ class RedisCommands:
                 elif not call.answer.done():
                     call.answer.set_result(answer)
 
+    async def _gather(self) -> None:
+        """Let more calls come."""
+        self._gathers = True
+        try:
+            await asyncio.sleep(GATHER_SECONDS)
+        finally:
+            self._gathers = False
+
     def _failed(self, error: BaseException) -> QueueAway:
         """One command was refused: out of memory, read-only replica, still loading."""
         code = error.status_code if isinstance(error, ResponseError) else None
         said, now = code or type(error).__name__, asyncio.get_running_loop().time()
         if now - self._refusals.get(said, -math.inf) >= SAY_SECONDS:  # a full Redis refuses thousands a second
             self._refusals[said] = now
-            log.warning("Redis refused a command: %s", said)
+            log.warning("%s refused a command: %s", self._name, said)
         return QueueAway()
 
     async def _round_trip(self, calls: Sequence[_Call]) -> list[Any]:
@@ -188,35 +212,17 @@ class RedisCommands:
                     answers[number] = answer
                 answers[len(calls) :] = again[len(unknown) :]
         if waits and (isinstance(answers[-1], BaseException) or answers[-1][0] < 1):
-            log.warning("Redis: its log was not synced within %.1f s", DURABLE_MS / 1000)
+            log.warning("%s: its log was not synced within %.1f s", self._name, DURABLE_MS / 1000)
             return [QueueAway() if call.durable else answers[number] for number, call in enumerate(calls)]
         return answers[: len(calls)]
 
-    async def _know_durability(self) -> None:
+    async def _check_server(self) -> None:
         if self.durability is None:
-            self.durability = await durability_of(self.client)
+            found = await durability_of(self.client)
+            await take_place(self.client, self._place, found)
+            self.durability, self.misplaced = found, False
 
 
 def _refuse(call: _Call, error: BaseException) -> None:
     if not call.answer.done():
         call.answer.set_exception(error)
-
-
-async def durability_of(server: redis.Redis) -> Durability:
-    """What this server promises. Raises RedisNotUsable where it would forget what it accepted, RedisError."""
-    info = await server.info("everything")
-    if int(info.get("loading", 0)):
-        raise RedisNotUsable("Redis: still loading")
-    if info.get("role") != "master":
-        raise RedisNotUsable("Redis: expected a master, found a replica")
-    if not int(info.get("aof_enabled", 0)):
-        raise RedisNotUsable("Redis: expected `appendonly yes`, found no append-only file")
-    if info.get("maxmemory_policy", "noeviction") != "noeviction":
-        raise RedisNotUsable("Redis: expected `maxmemory-policy noeviction`, found one that evicts")
-    with contextlib.suppress(RedisError):  # a managed server may not show its settings
-        if (await server.config_get("appendfsync")).get("appendfsync") == "always":
-            return Durability.ALWAYS
-    with contextlib.suppress(ResponseError):  # a server without it
-        await cast(Any, server).execute_command("WAITAOF", 0, 0, 1)
-        return Durability.WAITED
-    raise RedisNotUsable("Redis: expected `appendfsync always` or a server with WAITAOF (Redis 7.2, Valkey)")

@@ -66,26 +66,37 @@ return 1
 """
 )
 
-# KEYS stream, task. ARGV group, entry, consumer. A claimed entry: what is to be done; nil: nothing, it is out of the
-# stream, or another consumer's: this one was silent between its claim and now.
+# KEYS stream, tasks. ARGV group, consumer, their entries. Of each claimed entry what is to be done; nil: nothing, it is
+# out of the stream, or another consumer's: this one was silent between its claim and now.
 DELIVER = script(
     _DRAINS
     + """
-if redis.call('HGET', KEYS[2], 'state') ~= 'open' then
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
-  redis.call('XDEL', KEYS[1], ARGV[2])
-  return false
+local function delivered(task, entry)
+  if redis.call('HGET', task, 'state') ~= 'open' then
+    redis.call('XACK', KEYS[1], ARGV[1], entry)
+    redis.call('XDEL', KEYS[1], entry)
+    return false
+  end
+  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)
+  if #pending == 0 or pending[1][2] ~= ARGV[2] then return false end
+  local deliveries = redis.call('HINCRBY', task, 'deliveries', 1)
+  local found = redis.call('HMGET', task, 'packed', 'failures', 'returned', 'since')
+  return {found[1], found[2], found[3], deliveries, found[4]}
 end
-local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[2], ARGV[2], 1)
-if #pending == 0 or pending[1][2] ~= ARGV[3] then return false end
-local deliveries = redis.call('HINCRBY', KEYS[2], 'deliveries', 1)
-local found = redis.call('HMGET', KEYS[2], 'packed', 'failures', 'returned', 'since')
-return {found[1], found[2], found[3], deliveries, found[4]}
+local found = {}
+for number = 2, #KEYS do found[number - 1] = delivered(KEYS[number], ARGV[number + 1]) end
+return found
 """
 )
 
-# Keeps a result, for so many seconds, and tells who waits for it.
-_FINISH = """
+MOST_TOLD = 65_536  # bytes of a result that is sent to who waits; of a larger one only the id
+
+# Keeps a result, for so many seconds, and tells who waits for it: the id, and after a line feed the result.
+_FINISH = (
+    f"""
+local told = {MOST_TOLD}
+"""
+    + """
 local function finish(task, tenants, state, id, result, seconds, channels)
   local known = redis.call('HMGET', task, 'tenant', 'waiters', 'once')
   redis.call('HSET', task, 'state', state, 'result', result)
@@ -93,9 +104,12 @@ local function finish(task, tenants, state, id, result, seconds, channels)
   redis.call('EXPIRE', task, seconds)
   if known[3] then redis.call('EXPIRE', known[3], seconds) end
   if redis.call('HINCRBY', tenants, known[1], -1) <= 0 then redis.call('HDEL', tenants, known[1]) end
-  for waiter in string.gmatch(known[2] or '', '[^ ]+') do redis.call('PUBLISH', channels .. waiter, id) end
+  if not known[2] then return end
+  local message = #result <= told and id .. '\\n' .. result or id
+  for waiter in string.gmatch(known[2], '[^ ]+') do redis.call('PUBLISH', channels .. waiter, message) end
 end
 """
+)
 
 # KEYS stream, task, tenants. ARGV group, entry, id, result, seconds kept, channels. 1: stored; 0: there was a result.
 ACKNOWLEDGE = script(
@@ -184,12 +198,12 @@ return found
 """
 )
 
-# KEYS task. ARGV who waits ("" for nobody). {tenant, created, result}; nil: there is no such task.
+# KEYS task. ARGV who waits ("" for nobody), tenant ("" for any). {tenant, created, result}; nil: there is no such task.
 LOOK = script(
     _DRAINS
     + """
 local found = redis.call('HMGET', KEYS[1], 'tenant', 'created', 'result', 'waiters')
-if not found[1] then return false end
+if not found[1] or (ARGV[2] ~= '' and found[1] ~= ARGV[2]) then return false end
 if not found[3] and ARGV[1] ~= '' then
   local waiters = found[4] or ''
   if not string.find(' ' .. waiters .. ' ', ' ' .. ARGV[1] .. ' ', 1, true) and #waiters < 512 then

@@ -1,4 +1,4 @@
-"""The queue that several processes share: Redis Streams in 16 shards, one consumer group.
+"""The queue that several processes share: Redis Streams in 16 shards, one consumer group; or one server's part of it.
 
 A task is a hash and an entry of its shard's stream. The entry is acknowledged (XACK) in the transaction that stores the
 result. Entries of a consumer that is silent are taken over by XAUTOCLAIM.
@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -19,7 +20,6 @@ from batch_assets.api.online.queues import redis_scripts as scripts
 from batch_assets.api.online.queues.protocol import (
     DEAD_LETTER_SECONDS,
     RESULT_SECONDS,
-    SHARDS,
     Appended,
     Claim,
     DeadLetter,
@@ -32,6 +32,7 @@ from batch_assets.api.online.queues.protocol import (
     new_task_id,
     shard_of,
 )
+from batch_assets.api.online.queues.redis_checks import ALONE, Place, shard_in
 from batch_assets.api.online.queues.redis_commands import RedisCommands, client
 from batch_assets.api.online.queues.redis_scripts import GROUP
 from batch_assets.api.online.queues.redis_wakeups import AGAIN_SECONDS, CHANNELS, Wakeups
@@ -39,7 +40,7 @@ from batch_assets.api.online.queues.tasks import OnlineTask, TaskResult, read_ta
 
 LONGEST_BLOCK = 5.0  # seconds of one XREADGROUP
 MOST_SWEPT = 500  # of one shard at a time
-FORGET_EVERY = 60.0  # seconds between two looks for consumers that are gone
+FORGET_EVERY = 60.0  # seconds between two looks for consumers that are gone, and at the server's settings
 GONE_SECONDS = 600.0  # a consumer that lives asks every few seconds
 _NEW, _REPEATED, _REUSED = 0, 1, 2
 
@@ -54,10 +55,13 @@ def _keys(shard: int, *names: str) -> list[str]:
 
 
 class RedisQueue:
-    """`url`: redis:// or rediss://; it may hold a password and is never shown. `clock`: Unix seconds."""
+    """`url`: redis:// or rediss://; it may hold a password and is never shown. `clock`: Unix seconds. `place`: which
+    server of how many this is; it has its shards only.
+    """
 
-    def __init__(self, url: str, clock: Callable[[], float]) -> None:
-        self.commands = RedisCommands(url)
+    def __init__(self, url: str, clock: Callable[[], float], place: Place = ALONE) -> None:
+        self.commands = RedisCommands(url, place)
+        self._shards = place.shards
         self._reader = client(url, answer_seconds=LONGEST_BLOCK + 2)
         self._wakeups, self._clock = Wakeups(url), clock
         self._grouped = False
@@ -86,41 +90,52 @@ class RedisQueue:
         return str(found[0].decode())
 
     async def claim(self, consumer: str, most: int, wait: float) -> Sequence[Claim]:
-        """Tasks for this consumer: as many of each shard, so up to 15 more than asked for."""
+        """Tasks for this consumer: as many of each shard, so up to one less than there are shards more than asked."""
         self.commands.check()
         await self._make_groups()
         try:
             found: Any = await self._reader.xreadgroup(
                 GROUP,
                 consumer,
-                {key(shard, "stream"): ">" for shard in range(SHARDS)},
-                count=math.ceil(most / SHARDS),
+                {key(shard, "stream"): ">" for shard in self._shards},
+                count=math.ceil(most / len(self._shards)),
                 block=max(1, int(1000 * min(wait, LONGEST_BLOCK))),
             )
         except (RedisError, OSError, TimeoutError) as error:
             self._grouped = False
             raise self.commands.away(error) from None
         entries = [
-            (shard_in(name), entry.decode(), fields[b"id"].decode())
+            (shard, entry.decode(), fields[b"id"].decode())
             for name, listed in found or ()
+            if (shard := shard_in(name)) is not None
             for entry, fields in listed
         ]
         return await self._deliver(consumer, entries)
 
     async def _deliver(self, consumer: str, entries: Sequence[tuple[int, str, str]]) -> Sequence[Claim]:
         """Read what claimed entries stand for. Those whose answer is lost here are reclaimed later."""
+        shards: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
+        for shard, entry, task_id in entries:
+            shards[shard].append((entry, task_id))
         found = await asyncio.gather(
             *(
-                self.commands.run(scripts.DELIVER, _keys(shard, "stream", f"task:{task_id}"), GROUP, entry, consumer)
-                for shard, entry, task_id in entries
+                self.commands.run(
+                    scripts.DELIVER,
+                    _keys(shard, "stream", *(f"task:{task_id}" for _, task_id in listed)),
+                    GROUP,
+                    consumer,
+                    *(entry for entry, _ in listed),
+                )
+                for shard, listed in shards.items()
             )
         )
         claims = []
-        for (_, entry, task_id), fields in zip(entries, found, strict=True):
-            if fields is not None and (task := read_task(task_id, fields[0])) is not None:
-                failures, returned, deliveries = (int(field) for field in fields[1:4])
-                expires = float(fields[4]) + task.lifetime
-                claims.append(Claim(task, consumer, entry, failures, returned, deliveries, expires))
+        for listed, delivered in zip(shards.values(), found, strict=True):
+            for (entry, task_id), fields in zip(listed, delivered, strict=True):
+                if fields is not None and (task := read_task(task_id, fields[0])) is not None:
+                    failures, returned, deliveries = (int(field) for field in fields[1:4])
+                    expires = float(fields[4]) + task.lifetime
+                    claims.append(Claim(task, consumer, entry, failures, returned, deliveries, expires))
         return claims
 
     async def extend(self, claims: Sequence[Claim]) -> None:
@@ -167,16 +182,16 @@ class RedisQueue:
 
     async def reclaim(self, consumer: str, silent: float, most: int) -> Sequence[Claim]:
         """Take over what is idle for long."""
-        words = (GROUP, consumer, int(1000 * silent), math.ceil(most / SHARDS))
+        words = (GROUP, consumer, int(1000 * silent), math.ceil(most / len(self._shards)))
         found = await self._every_group(scripts.RECLAIM, ("stream",), *words)
         entries = [
             (shard, listed[number].decode(), listed[number + 1].decode())
-            for shard, listed in enumerate(found)
+            for shard, listed in zip(self._shards, found, strict=True)
             for number in range(0, len(listed), 2)
         ]
         return await self._deliver(consumer, entries)
 
-    async def look(self, task_id: str, wait: float = 0.0) -> StoredTask | None:
+    async def look(self, task_id: str, wait: float = 0.0, tenant: str | None = None) -> StoredTask | None:
         """The task and its result."""
         shard = shard_of(task_id)
         if shard is None:
@@ -184,21 +199,21 @@ class RedisQueue:
         keys = _keys(shard, f"task:{task_id}")
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
-        with self._wakeups.waiting(task_id) if wait > 0 else contextlib.nullcontext(asyncio.Event()) as ended:
+        with self._wakeups.waiting(task_id) if wait > 0 else contextlib.nullcontext() as ended:
             while True:
                 left = until - loop.time()
-                found = await self.commands.run(scripts.LOOK, keys, self._wakeups.name if left > 0 else "")
+                waiter = self._wakeups.name if left > 0 else ""
+                found = await self.commands.run(scripts.LOOK, keys, waiter, tenant or "")
                 if found is None:
                     return None
-                if found[2] is not None or left <= 0:
-                    return StoredTask(task_id, found[0].decode(), float(found[1]), found[2])
-                ended.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(left, AGAIN_SECONDS)):
-                        await ended.wait()
+                stored = StoredTask(task_id, found[0].decode(), float(found[1]), found[2])
+                if stored.result is not None or left <= 0 or ended is None:
+                    return stored
+                if (result := await ended.wait(min(left, AGAIN_SECONDS))) is not None:
+                    return replace(stored, result=result)
 
     async def depth(self) -> QueueDepth:
-        """How much there is, in all shards."""
+        """How much there is, in all its shards."""
         found = await self._every_group(scripts.DEPTH, ("stream", "delayed", "dead", "tenants"), GROUP)
         tenants: Counter[str] = Counter()
         for *_, counts in found:
@@ -240,6 +255,7 @@ class RedisQueue:
         await self._every_shard(scripts.SWEEP, ("stream", "delayed", "dead", "dead-ids"), repr(now), MOST_SWEPT, oldest)
         looked_at = asyncio.get_running_loop().time()
         if looked_at - self._forgot_at >= FORGET_EVERY:
+            self.commands.check_server_again()  # whoever uses it with another list is found in a minute
             await self._every_group(scripts.FORGET_CONSUMERS, ("stream",), GROUP, int(1000 * GONE_SECONDS))
             self._forgot_at = looked_at
 
@@ -252,7 +268,7 @@ class RedisQueue:
 
     async def _every_shard(self, script: Any, names: Sequence[str], *words: Any) -> list[Any]:
         return await asyncio.gather(
-            *(self.commands.run(script, _keys(shard, *names), *words) for shard in range(SHARDS))
+            *(self.commands.run(script, _keys(shard, *names), *words) for shard in self._shards)
         )
 
     async def _every_group(self, script: Any, names: Sequence[str], *words: Any) -> list[Any]:
@@ -262,19 +278,15 @@ class RedisQueue:
             return await self._every_shard(script, names, *words)
         except QueueAway:
             self._grouped = False
+            self.commands.check_server_again()
             raise
 
     async def _make_groups(self) -> None:
-        """The consumer group of each shard."""
-        if self._grouped:
+        """The consumer group of each shard, of a server that was checked."""
+        if self._grouped and self.commands.durability is not None:
             return
         await self._every_shard(scripts.MAKE_GROUP, ("stream",), GROUP)
         self._grouped = True
-
-
-def shard_in(name: bytes) -> int:
-    """The shard of a key."""
-    return int(name.partition(b"{online:")[2][:2], 16)
 
 
 def _shard(task_id: str) -> int:

@@ -20,7 +20,7 @@ from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
 from batch_assets.api.access.jwks import KeySet, KeysUnavailable, VerifyingKey, parse_key_set
 from batch_assets.api.access.jwt_tokens import MOST_BYTES, JwtPolicy, TokenRefused, looks_like_token, verify
-from batch_assets.api.callers import Caller, Scope
+from batch_assets.api.requests.callers import Caller, Scope
 
 NOW = 1_800_000_000
 POLICY = JwtPolicy("https://issuer.example", "batch-assets")

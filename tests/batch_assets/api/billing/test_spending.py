@@ -37,11 +37,11 @@ def test_lines_are_let_through_while_they_fit_and_room_comes_back() -> None:
     with pytest.raises(BudgetHolds):
         budget.check()
     assert not budget.paused, "lines are under way that may cost less"
-    budget.settle("a", Tokens(0, 0, 10))
+    budget.settle("0", "a", Tokens(0, 0, 10))
     budget.check()
     assert budget.admit([row("c", 40), row("d", 40)]) == 1
-    budget.settle("b", Tokens(0, 0, 40))
-    budget.settle("c", Tokens(0, 0, 40))
+    budget.settle("0", "b", Tokens(0, 0, 40))
+    budget.settle("0", "c", Tokens(0, 0, 40))
     assert budget.spent == 90 * MICRO and budget.paused
     assert budget.admit([row("e", 10)]) == 1 and not budget.paused
 
@@ -51,13 +51,13 @@ def test_what_is_held_back_is_given_back_once() -> None:
     assert budget.admit([row("a", 40)]) == budget.admit([row("a", 40)]) == 1, "a line that is read again is one line"
     assert budget.admit([row("b", 61)]) == 0
     for name in ("a", "a", "of another worker"):
-        budget.settle(name, Tokens(0, 0, 0))
+        budget.settle("0", name, Tokens(0, 0, 0))
     assert budget.admit([row("c", 101)]) == 0 and budget.admit([row("c", 100)]) == 1
 
 
 def test_what_was_kept_before_counts() -> None:
     budget = BatchBudget(100 * MICRO, PRICES)
-    budget.add(Tokens(0, 0, 95))
+    budget.set_part("0", Tokens(0, 0, 95))
     assert budget.admit([row("a", 6)]) == 0 and budget.paused
 
 

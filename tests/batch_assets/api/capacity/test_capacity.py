@@ -22,7 +22,7 @@ from support.capacity_site import fleet_yaml, instance
 from support.sensor_site import Site
 
 from batch_assets.api.billing.ledger import UsageLedger
-from batch_assets.api.billing.spending import Spending, SpendingRecords
+from batch_assets.api.billing.spending import Spending, SpendingRecords, write_spending
 from batch_assets.api.capacity import capacity as module
 from batch_assets.api.capacity.backlog import BatchBudgets
 from batch_assets.api.capacity.capacity import ModelCapacity
@@ -103,7 +103,7 @@ def test_a_short_window_has_as_many_instances_as_it_needs_and_a_long_one_stays_o
     desk.works("a")
     whole = LINES * 712 / 2_000 / HOUR  # hours of one instance: 9.9
     batch = desk.batch(hours=10 * whole)
-    assert desk.capacity().look([batch], {batch.id}) == {(MODEL, "chat"): 1}
+    assert desk.capacity().look([batch], {batch.id})[MODEL, "chat"] == 1
     assert desk.target.instances == 1
     urgent = desk.batch(hours=whole / 2.5)
     engines = desk.capacity().look([urgent], {urgent.id})[MODEL, "chat"]
@@ -142,7 +142,7 @@ def test_the_holder_of_the_oldest_batch_decides_and_the_other_replica_follows(de
     desk.works("a")
     one, two = desk.batch(1, hours=4), desk.batch(2, hours=4)
     other = desk.capacity()
-    assert other.look([one, two], {two.id}) == {(MODEL, "chat"): 1}
+    assert other.look([one, two], {two.id})[MODEL, "chat"] == 1
     assert desk.fleet_db.target(NAME) is None and not desk.said
     mine = desk.capacity().look([one, two], {one.id})[MODEL, "chat"]
     assert desk.target.instances > mine > 1, "each has the share of its own batches"
@@ -193,7 +193,8 @@ def test_budgets_bound_what_is_rented_beyond_the_first_engine(desk: Desk) -> Non
 def test_batches_that_cannot_send_count_for_nothing(desk: Desk) -> None:
     desk.works("a")
     paused = desk.batch(1, hours=1, metadata=json.dumps({"budget_usd": "1"}))
-    SpendingRecords(desk.records).write(paused.id, Spending(10**12, True))
+    with desk.records.writing() as connection:
+        write_spending(connection, paused.id, Spending(10**12, True))
     over, checked = desk.batch(2, hours=-1), replace(desk.batch(3, hours=1), status="validating", total=0)
     done, cancelled = desk.batch(4, completed=LINES), replace(desk.batch(5, hours=1), status="cancelling")
     found = [paused, over, checked, done, cancelled]
@@ -216,29 +217,48 @@ def test_without_batches_it_falls_back_to_one_or_the_reserve_and_not_before_it_i
     assert desk.target.ended is not None and desk.target.ended.reason == "no batch is open"
 
 
+def test_the_end_of_the_windows_ends_what_the_model_pays_for_whoever_ordered_it(desk: Desk) -> None:
+    desk.works("a", "b")
+    ordered = instance(cast(Site, desk), "of-d", dataset="d")
+    others = instance(cast(Site, desk), "used-by-d", dataset=NAME)
+    desk.fleet_db.release(ordered)
+    desk.fleet_db.release(others)
+    for name, dataset in (("of-d", NAME), ("used-by-d", "d")):
+        taken = desk.fleet_db.try_lease(name, "run", dataset, 600)
+        assert taken is not None
+        desk.fleet_db.release(taken)
+    batch, capacity = desk.batch(hours=3), desk.capacity()
+    capacity.look([batch], {batch.id})
+    for desk.steady in (0.0, module.IDLE_SECONDS):
+        capacity.look([], set())
+    assert not desk.target.request
+    standing = desk.standing()
+    assert len(standing & {"a", "b"}) == 1 and standing - {"a", "b"} == {"used-by-d"}
+
+
 def test_what_a_killed_service_left_is_ended_by_the_next(desk: Desk) -> None:
     desk.works("a", "b")
     batch = desk.batch(hours=3)
     desk.capacity().look([batch], {batch.id})
     following = desk.capacity()
     following.look([], set())
-    desk.steady += 60  # two plans of a service that might still write it
+    desk.steady += module.IDLE_SECONDS
     following.look([], set())
     assert not desk.target.request and len(desk.standing()) == 1
 
 
-def test_a_service_with_other_records_does_not_end_what_another_plans(desk: Desk) -> None:
+def test_a_replica_with_an_older_look_does_not_end_what_another_has_just_planned(desk: Desk) -> None:
     desk.works("a", "b")
     batch, planning, other = desk.batch(hours=3), desk.capacity(), desk.capacity()
-    for _ in range(20):
-        planning.look([batch], {batch.id})
-        other.look([], set())
-        desk.steady += 10
-    assert desk.target.request and desk.target.instances > 1
-    for _ in range(7):  # the first one is gone
-        other.look([], set())
-        desk.steady += 10
-    assert not desk.target.request
+    planning.look([batch], {batch.id})
+    other.look([], set())
+    desk.steady = module.IDLE_SECONDS
+    planning.look([batch], {batch.id})
+    other.look([], set())
+    assert desk.target.request and len(desk.standing()) == 2
+    desk.steady += module.IDLE_SECONDS  # nobody plans any more
+    other.look([], set())
+    assert not desk.target.request and len(desk.standing()) == 1
 
 
 def test_each_replica_has_an_engine_for_each_kind_of_task_that_it_holds(desk: Desk) -> None:
@@ -288,15 +308,26 @@ def test_budgets_bear_their_share_of_the_rent_by_tokens() -> None:
 
 def test_no_engine_is_rented_for_a_window_that_ends_before_it_would_answer(desk: Desk) -> None:
     batch = desk.batch(hours=60 / HOUR)  # boots take two minutes
-    assert desk.capacity().look([batch], {batch.id}) == {(MODEL, "chat"): 1}
+    assert desk.capacity().look([batch], {batch.id})[MODEL, "chat"] == 1
     assert desk.target.instances == 1 and desk.target.plan is not None and not desk.target.plan.feasible
 
 
 def test_a_fleet_that_cannot_be_read_stops_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     (desk.folder / "fleet.yaml").write_text("nonsense: 1")
     batch = desk.batch()
-    assert desk.capacity().look([batch], {batch.id}) == {(MODEL, "chat"): 1}
+    assert desk.capacity().look([batch], {batch.id})[MODEL, "chat"] == 1
     assert "nothing is planned" in caplog.text
+
+
+@pytest.mark.parametrize("reserve", [0, 2])
+def test_a_feed_without_lines_leaves_what_is_leased_to_those_that_have_some(desk: Desk, reserve: int) -> None:
+    """Those of another replica, or of another kind of task. It serves chats with the engines that these lease."""
+    batch = desk.batch(hours=1_000)
+    other = desk.capacity(reserve)
+    assert other.look([batch], set()) == {(MODEL, "chat"): 0, (MODEL, "completion"): 0}
+    engines = desk.capacity(reserve).look([batch], {batch.id})
+    assert engines == {(MODEL, "chat"): max(1, reserve), (MODEL, "completion"): 0}
+    assert other.look([], set()) == {}
 
 
 def test_what_cannot_be_planned_is_tried_again_in_its_turn_and_not_at_every_look(

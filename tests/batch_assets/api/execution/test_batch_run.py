@@ -12,21 +12,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.open_batch import KEY, answered, run_of
 from support.timing import PATIENCE
 
-from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.results import write_results
-from batch_assets.api.records.batches import BatchRecord, Held
-from batch_assets.api.settings import ApiLimits
-from gpu_runner.rows import Origin, Outcome
-from resources.objects.opening import CorruptObject, LocalObjects, StoreError
-
-ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
-KEY = "00000"
+from batch_assets.api.records.batches import Held
+from resources.objects.opening import LocalObjects, StoreError
 
 
 class HeldStore(LocalObjects):
@@ -41,10 +35,6 @@ class HeldStore(LocalObjects):
             self.begun.set()
             assert self.go.wait(4 * PATIENCE)
         super().put(path, data)
-
-
-def answered(name: str) -> Outcome:
-    return Outcome(name, f"key-{name}", "{}", "stop", 1, 1, 1, None, None, ORIGIN, 0.0, 1.0)
 
 
 class AwayOnce(LocalObjects):
@@ -65,16 +55,6 @@ class AwayOnce(LocalObjects):
     def put(self, path: str, data: bytes) -> None:
         self._use(path)
         super().put(path, data)
-
-
-def run_of(objects: LocalObjects, *names: str) -> BatchRun:
-    """A batch of these lines, checked and loaded."""
-    record = BatchRecord("batch_1", "t", CHAT, "file-1", "24h", 1, 2, "d", epoch=1)
-    objects.put("input", jsonl([line(name) for name in names]))
-    assert check_input(objects, "input", record.id, CHAT, None, ApiLimits()).errors == []
-    run = BatchRun(objects, record, Held(record.id, 1), "me")
-    run.load()
-    return run
 
 
 @pytest.fixture
@@ -123,17 +103,3 @@ def test_who_takes_a_batch_over_counts_all_that_is_kept_once_into_its_budget(tmp
         assert budget.spent == 0
         again.load(on_this_disk)
     assert budget.spent == 503 * 2 * 10**6, "a token in and one out of each line"
-
-
-def test_lines_of_a_damaged_object_are_errors_once_the_batch_is_over(tmp_path: Path) -> None:
-    objects = LocalObjects(tmp_path)
-    run = run_of(objects, "a", "b")
-    (rows,) = run.batches()
-    run.commit(KEY, [replace(answered(row.row_id), row_key=row.row_key) for row in rows.rows])
-    path = run.store.batch_path(run.objects[KEY])
-    objects.put(path, objects.get(path)[:-20])
-    with pytest.raises(CorruptObject):
-        write_results(run, "batch_expired", 1, 2)
-    found = write_results(run, "batch_expired", 1, 2, without_damaged=True)
-    assert (found.completed, found.failed) == (0, 2) and found.error is not None
-    assert objects.get(found.error.path).count(b'"code":"result_damaged"') == 2

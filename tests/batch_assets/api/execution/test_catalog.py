@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import dagster as dg
 import pytest
 from support.api_site import CHAT, api_site, jsonl, line
+from support.open_batch import answered
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.batches.snapshot import check_input
@@ -22,8 +23,6 @@ from batch_assets.api.records.database import Records
 from batch_assets.api.records.states import ACCEPT, EXPIRE
 from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import LocalObjects
-
-from .test_batch_run import answered
 
 
 def test_each_250_lines_are_a_materialized_partition_found_from_the_store_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -19,13 +20,21 @@ from support.timing import PATIENCE
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
+from batch_assets.api.execution import model_feed
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines import engine_slots
-from batch_assets.api.execution.engines.engine_supply import EndpointSupply, EngineAway, ServingEngine
-from batch_assets.api.execution.local_journal import LocalJournal
+from batch_assets.api.execution.engines.engine_supply import (
+    EndpointSupply,
+    EngineAway,
+    NobodyWaits,
+    ServingEngine,
+    Waits,
+    for_ever,
+)
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.open_parts import OpenParts
 from batch_assets.api.execution.stops import STOPPED
+from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Task
@@ -82,6 +91,27 @@ def feed_of(local: Path | None = None) -> ModelFeed:
     supply = EndpointSupply("http://127.0.0.1:9", None)
     journal = LocalJournal(local, "me", lambda call: call())
     return ModelFeed("tiny", "chat", supply, lambda run, footer: None, journal)
+
+
+def test_nobody_waits_for_batches_of_a_feed_that_ended_while_its_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader is a thread, and a process ends only when all its threads have ended."""
+    feed = feed_of()
+    reader = threading.Thread(target=lambda: list(feed._queue), daemon=True)
+
+    async def ends() -> None:
+        hangs = asyncio.Event()
+        monkeypatch.setattr(feed, "flush", hangs.wait)
+        serving = asyncio.create_task(feed.serve())
+        await asyncio.sleep(0.01)
+        for _ in range(2):  # by who drains it, and with the event loop
+            serving.cancel()
+            await asyncio.sleep(0.01)
+        assert serving.done()
+
+    reader.start()
+    asyncio.run(ends())
+    reader.join(20 * PATIENCE)
+    assert not reader.is_alive()
 
 
 def test_rows_of_a_batch_that_is_over_stay_on_this_disk_until_the_store_has_them(tmp_path: Path) -> None:
@@ -213,7 +243,7 @@ class SimulatedSupply:
         self.most_held = 0
 
     @contextlib.asynccontextmanager
-    async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         while not self.free:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         own = self.free.pop(0)
@@ -226,6 +256,124 @@ class SimulatedSupply:
         finally:
             del self.held[own.url]
             self.free.append(own)
+
+
+class WaitingSupply:
+    """There is an engine when the test says so. `asked`: how many were wanted; `waits`: whether one still is."""
+
+    def __init__(self, own: bool = False) -> None:
+        self.there, self.asked, self.given_up, self.held = asyncio.Event(), 0, 0, 0
+        self.own = own
+
+    @contextlib.asynccontextmanager
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
+        self.asked += 1
+        while not self.there.is_set():
+            await asyncio.sleep(0.005)
+            if not waits():
+                self.given_up += 1
+                raise NobodyWaits
+        self.held += 1
+        try:
+            yield ServingEngine("http://127.0.0.1:9", None, 4, "sim", "h100", leased=True, own=self.own)
+        finally:
+            self.held -= 1
+
+
+@contextlib.asynccontextmanager
+async def a_feed(supply: WaitingSupply, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelFeed]:
+    """It is served, and its engines answer nothing and are never lost."""
+
+    async def serves(feed: ModelFeed, engine: ServingEngine, slot: object) -> None:
+        await feed._stop_in_time(engine, slot, asyncio.Event())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelFeed, "_on_engine", serves)
+    monkeypatch.setattr(model_feed, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(model_feed, "AWAY_SECONDS", (0.01, 0.01))
+    feed = ModelFeed("tiny", "chat", supply, lambda run, footer: None, LocalJournal(None, "me", lambda call: call()))
+    serving = asyncio.create_task(feed.serve())
+    try:
+        yield feed
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+def test_an_engine_is_waited_for_only_as_long_as_somebody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another replica may hold it for days; when it ends, nothing is to be rented for a request of long ago."""
+    monkeypatch.setattr(model_feed, "IDLE_SECONDS", 0.05)
+
+    async def steps() -> None:
+        supply = WaitingSupply()
+        async with a_feed(supply, monkeypatch) as feed:
+            feed.keep(0.0)
+            await until(lambda: supply.given_up == 1)
+            await asyncio.sleep(0.1)
+            assert supply.asked == 1
+            feed.keep(math.inf)
+            await until(lambda: supply.asked == 2)
+            await asyncio.sleep(0.1)
+            assert supply.given_up == 1
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_feed_without_lines_leaves_its_engine_to_one_that_has_some(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is a process that would end with the lease: others cannot share it."""
+
+    async def steps() -> None:
+        supply = WaitingSupply(own)
+        async with a_feed(supply, monkeypatch) as feed:
+            supply.there.set()
+            feed.keep(math.inf)
+            await until(lambda: supply.held == 1)
+            feed.want_engines(0)
+            if own:
+                await asyncio.sleep(0.1)
+                assert supply.held == 1
+                return
+            await until(lambda: supply.held == 0)
+            await asyncio.sleep(0.1)
+            assert supply.asked == 1, "nor does it wait for one"
+            feed.want_engines(1)
+            await until(lambda: supply.held == 1)
+
+    asyncio.run(steps())
+
+
+def test_a_feed_that_waits_for_an_engine_stops_when_another_one_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def steps() -> None:
+        supply = WaitingSupply()
+        async with a_feed(supply, monkeypatch) as feed:
+            feed.keep(math.inf)
+            await until(lambda: supply.asked == 1)
+            feed.want_engines(0)
+            await until(lambda: supply.given_up == 1)
+            assert supply.held == 0
+
+    asyncio.run(steps())
+
+
+def test_a_feed_with_lines_has_an_engine_whatever_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that were lost are asked for again, and are in no plan."""
+
+    async def steps() -> None:
+        supply = WaitingSupply()
+        async with a_feed(supply, monkeypatch) as feed:
+            supply.there.set()
+            feed.want_engines(0)
+            run = run_of(LocalObjects(tmp_path))
+            feed.add(run)
+            await until(lambda: supply.held == 1)
+            feed.want_engines(0)
+            await asyncio.sleep(0.1)
+            assert (supply.held, supply.asked) == (1, 1)
+            feed.remove(run)
+
+    asyncio.run(steps())
 
 
 @pytest.mark.slow

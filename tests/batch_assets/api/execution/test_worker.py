@@ -11,10 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from support.api_site import CHAT, jsonl, line
+from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import Checked, check_input
@@ -22,10 +24,11 @@ from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.prices import PriceList
 from batch_assets.api.billing.spending import SpendingRecords
-from batch_assets.api.execution import batch_lifecycle, worker
+from batch_assets.api.execution import batch_lifecycle, model_feed, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
+from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import NamedModels
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
@@ -36,6 +39,7 @@ from batch_assets.api.records.tables import BATCHES
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome, Task
 from resources.objects.opening import LocalObjects, StoreError
+from resources.store.journal import Journal
 
 NOBODY = "http://127.0.0.1:9"
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
@@ -159,6 +163,10 @@ def test_a_batch_waits_for_a_store_that_is_away_and_is_refused_once_its_file_is_
     with site_of(tmp_path) as site:
         batch = added(site, jsonl([line("a")]))
         (tmp_path / "store").rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreError, match="is it mounted"):
+            checked(site, batch)
+        (tmp_path / "elsewhere").rename(tmp_path / "store")
+        site.objects.delete([content_path(batch.input_file_id)])
         with pytest.raises(InputAway):
             checked(site, batch)
         site.files.forget(batch.input_file_id)
@@ -274,3 +282,93 @@ def test_a_worker_shows_that_it_lives_while_calls_of_the_store_hold_all_threads(
 
     with site_of(tmp_path) as site:
         assert len(asyncio.run(works(site))) == 3
+
+
+def test_a_batch_that_is_cancelled_while_its_files_are_written_ends_as_cancelled_with_all_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = batch_lifecycle.write_results
+
+    async def delivered(site: Site) -> None:
+        batch = added(site, jsonl([line("a")]))
+        held = claimed(site, batch, "me")
+        assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
+        assert site.batches.move(held, ACCEPT, 1, total=1, model="tiny")
+        record = site.batches.current(held)
+        assert record is not None
+        run = BatchRun(site.objects, record, held, "me")
+        run.load()
+        (rows,) = run.batches()
+        run.commit(KEY, [replace(answered("a"), row_key=rows.rows[0].row_key)])
+
+        def cancelled(*arguments: Any, **named: Any) -> Results:
+            answer = site.batches.cancel("t", batch.id, 2)
+            assert answer is not None and answer.status == "cancelling"
+            return written(*arguments, **named)
+
+        monkeypatch.setattr(batch_lifecycle, "write_results", cancelled)
+        assert await BatchLifecycle(site).deliver(Carried(held, record), run, "")
+        found = site.batches.get("t", batch.id)
+        assert found is not None and (found.status, found.completed, found.failed) == ("cancelled", 1, 0)
+        assert found.output_file_id is not None and found.error_file_id is None
+
+    with site_of(tmp_path) as site:
+        asyncio.run(delivered(site))
+
+
+@pytest.mark.parametrize("store", ["answers", "hangs"])
+def test_rows_that_finished_last_are_in_the_journal_when_requests_outlast_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    monkeypatch.setattr(model_feed, "FLUSH_SECONDS", 3_600.0)  # nothing is written but at the end
+    monkeypatch.setattr(worker, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "KEEP_SECONDS", 0.05 if store == "hangs" else 60.0)
+    go = threading.Event()
+
+    async def ends(site: Site) -> BatchRecord:
+        batch = added(site, jsonl([line("short", max_tokens=1), line("long", max_tokens=3_000)]))
+        working = Worker(site)
+        running = asyncio.create_task(working.run())
+        async with asyncio.timeout(20 * PATIENCE):
+            while not any(one.run is not None and one.run.unwritten for one in working._carried.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if store == "hangs":
+                monkeypatch.setattr(Journal, "append", lambda *arguments: go.wait())
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        found = site.batches.get("t", batch.id)
+        assert found is not None
+        return found
+
+    with simulated_engine("--weights-ms", "100", "--output-tokens", "fixed:3000") as engine, site_of(tmp_path) as site:
+        try:
+            record = asyncio.run(ends(replace(site, engines=EndpointSupply(engine.url, None))))
+        finally:
+            go.set()
+        assert (record.status, record.holder) == ("in_progress", None)
+        again = BatchRun(site.objects, replace(record, epoch=2), Held(record.id, 2), "next")
+        again.load()
+        assert (again.completed, again.failed) == ((1, 0) if store == "answers" else (0, 0))
+
+
+def test_the_records_of_a_batch_are_written_while_the_store_hangs(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    async def moves(site: Site) -> BatchRecord | None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        batch = added(site, jsonl([line("a")]))
+        held, lifecycle = claimed(site, batch, "me"), BatchLifecycle(site)
+        stuck = [asyncio.create_task(lifecycle.patiently(go.wait)) for _ in range(40)]
+        try:
+            async with asyncio.timeout(4 * PATIENCE):
+                await asyncio.sleep(0.01)
+                assert await lifecycle._move(Carried(held, batch), ACCEPT, 1, total=1, model="tiny")
+        finally:
+            go.set()
+            await asyncio.gather(*stuck)
+            lifecycle.close()
+        return site.batches.get("t", batch.id)
+
+    with site_of(tmp_path) as site:
+        found = asyncio.run(moves(site))
+        assert found is not None and found.status == "in_progress"

@@ -17,12 +17,12 @@ from support.front_doors import front_door_alone
 from support.http_server import http_server
 
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.cache_salt import FILE, KEY, SETTING, CacheSalts, salt_key
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.interactive.engine_reports import EngineReading
 from batch_assets.api.interactive.request_body import read_request
+from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiSettings
 from batch_assets.settings import SettingError
 from gpu_runner.client.engine_load import EngineLoad, parse_metrics

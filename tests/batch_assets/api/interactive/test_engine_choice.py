@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_assets.api.errors import ApiError
-from batch_assets.api.execution.engines.engine_supply import ServingEngine
+from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
 from batch_assets.api.execution.engines.fleet_engines import serving
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
@@ -21,6 +20,7 @@ from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply
+from batch_assets.api.requests.errors import ApiError
 from batch_assets.api.settings import split_endpoint
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
@@ -341,7 +341,7 @@ def test_an_endpoint_may_name_its_region(given: str, found: tuple[str, str]) -> 
 def test_a_leased_engine_is_announced_with_the_region_of_its_offer() -> None:
     class Supply:
         @contextlib.asynccontextmanager
-        async def engine(self, model: str, task: Task) -> AsyncIterator[ServingEngine]:
+        async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
             yield serving(
                 LeasedEngine(Lease("e", 1, "r", "d"), "http://leased/v1", None, 8, "ec2", "g5", region="eu-west-1")
             )

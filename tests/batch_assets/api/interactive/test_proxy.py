@@ -19,13 +19,13 @@ from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.proxy import Proxy, ProxyPolicy
 from batch_assets.api.interactive.shared_supply import first_token_policy
+from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiSettings
 from batch_assets.settings import SettingError
 

@@ -193,7 +193,7 @@ def test_tenants_share_answers_only_in_groups(tmp_path: Path, monkeypatch: pytes
     tenants = ["acme"]
 
     async def authenticate(request: Any) -> Any:
-        from batch_assets.api.callers import ALL_SCOPES, Caller
+        from batch_assets.api.requests.callers import ALL_SCOPES, Caller
 
         return Caller(tenants[0], None, ALL_SCOPES)
 

@@ -1,15 +1,20 @@
-"""A consumer that is told to end, ends; what an engine answered is charged whatever becomes of the storing."""
+"""A consumer that is told to end, ends; what an engine answered is charged whatever becomes of the storing; what waits
+for a part of the queue that is away holds up no other tasks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from support.timing import PATIENCE
 
 from batch_assets.api.interactive.streams.event_stream import Usage
+from batch_assets.api.online import consumer as consumers
 from batch_assets.api.online.consumer import Consumer
 from batch_assets.api.online.dispatcher import DispatchAnswer
 from batch_assets.api.online.figures import OnlineFigures
@@ -120,3 +125,95 @@ def test_an_answer_is_charged_before_it_is_stored(cached: bool) -> None:
         return said
 
     assert asyncio.run(scenario()) == ([] if cached else ["charged task_1 7"]) + ["stored", "stored"]
+
+
+ANSWER = b'{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}]}'
+
+
+class PartlyAwayQueue:
+    """Has these tasks; takes no result of those whose id begins with `away` until it is `back`."""
+
+    def __init__(self, *names: str) -> None:
+        tasks = [OnlineTask(name, "acme", "c", "m", TaskKind.CHAT, b"{}", 0.0, 60.0, False, 9, "") for name in names]
+        self._claims = [Claim(task, "c", "1", 0, 0, 1, 60.0) for task in tasks]
+        self.back, self.stored = False, list[str]()
+        self.refused, self.all_claimed = 0, asyncio.Event()
+
+    async def claim(self, consumer: str, most: int, wait: float) -> list[Claim]:
+        if not self._claims:
+            self.all_claimed.set()
+            await asyncio.Event().wait()
+        return [self._claims.pop(0)]
+
+    async def acknowledge(self, claim: Claim, result: TaskResult) -> bool:
+        if claim.task.task_id.startswith("away") and not self.back:
+            self.refused += 1
+            raise QueueAway
+        self.stored.append(claim.task.task_id)
+        return True
+
+    async def extend(self, claims: list[Claim]) -> None: ...
+
+    async def reclaim(self, consumer: str, silent: float, most: int) -> list[Claim]:
+        return []
+
+    async def retry(self, claim: Claim, seconds: float, *, charged: bool) -> bool:
+        return True
+
+
+class Answers:
+    async def ask(self, *arguments: object, reusable: bool) -> tuple[DispatchAnswer, bool]:
+        return DispatchAnswer(ANSWER, None), False
+
+
+@contextlib.asynccontextmanager
+async def consuming(queue: Any) -> AsyncIterator[None]:
+    """One task at a time."""
+    requests: Any = Answers()
+    figures = OnlineFigures(CollectorRegistry())
+    consumer = Consumer(
+        queue, requests, figures, name="c", concurrency=1, clock=lambda: 0.0, uniform=lambda: 0.0, settle=settle
+    )
+    work = asyncio.create_task(consumer.run())
+    try:
+        async with asyncio.timeout(30 * PATIENCE):
+            yield
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+def test_results_that_wait_for_a_server_that_is_away_hold_up_no_tasks_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumers, "AGAIN_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        queue = PartlyAwayQueue("away", "there-1", "there-2")
+        async with consuming(queue):
+            await until(lambda: len(queue.stored) == 2)
+            assert queue.stored == ["there-1", "there-2"]
+            queue.back = True
+            await until(lambda: len(queue.stored) == 3)
+
+    asyncio.run(scenario())
+
+
+def test_only_so_many_results_wait_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that gives tasks and takes no results does not fill the memory."""
+    monkeypatch.setattr(consumers, "AGAIN_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        queue = PartlyAwayQueue("away-1", "away-2", "there")
+        async with consuming(queue):
+            await until(lambda: queue.refused >= 20)
+            assert not queue.stored and not queue.all_claimed.is_set()
+            queue.back = True
+            await until(lambda: len(queue.stored) == 3)
+
+    asyncio.run(scenario())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batch_assets.api.online.retry import RetryPolicy
-from batch_assets.api.online.settings import OnlineSettings, cache_groups, online_settings
+from batch_assets.api.online.settings import OnlineSettings, cache_groups, online_settings, redis_servers
 from batch_assets.settings import SettingError
 
 
@@ -36,15 +36,34 @@ def test_groups_that_cannot_be(text: str) -> None:
     [
         ("BATCH_ASSETS_ONLINE_REDIS", "localhost:6379"),
         ("BATCH_ASSETS_ONLINE_REDIS", "redis://"),
+        ("BATCH_ASSETS_ONLINE_REDIS", "redis://:secret@a/0,redis://:secret@b/0"),
+        ("BATCH_ASSETS_ONLINE_REDIS", "redis://:secret@a/0, redis://:secret@b/0"),
+        ("BATCH_ASSETS_ONLINE_REDIS", "redis://:secret@a/0 http://:secret@b"),
+        ("BATCH_ASSETS_ONLINE_REDIS", "redis://:secret@a/0 redis://:secret@a/0"),
+        ("BATCH_ASSETS_ONLINE_REDIS", " ".join(f"redis://:secret@host-{number}" for number in range(17))),
         ("BATCH_ASSETS_ONLINE_CONCURRENCY", "-1"),
         ("BATCH_ASSETS_ONLINE_MOST_WAITING", "0"),
     ],
 )
 def test_wrong_settings_are_named_without_their_secret(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(SettingError, match=name):
+    with pytest.raises(SettingError, match=name) as raised:
         online_settings()
+    assert "secret" not in str(raised.value)
 
 
 def test_an_address_is_not_shown() -> None:
-    assert "secret" not in repr(OnlineSettings(redis="redis://user:secret@host/0"))
+    assert "secret" not in repr(OnlineSettings(redis=("redis://user:secret@host/0",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("", ()),
+        (" redis://:a,b@one:6379/0 ", ("redis://:a,b@one:6379/0",)),
+        ("redis://one\n  rediss://two:6380/1", ("redis://one", "rediss://two:6380/1")),
+        (" ".join(f"redis://r-{number}" for number in range(16)), tuple(f"redis://r-{number}" for number in range(16))),
+    ],
+)
+def test_addresses_have_spaces_between_them(text: str, urls: tuple[str, ...]) -> None:
+    assert redis_servers(text) == urls

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from support.fleet_databases import postgres_url, sqlite_url
 
-from batch_assets.api.execution.holders import began, gone, own_name
+from batch_assets.api.execution.storage.holders import began, gone, own_name
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held, KeyReused, OpenBatch, new_batch_id
 from batch_assets.api.records.database import Records, RecordsError
 from batch_assets.api.records.files import FileRecord, FileRecords, UnknownCursor
@@ -83,6 +87,17 @@ def test_counts_never_fall(records: Records) -> None:
         batches.count(held, completed, failed)
     found = batches.current(held)
     assert found is not None and (found.completed, found.failed) == (5, 2)
+
+
+def test_counts_of_a_batch_that_has_ended_are_those_of_its_end(records: Records) -> None:
+    """A worker's last look may be written after the end, which counts lines of damaged objects as failed."""
+    batches, batch_id = BatchRecords(records), added(records)
+    held = claimed(records, batch_id, "a")
+    assert batches.move(held, ACCEPT, 11, total=3) and batches.move(held, FINALIZE, 12)
+    assert batches.move(held, COMPLETE, 13, completed=1, failed=2)
+    batches.count(held, 3, 0)
+    found = batches.get("t", batch_id)
+    assert found is not None and (found.completed, found.failed) == (1, 2)
 
 
 def test_a_transition_needs_its_state_and_sets_its_time(records: Records) -> None:
@@ -176,6 +191,57 @@ def test_a_repeated_create_returns_no_batch_that_is_cancelled_or_has_ended_long_
         assert batches.create(again, retried_since=50.0).id == first
         again = replace(again, created_at=again.created_at + 3600)
     assert batches.create(again, retried_since=50.0).id == again.id
+
+
+def right_after(records: Records, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """`act` comes when the next transaction that may write has ended."""
+    writing = records.writing
+
+    @contextlib.contextmanager
+    def written() -> Iterator[sa.Connection]:
+        with writing() as connection:
+            yield connection
+        monkeypatch.setattr(records, "writing", writing)
+        act()
+
+    monkeypatch.setattr(records, "writing", written)
+
+
+@pytest.mark.parametrize("before", ["validating", "in_progress", "finalizing"])
+def test_the_answer_to_a_cancel_does_not_depend_on_how_fast_it_ends(
+    records: Records, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    batches, batch_id = BatchRecords(records), added(records)
+    held = claimed(records, batch_id, "a")
+    moves = {"validating": (), "in_progress": (ACCEPT,), "finalizing": (ACCEPT, FINALIZE)}
+    assert all(batches.move(held, transition, 1) for transition in moves[before])
+    right_after(records, monkeypatch, lambda: batches.move(held, END_CANCEL, 8))
+    answer = batches.cancel("t", batch_id, 7)
+    assert answer is not None and (answer.state, answer.cancelling_at) == (BatchStatus.CANCELLING, 7)
+    ended = batches.get("t", batch_id)
+    assert ended is not None and (ended.status, ended.cancelling_at, ended.cancelled_at) == ("cancelled", 7, 8)
+    assert batches.cancel("t", batch_id, 9) == ended, "it has ended: nothing changes"
+    assert batches.cancel("other", batch_id, 9) is None and batches.cancel("t", "batch_x", 9) is None
+
+
+def test_a_cancel_meets_the_end_of_a_batch_and_one_of_both_is_first(records: Records) -> None:
+    """Eight times: what the cancel is told is what became of the batch."""
+    batches = BatchRecords(records)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(8):
+            batch_id = added(records)
+            held = claimed(records, batch_id, "a")
+            assert batches.move(held, ACCEPT, 1) and batches.move(held, FINALIZE, 1)
+            together = threading.Barrier(2)
+
+            def met(call: Callable[[], Any], together: threading.Barrier = together) -> Any:
+                together.wait()
+                return call()
+
+            cancel = pool.submit(met, partial(batches.cancel, "t", batch_id, 2))
+            completed = pool.submit(met, partial(batches.move, held, COMPLETE, 2)).result()
+            answer, found = cancel.result(), batches.get("t", batch_id)
+            assert found is not None and answer.status == found.status == ("completed" if completed else "cancelling")
 
 
 def test_pages_are_of_one_tenant_and_a_foreign_cursor_is_unknown(records: Records) -> None:

@@ -19,8 +19,8 @@ from support.otlp_receiver import Collector, SeenSpan, otlp_receiver
 
 from batch_assets.api import service
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.callers import Scope
 from batch_assets.api.front_door import build_front_door
+from batch_assets.api.requests.callers import Scope
 from batch_assets.api.telemetry.trace_export import spans_of_environment
 from batch_assets.api.telemetry.tracing import NoSpans
 from batch_assets.settings import SettingError

@@ -15,7 +15,7 @@ from gpu_runner.inference.windows.first_token_window import (
     InteractiveShare,
 )
 
-POLICY = FirstTokenPolicy(target=0.5, standing=True, headroom=0)
+POLICY = FirstTokenPolicy(target=0.5, standing=True, headroom=0, shrink=0.75, grow=0.02)
 EARLY, LATE, NOTHING = FirstTokenSample((0.1,)), FirstTokenSample((0.9,)), FirstTokenSample()
 
 
@@ -38,6 +38,16 @@ def test_rows_fill_the_queue_again_when_nobody_has_asked_for_long() -> None:
     assert caps == [256, 256, None, None]
     backoff.on_tick(EARLY, 256, 0)
     assert backoff.cap == 256
+
+
+def test_rows_leave_the_queue_and_the_headroom_to_requests_that_other_processes_send() -> None:
+    backoff = FirstTokenBackoff(FirstTokenPolicy(quiet=2), 100)
+    for _ in range(4):
+        backoff.on_tick(FirstTokenSample(elsewhere=True), 100, 300)
+        assert backoff.cap == 90
+    for _ in range(2):
+        backoff.on_tick(NOTHING, 100, 0)
+    assert backoff.cap is None
 
 
 def test_late_first_tokens_shrink_the_window_at_once_and_then_once_per_hold() -> None:
@@ -156,3 +166,18 @@ def test_the_feeds_window_looks_once_a_tick_and_follows() -> None:
     assert window.size == 75
     window.on_tick(None, 75)
     assert window.size == 75 and not looks
+
+
+@pytest.mark.parametrize("slots", [4, 32, 256])
+def test_rows_come_back_in_the_same_time_whatever_the_slots(slots: int) -> None:
+    """A row a second would be a thirtieth of a small engine: it was full again before its first tokens were seen."""
+    backoff = FirstTokenBackoff(POLICY, slots)
+    for _ in range(100):
+        backoff.on_tick(LATE, slots, 0, 0)
+    caps = []
+    for _ in range(60):
+        caps.append(backoff.cap or 0)
+        backoff.on_tick(EARLY, slots, 0)
+    half = next(tick for tick, cap in enumerate(caps) if cap >= slots / 2)
+    full = next(tick for tick, cap in enumerate(caps) if cap == slots)
+    assert full - half == pytest.approx(0.5 / POLICY.grow, abs=2)

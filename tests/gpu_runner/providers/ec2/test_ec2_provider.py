@@ -96,7 +96,7 @@ def test_a_repeat_before_the_list_shows_anything_is_the_same_vm_by_its_token(sit
     site.full = {first}
     provider = site.provider()
     offer = on_demand(provider)
-    monkeypatch.setattr(provider.inventory, "vms", lambda tag: [])
+    monkeypatch.setattr(provider.inventory, "vms_that_answer", lambda tag: ([], {}))
     lose_replies(provider, "RunInstances", LOST)
     with pytest.raises(ProviderUnclear):
         provider.create(offer, "ba-1", ORDER)
@@ -112,14 +112,14 @@ def test_an_order_of_a_name_with_other_parameters_is_the_vm_that_is_there(site: 
     offer = on_demand(provider)
     machine_id = provider.create(offer, "ba-1", ORDER)
     other = site.provider()
-    listed = other.inventory.vms
+    listed = other.inventory.vms_that_answer
     looks: list[str] = []
 
     def late(tag: str) -> Any:
         looks.append(tag)
-        return listed(tag) if len(looks) > 1 else []
+        return listed(tag) if len(looks) > 1 else ([], {})
 
-    monkeypatch.setattr(other.inventory, "vms", late)
+    monkeypatch.setattr(other.inventory, "vms_that_answer", late)
     assert other.create(offer, "ba-1", EngineOrder("another", "chat")) == machine_id
     assert len(site.named("ba-1")) == 1
 
@@ -128,7 +128,7 @@ def test_two_vms_of_one_name_become_the_older_one(site: Ec2Site):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
     for region in (HOME_REGION, OTHER_REGION):
         blind = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
-        blind.inventory.vms = lambda tag: []  # type: ignore[method-assign]  # its list is behind
+        blind.inventory.vms_that_answer = lambda tag: ([], {})  # type: ignore[method-assign]  # its list is behind
         blind.create(on_demand(blind, region), "ba-1", ORDER)
     older, younger = site.named("ba-1")
     older.launch_time, younger.launch_time = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"
@@ -203,6 +203,28 @@ def test_a_region_that_is_silent_makes_the_whole_list_unclear(site: Ec2Site):
     lose_replies(provider, "DescribeInstances", LOST, OTHER_REGION)
     with pytest.raises(ProviderUnclear):
         provider.list("ba-")
+
+
+def test_a_region_that_is_silent_stops_neither_orders_nor_ends_in_another(site: Ec2Site):
+    provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION), instance_types=SPOT)
+    lose_replies(provider, "DescribeInstances", LOST, OTHER_REGION)
+    lose_replies(provider, "DescribeSpotPriceHistory", LOST, OTHER_REGION)
+    assert {one.region for one in provider.offers() if one.spot} == {HOME_REGION}
+    made = provider.create(on_demand(provider), "ba-1", ORDER)
+    with pytest.raises(ProviderUnclear):
+        provider.create(on_demand(provider, OTHER_REGION), "ba-2", ORDER)  # a VM of that name may be there
+    with pytest.raises(ProviderUnclear):
+        provider.terminate("ba-1")  # one may be there, too
+    (ended,) = [one for one in site.provider().list("ba-") if one.name == "ba-1"]
+    assert made and ended.state == "ended"
+
+
+def test_regions_that_are_all_silent_are_told(site: Ec2Site):
+    provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION), instance_types=SPOT)
+    for region in (HOME_REGION, OTHER_REGION):
+        lose_replies(provider, "DescribeSpotPriceHistory", LOST, region)
+    with pytest.raises(ProviderUnclear):
+        provider.offers()
 
 
 def test_a_vm_is_launched_so_that_it_ends_by_itself_and_keeps_its_keys(site: Ec2Site):

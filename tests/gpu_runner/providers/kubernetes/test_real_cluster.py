@@ -6,7 +6,6 @@ namespace empty.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ import pytest
 from support.kubernetes_cluster import NAMESPACE, OFFER, ROLE, RealCluster, cluster_provider, real_cluster
 from support.machines import ORDER, eventually, first_offer
 from support.machines import get as look
+from support.processes import command_line
 from support.timing import PATIENCE
 
 from gpu_runner.providers.base import EngineAccess, Machine, NoCapacity, ProviderError, ProviderUnclear, open_access
@@ -135,10 +135,9 @@ def forwards() -> list[psutil.Process]:
     """Our kubectl processes; their guards have the same words behind others."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if words and Path(words[0]).name.startswith("kubectl") and "port-forward" in words:
-                found.append(process)
+        words = command_line(process)
+        if words and Path(words[0]).name.startswith("kubectl") and "port-forward" in words:
+            found.append(process)
     return found
 
 

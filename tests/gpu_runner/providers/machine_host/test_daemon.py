@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machines import ORDER, ended_machines, eventually, first_offer, get, local_provider, part, parts, processes
+from support.processes import command_line
 from support.timing import PATIENCE
 
 from gpu_runner.providers.base import Provider, ProviderError
@@ -86,10 +87,7 @@ def hosts_of(home: Path) -> list[psutil.Process]:
     """Hosts below a home."""
     found = []
     for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
+        words = command_line(process)
         if "gpu_runner.providers.machine_host.daemon" in words and str(home) in words:
             found.append(process)
     return found

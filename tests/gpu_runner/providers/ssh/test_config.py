@@ -32,6 +32,8 @@ def test_gpus_of_a_host_make_sets_of_which_each_is_a_slot():
         ({"gpus": 4, "gpus_per_instance": 3}, {}, "expected a divisor of gpus, 4"),
         ({"gpus": 2, "gpu_devices": ["0", "0"]}, {}, "expected 2 different devices"),
         ({"gpu_devices": ["../0"]}, {}, "expected numbers or UUIDs"),
+        ({"gpu_devices": ["0:0"]}, {}, "expected numbers or UUIDs"),  # the host's list of GPUs has no word for it
+        ({"gpu_devices": ["MIG-GPU-1a/1/0"]}, {}, "expected numbers or UUIDs"),
         ({"host_keys": []}, {}, "a has none"),
         ({"host_keys": ["no key"]}, {}, "expected public keys"),
         ({"address": "-oProxyCommand=x"}, {}, "address"),
@@ -56,7 +58,8 @@ def test_a_container_listens_on_loopback_gets_its_gpus_and_its_key_by_name_and_i
     assert words[:2] == ("docker", "run")
     assert {"127.0.0.1:{port}:8000", '"device={gpus}"', "VLLM_API_KEY", "HF_HOME", "-v=/w"} <= set(words)
     assert words[words.index("--entrypoint") :][:5] == ("--entrypoint", "vllm", docker.docker_image, "serve", "{model}")
-    assert docker.engine_end_command == ("docker", "rm", "-f", "{name}")
+    shell, option, script, *rest = docker.engine_end_command
+    assert (shell, option, rest) == ("sh", "-c", ["sh", "{name}"]) and script.startswith('docker rm -f "$1"; ')
     assert config().engine_end_command == ()
     assert config().engine_command[:2] == ("vllm", "serve")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.machines import eventually
+from support.processes import environment, runs
 
 from gpu_runner.providers.ssh.requests import (
     EnginePlan,
@@ -84,12 +85,8 @@ def test_an_ordinary_account_makes_and_ends_machines_and_takes_over_after_a_kill
         return EnginePlan(name, "m", ("/bin/sh", "-c", script), (), mark, (("0",),), None, 600, 18000)
 
     def ours() -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("TEST_FOLDER") == str(folder):
-                    found.append(process)
-        return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+        marked = (one for one in psutil.process_iter() if environment(one).get("TEST_FOLDER") == str(folder))
+        return [process for process in marked if runs(process)]
 
     root = str(folder / "hosts")
     assert ask(create_request(root, plan("ba-1", "sleep 1000 & sleep 1000"))) == {"ba-1": "booting"}

@@ -9,7 +9,7 @@ import pytest
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.ssh.config import SshProviderConfig
 from gpu_runner.providers.ssh.inspection import judge
-from gpu_runner.providers.ssh.requests import Inspection, SeenGpu
+from gpu_runner.providers.ssh.requests import FailedEnd, Inspection, SeenGpu
 
 CONFIG = SshProviderConfig.model_validate(
     {
@@ -46,6 +46,7 @@ def test_a_good_host_has_no_problem():
         (replace(GOOD, disk_kib=1 << 20), CheckSubject.MACHINES, CheckOutcome.WARNING),
         (replace(GOOD, disk_kib=None), CheckSubject.MACHINES, CheckOutcome.FAILED),
         (replace(GOOD, clock=1_700_000_200), CheckSubject.MACHINES, CheckOutcome.WARNING),
+        (replace(GOOD, failed_ends=(FailedEnd("ba-1", 3),)), CheckSubject.MACHINES, CheckOutcome.WARNING),
     ],
 )
 def test_each_problem_is_told_with_what_to_do(found: Inspection, subject: CheckSubject, outcome: CheckOutcome):

@@ -98,6 +98,17 @@ def test_an_answer_is_read_whatever_a_login_shell_printed_before():
     assert lost.machine("h").describe_end() == "interrupted: the host was started anew"
 
 
+def test_a_machine_whose_end_is_not_finished_says_so():
+    ended = b"machine b i-0123456789ab ended 18000 - 7.00 terminated 2.50\n"
+    first, second = parse_reply("n", b"begin n\n" + ended + b"failed-end b 3\n" + MACHINE + b"end n ok\n").machines
+    assert (first.failed_ends, second.failed_ends) == (3, 0)
+    assert second.machine("h").leftover == ""
+    assert first.machine("h").leftover == (
+        "host h: the end of b is not finished: its end command fails (tries: 3); GPUs stay taken"
+    )
+    assert first.machine("h").describe_end() == "terminated"
+
+
 @pytest.mark.parametrize(
     "output",
     [
@@ -111,6 +122,7 @@ def test_an_answer_is_read_whatever_a_login_shell_printed_before():
         b"begin n\nmachine b i-0123456789ab running 18000 8 - sold -\nend n ok\n",
         b"begin n\nmachine b i-0123456789ab running 1e9 8 - - -\nend n ok\n",
         b"begin n\ngpu 0 \xff\nend n ok\n",
+        b"begin n\nfailed-end b many\nend n ok\n",
         b"x" * (LONGEST_REPLY + 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""What every queue promises, on the file of one process and on a real Redis."""
+"""What every queue promises: on the file of one process, on a real Redis, and on two of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from batch_assets.api.online.queues.protocol import (
     once_key,
     shard_of,
 )
+from batch_assets.api.online.queues.redis_commands import client
+from batch_assets.api.online.queues.redis_sharded import ShardedRedisQueue
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult, TaskStatus, failed
 
@@ -45,9 +47,9 @@ class Clock:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as found:
-        yield found
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    with redis_server(tmp_path_factory.mktemp("a")) as one, redis_server(tmp_path_factory.mktemp("b")) as two:
+        yield [one, two]
 
 
 @pytest.fixture
@@ -58,15 +60,21 @@ def clock() -> Clock:
 _DATABASES = itertools.cycle(range(1, 16))
 
 
-@pytest.fixture(params=["embedded", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(
+    params=["embedded", pytest.param("redis", marks=needs_redis), pytest.param("two redis", marks=needs_redis)]
+)
 def opened(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Opened:
-    if request.param == "redis":
-        url = request.getfixturevalue("server").url.replace("/0", f"/{next(_DATABASES)}")
+    urls: list[str] = []
+    if request.param != "embedded":
+        database = next(_DATABASES)
+        urls = [server.url.replace("/0", f"/{database}") for server in request.getfixturevalue("servers")]
 
     @asynccontextmanager
     async def queue() -> AsyncIterator[TaskQueue]:
-        if request.param == "redis":
-            found: Any = RedisQueue(url, clock)
+        if request.param == "two redis":
+            found: Any = ShardedRedisQueue(urls, clock)
+        elif request.param == "redis":
+            found = RedisQueue(urls[0], clock)
         else:
             found = EmbeddedQueue(tmp_path, clock)
             await found.open()
@@ -76,11 +84,11 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Open
             await found.close()
 
     async def empty() -> None:
-        async with queue() as found:
-            await found.commands.client.flushdb()
+        for url in urls:
+            async with client(url) as redis:
+                await redis.flushdb()
 
-    if request.param == "redis":
-        asyncio.run(empty())
+    asyncio.run(empty())
     return queue
 
 
@@ -294,6 +302,19 @@ def test_a_wait_ends_without_a_result(opened: Opened) -> None:
     run(scenario)
 
 
+def test_nobody_waits_for_a_task_of_another_tenant(opened: Opened) -> None:
+    async def scenario() -> None:
+        async with opened() as queue:
+            asked = task("one")
+            await queue.append(asked)
+            async with asyncio.timeout(10 * PATIENCE):
+                assert await queue.look(asked.task_id, 60.0 * PATIENCE, "other") is None
+            found = await queue.look(asked.task_id, 0.0, "acme")
+            assert found is not None and found.tenant == "acme"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("name", ["", "task_", "task_zz", "task_ff" + "0" * 30, "task_" + "0" * 33, "x" * 500, "é"])
 def test_an_id_that_is_none_is_not_there(opened: Opened, name: str) -> None:
     async def scenario() -> None:
@@ -315,9 +336,11 @@ def test_a_tenant_with_few_tasks_does_not_wait_for_one_with_many(opened: Opened)
             apart = [one for one in few if shard_of(one.task_id) not in shards]
             await asyncio.gather(*(queue.append(one) for one in few))
             assert (await queue.depth()).tenants == {"big": 300, "small": 8}
-            claims = await queue.claim("one", 64, 1.0)
-            taken = {claim.task.task_id for claim in claims}
-            assert {one.task_id for one in apart[:3]} <= taken and len(taken) < 100
+            taken: set[str] = set()
+            async with asyncio.timeout(10 * PATIENCE):
+                while not {one.task_id for one in apart[:3]} <= taken:
+                    taken |= {claim.task.task_id for claim in await queue.claim("one", 16, 1.0)}
+            assert len(taken) < 100
 
     run(scenario)
 
@@ -327,9 +350,11 @@ def test_two_consumers_never_get_the_same_task(opened: Opened) -> None:
         async with opened() as queue:
             tasks = [task(f"{number}") for number in range(200)]
             await asyncio.gather(*(queue.append(one) for one in tasks))
-            found = await asyncio.gather(*(claim_all(queue, 1, f"c{number}") for number in range(4)))
-            ids = [claim.task.task_id for claims in found for claim in claims]
-            ids += [claim.task.task_id for claim in await claim_all(queue, 200 - len(ids))]
+            ids: list[str] = []
+            async with asyncio.timeout(10 * PATIENCE):
+                while len(ids) < 200:
+                    found = await asyncio.gather(*(queue.claim(f"c{number}", 16, 0.1) for number in range(4)))
+                    ids += [claim.task.task_id for claims in found for claim in claims]
             assert sorted(ids) == sorted(one.task_id for one in tasks)
 
     run(scenario)

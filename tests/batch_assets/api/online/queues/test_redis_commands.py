@@ -15,7 +15,7 @@ from support.redis_server import needs_redis, redis_server
 
 from batch_assets.api.online.queues import redis_commands
 from batch_assets.api.online.queues.protocol import QueueAway, new_task_id
-from batch_assets.api.online.queues.redis_commands import Durability
+from batch_assets.api.online.queues.redis_checks import Durability
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind
 
@@ -70,10 +70,10 @@ async def opened(url: str) -> AsyncIterator[RedisQueue]:
 @pytest.mark.parametrize("said", [b"*2\r\n:0\r\n:0\r\n", b"-ERR appendonly was turned off\r\n"])
 def test_an_append_waits_for_the_sync_and_is_not_accepted_without_it(tmp_path: Path, said: bytes) -> None:
     async def scenario(port: int) -> None:
-        answers = [b"*2\r\n:1\r\n:0\r\n"] * 3
+        answers = [b"*2\r\n:1\r\n:0\r\n"] * 4
         async with before(port, lambda: answers.pop()) as url, opened(url) as queue:
             first = task()
-            assert (await queue.append(first)).task_id == first.task_id  # in two round trips: the script is new there
+            assert (await queue.append(first)).task_id == first.task_id  # two checks; two trips: a new script
             assert queue.commands.durability is Durability.WAITED and answers == []
             answers.append(said)
             with pytest.raises(QueueAway):
@@ -93,7 +93,7 @@ def test_a_server_with_waitaof_is_asked_for_the_sync(tmp_path: Path) -> None:
             assert queue.commands.durability is Durability.WAITED
             assert {one.task_id for one in appended if not one.repeated} == {one.task_id for one in appended}
             calls = (await queue.commands.client.info("commandstats"))["cmdstat_waitaof"]["calls"]
-            assert 2 <= calls <= 51, "one for whether there is such a command, and one of each round trip"
+            assert 3 <= calls <= 52, "for whether there is such a command, for its place, and one of each round trip"
 
     with redis_server(tmp_path, *EVERY_SECOND, program="valkey-server") as server:
         asyncio.run(scenario(server.url))

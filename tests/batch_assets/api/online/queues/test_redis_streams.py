@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 from support.redis_server import RedisServer, needs_redis, redis_server
+from support.timing import PATIENCE
 
-from batch_assets.api.online.queues import redis_streams
+from batch_assets.api.online.queues import redis_commands, redis_streams
 from batch_assets.api.online.queues.protocol import Claim, OnceKey, QueueAway, new_task_id, once_key, shard_of
-from batch_assets.api.online.queues.redis_scripts import GROUP
+from batch_assets.api.online.queues.redis_commands import RedisCommands, Script
+from batch_assets.api.online.queues.redis_scripts import GROUP, LOOK, MOST_TOLD
 from batch_assets.api.online.queues.redis_streams import RedisQueue, key
+from batch_assets.api.online.queues.redis_wakeups import CHANNELS
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult, TaskStatus, failed
 
 pytestmark = needs_redis
@@ -49,6 +53,15 @@ def task(once: OnceKey | None = None) -> OnlineTask:
 async def claimed(queue: RedisQueue) -> Claim:
     (claim,) = await queue.claim("one", 1, 1.0)
     return claim
+
+
+async def until(ask: Callable[[], Any], enough: Callable[[Any], bool]) -> None:
+    """Ask again and again until this is so."""
+    async with asyncio.timeout(30 * PATIENCE):
+        for pause in itertools.chain([0.0], itertools.repeat(0.01)):
+            await asyncio.sleep(pause)
+            if enough(await ask()):
+                return
 
 
 def stream(claim: Claim) -> str:
@@ -213,3 +226,64 @@ def test_a_full_server_is_said_once_a_minute(server: RedisServer, caplog: pytest
     with caplog.at_level("WARNING"):
         run(server, scenario)
     assert [record.getMessage() for record in caplog.records] == ["Redis refused a command: OOM"]
+
+
+@pytest.mark.parametrize("length", [100, MOST_TOLD])
+def test_who_waits_asks_once_and_is_told_the_result_unless_it_is_large(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    async def scenario(queue: RedisQueue, client: Any) -> None:
+        looks: list[Script] = []
+        ran = queue.commands.run
+
+        async def noted(script: Script, *arguments: Any, **named: Any) -> Any:
+            looks.extend([script] if script is LOOK else [])
+            return await ran(script, *arguments, **named)
+
+        monkeypatch.setattr(queue.commands, "run", noted)
+        monkeypatch.setattr(redis_streams, "AGAIN_SECONDS", 60.0 * PATIENCE)
+        asked = task()
+        await queue.append(asked)
+        channel = CHANNELS + queue._wakeups.name
+        with queue._wakeups.waiting("nothing"):  # begins to listen
+            await until(lambda: client.pubsub_numsub(channel), lambda found: found[0][1] == 1)
+        waits = asyncio.create_task(queue.look(asked.task_id, 60.0 * PATIENCE))
+        name = key(shard_of(asked.task_id) or 0, f"task:{asked.task_id}")
+        await until(lambda: client.hget(name, "waiters"), bool)
+        result = TaskResult(TaskStatus.SUCCESS, time.time(), output=b'"' + b"x" * length + b'"')
+        assert await queue.acknowledge(await claimed(queue), result)
+        found = await waits
+        assert found is not None and found.result == result.packed() and found.tenant == "acme"
+        assert len(looks) == (1 if length < MOST_TOLD else 2)
+
+    run(server, scenario)
+
+
+def test_calls_that_come_one_by_one_are_sent_at_once_and_several_together(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(queue: RedisQueue, client: Any) -> None:
+        trips: list[int] = []
+        trip = RedisCommands._round_trip
+
+        async def noted(self: RedisCommands, calls: Any) -> list[Any]:
+            trips.append(len(calls))
+            return await trip(self, calls)
+
+        monkeypatch.setattr(RedisCommands, "_round_trip", noted)
+        monkeypatch.setattr(redis_commands, "GATHER_SECONDS", 0.05)
+        for _ in range(3):
+            await queue.append(task())
+        assert trips == [1, 1, 1]
+
+        async def later(turns: int) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await queue.append(task())
+
+        await asyncio.gather(later(0), later(0))
+        trips.clear()
+        await asyncio.gather(*(later(turns) for turns in range(20)))
+        assert trips == [20], "they wait for each other"
+
+    run(server, scenario)

@@ -12,10 +12,10 @@ import pytest
 
 from batch_assets.api.app import create_app
 from batch_assets.api.batches.create import CreateBatch
-from batch_assets.api.callers import Caller, Scope
-from batch_assets.api.errors import ApiError
-from batch_assets.api.json_body import parse_body
 from batch_assets.api.online import routes as online
+from batch_assets.api.requests.callers import Caller, Scope
+from batch_assets.api.requests.errors import ApiError
+from batch_assets.api.requests.json_body import parse_body
 from batch_assets.api.settings import ApiSettings
 
 GOOD = b'{"input_file_id": "file-x", "endpoint": "/v1/embeddings", "completion_window": "24h"}'

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.open_batch import KEY, answered, run_of
 
-from batch_assets.api.execution.holders import began, own_name
-from batch_assets.api.execution.local_journal import LeftRows, LocalJournal
+from batch_assets.api.execution.storage.holders import began, own_name
+from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
 from gpu_runner.rows import Outcome
 from resources.objects.opening import LocalObjects
-
-from .test_batch_run import KEY, answered, run_of
 
 DEAD = own_name().replace(f"/{began(os.getpid())}/", "/1/")  # of a process that is no more
 

@@ -14,13 +14,14 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import orjson
 
-from batch_assets.api.execution.holders import gone
+from batch_assets.api.execution.storage.holders import gone
+from batch_assets.api.records.home_folders import take_over
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.rows import Origin, Outcome
 
@@ -120,9 +121,11 @@ class LeftRows:
             self._scan()
 
     def _scan(self) -> None:
-        for path in [] if self._folder is None or not self._folder.is_dir() else sorted(self._folder.iterdir()):
-            worker = unquote(path.name.removesuffix(ENDING).rpartition("-")[0])
-            if path not in self._files and path.name.endswith(ENDING) and gone(worker):
+        if self._folder is None or not self._folder.is_dir():
+            return
+        take_over(self._folder, left_file)
+        for path in sorted(self._folder.iterdir()):
+            if path not in self._files and is_left(path):
                 self._files[path] = self._read(path)
 
     def _read(self, path: Path) -> set[str]:
@@ -156,6 +159,18 @@ class LeftRows:
                     with contextlib.suppress(OSError):
                         path.unlink()
                     del self._files[path]
+
+
+@contextlib.contextmanager
+def left_file(path: Path) -> Iterator[bool]:
+    """Whether a worker that is gone has left this file. Who takes one twice does no harm."""
+    yield is_left(path)
+
+
+def is_left(path: Path) -> bool:
+    """The same."""
+    worker = unquote(path.name.removesuffix(ENDING).rpartition("-")[0])
+    return path.name.endswith(ENDING) and gone(worker)
 
 
 def read_row(line: bytes) -> tuple[str, str, Outcome] | None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.timing import PATIENCE
 
-from batch_assets.api.execution.read_ahead import read_ahead
+from batch_assets.api.execution.storage.read_ahead import read_ahead
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 50])

@@ -1,0 +1,312 @@
+"""What is kept of a batch: the journal of its rows, and its batch objects of 250 rows each.
+
+The store says what is done: a row is done when the journal or a batch object has it. Whoever takes a batch over reads
+both. Methods block unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
+from batch_assets.api.billing.answer_usage import object_tokens, tokens_of
+from batch_assets.api.billing.usage import Tokens
+from batch_assets.api.execution.storage.local_journal import Rows
+from batch_assets.api.execution.storage.read_ahead import read_ahead
+from batch_assets.api.records.batches import BatchRecord, Held
+from gpu_runner.rows import Outcome, Task
+from resources.objects.opening import CorruptObject, Objects
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+KEYS = ("00000", "99999")
+GENERATIONS = 3  # of a batch object: where all of them are lost its lines are not asked for once more
+READINGS = 2  # of an object before it counts as damaged or gone
+_COLUMNS: Task = "chat"  # outputs are text, whatever the endpoint: the whole answer
+
+
+class KeptRows:
+    """`held` is the right to write it. `completed` and `failed` count lines that are kept: they survive a kill."""
+
+    def __init__(self, objects: Objects, record: BatchRecord, held: Held, holder: str) -> None:
+        self.record, self.held = record, held
+        self.store: DatasetStore = batch_store(objects, record.id)
+        self.completed = self.failed = 0
+        self.given_up: set[str] = set()  # keys of objects whose last generation is damaged or gone
+        self._run_id = f"{held.epoch:06d}_{holder}"[:60]
+        self._entries: dict[str, BatchEntry] = {}
+        self._objects: dict[str, BatchObject] = {}
+        self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        self._segments: list[tuple[str, frozenset[str]]] = []
+        self._waiting: dict[str, list[Outcome]] = defaultdict(list)
+        self._flushing: Mapping[str, Sequence[Outcome]] = {}
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._generations: dict[str, int] = {}  # of batch objects to come, where that is not the first one
+        self._sequence = 0
+        self._guard = threading.RLock()  # of what is known
+        self._writing = threading.Lock()  # of the journal: who flushes waits for a flush that is under way
+
+    @property
+    def batch_id(self) -> str:
+        """The id of its batch."""
+        return self.record.id
+
+    @property
+    def done(self) -> bool:
+        """All batch objects are written."""
+        return len(self._objects) == len(self._entries)
+
+    @property
+    def objects(self) -> Mapping[str, BatchObject]:
+        """The batch objects so far, by key."""
+        return self._objects
+
+    @property
+    def entries(self) -> Sequence[BatchEntry]:
+        """All batches of 250 rows, in order."""
+        return list(self._entries.values())
+
+    def read_kept(self, left: Rows, *, counted: bool) -> dict[str, Tokens]:
+        """Read the snapshot's index and what is done. Raises CorruptObject for the index, or what the store raises.
+
+        A batch object that is damaged or gone is not done: those of its rows that the journal has are kept, the others
+        are left, unless it was their last generation. `left`: rows that the journal may not have yet; it has them then.
+        Returns the tokens of what is kept, by key, where they are `counted`.
+        """
+        entries = self.store.entries(SNAPSHOT)
+        self._entries = {entry.key: entry for entry in entries}
+        if self.record.epoch <= 1 and not self.record.completed + self.record.failed:
+            found: dict[str, BatchObject] = {}
+        else:
+            found = self.store.current_objects(entries)
+        used: dict[str, Tokens] = {}
+        committed_as = partial(self._committed, counted=counted)
+        for (key, batch), committed in zip(found.items(), read_ahead(committed_as, found.values()), strict=True):
+            if committed is None:
+                self._lose(batch)
+                continue
+            footer, tokens = committed
+            self._objects[key] = batch
+            self._count(key, footer.ok, footer.dead, committed=True)
+            used[key] = tokens
+        segments = self.store.journal.segments(KEYS) if self.held.epoch > 1 else []
+        for path, outcomes in zip(segments, read_ahead(self._segment, segments), strict=True):
+            self._take_in(path, outcomes)
+        self._take_over(left)
+        if counted:
+            used |= {key: tokens_of(kept.values()) for key, kept in self._journaled.items()}
+        return used
+
+    def _committed(self, batch: BatchObject, *, counted: bool) -> tuple[BatchFooter, Tokens] | None:
+        """What a batch object says of itself, with its tokens where they are counted; None: it is damaged or gone."""
+        footer = self._whole(batch, self.store.footer)
+        if footer is None:
+            return None
+        tokens = object_tokens(footer) if counted else Tokens()
+        if tokens is not None:
+            return footer, tokens
+        outcomes = self._whole(batch, self.store.outcomes)  # an earlier version has written it
+        return None if outcomes is None else (footer, tokens_of(outcomes))
+
+    def _whole(self, batch: BatchObject, read: Callable[[BatchObject], Found]) -> Found | None:
+        """What is read of a batch object; None: it is damaged, or is not in the store. Raises as a store that is away.
+
+        It is read again before that is believed: what was wrong may have been the way from the store.
+        """
+        for _ in range(READINGS):
+            try:
+                return read(batch)
+            except CorruptObject:
+                found = "is damaged"
+            except FileNotFoundError:
+                found = "is gone"
+        log.error("batch %s: object %s %s", self.batch_id, batch.name, found)
+        return None
+
+    def lose(self, keys: Collection[str]) -> list[str]:
+        """These objects are damaged or gone. Returns the keys of those whose rows are left: of the others that was the
+        last generation.
+        """
+        with self._guard:
+            return [key for key in keys if self._lose(self._objects[key])]
+
+    def _lose(self, batch: BatchObject) -> bool:
+        """An object is damaged or gone. Its rows are left; False: they are not, that was its last generation.
+
+        What the journal has of them is kept in both cases.
+        """
+        key = batch.key
+        self.given_up.discard(key)
+        self._objects.pop(key, None)
+        self._count(key, 0, 0)
+        if batch.generation + 1 < GENERATIONS:
+            self._generations[key] = batch.generation + 1
+            return True
+        log.error("batch %s: %d generations of object %s are lost: its lines fail", self.batch_id, GENERATIONS, key)
+        self._objects[key] = batch
+        self.given_up.add(key)
+        self._count(key, 0, self._entries[key].rows, committed=True)
+        return False
+
+    def _is_open(self, key: str) -> bool:
+        """Whether what is kept of 250 rows is what the journal has."""
+        return key in self._entries and (key not in self._objects or key in self.given_up)
+
+    def _take_over(self, left: Rows) -> None:
+        rows = {
+            key: [row for name, row in found.items() if name not in self._journaled.get(key, {})]
+            for key, found in left.items()
+            if self._is_open(key)
+        }
+        if rows := {key: found for key, found in rows.items() if found}:
+            with self._writing:
+                self._sequence += 1
+                self._write_segment(rows)
+
+    def _segment(self, path: str) -> Mapping[str, list[Outcome]]:
+        try:
+            return self.store.journal.read(path)
+        except (CorruptObject, FileNotFoundError):
+            return {}
+
+    def _take_in(self, path: str, outcomes: Mapping[str, list[Outcome]]) -> None:
+        self._segments.append((path, frozenset(outcomes)))
+        for key, rows in outcomes.items():
+            if self._is_open(key):
+                self._keep(key, rows)
+
+    def _keep(self, key: str, rows: Sequence[Outcome]) -> None:
+        """The journal has these rows, too."""
+        with self._guard:
+            self._journaled[key].update({row.row_id: row for row in rows})
+            kept = self._journaled[key].values()
+            ok, rest = sum(row.ok for row in kept), sum(not row.ok for row in kept)
+            if key in self.given_up:
+                rest = self._entries[key].rows - ok
+            self._count(key, ok, rest, committed=key in self.given_up)
+
+    def _count(self, key: str, ok: int, dead: int, *, committed: bool = False) -> None:
+        with self._guard:
+            if key in self._objects and not committed:
+                return
+            before = self._counted.get(key, (0, 0))
+            self._counted[key] = (ok, dead)
+            self.completed += ok - before[0]
+            self.failed += dead - before[1]
+
+    @property
+    def open_entries(self) -> list[BatchEntry]:
+        """Batches of 250 rows without an object, in order."""
+        return [entry for key, entry in self._entries.items() if key not in self._objects]
+
+    def known(self, key: str) -> dict[str, Outcome]:
+        """Outcomes of a batch of 250 rows that no engine is to be asked for, in the journal or on their way there."""
+        with self._guard:
+            new = [*self._flushing.get(key, ()), *self._waiting.get(key, ())]
+            return {**self._journaled.get(key, {}), **{row.row_id: row for row in new}}
+
+    def keep_soon(self, key: str, outcome: Outcome) -> None:
+        """The next `flush` writes this row to the journal. Not blocking."""
+        with self._guard:
+            self._waiting[key].append(outcome)
+
+    @property
+    def unwritten(self) -> bool:
+        """Rows wait for the journal, or are on their way there."""
+        return bool(self._waiting or self._flushing)
+
+    def flush(self) -> None:
+        """Write what waits to the journal. What cannot be written waits for the next time.
+
+        On return all that was noted before the call is in the journal, whoever wrote it.
+        """
+        with self._writing:
+            with self._guard:
+                waiting, self._waiting = self._waiting, defaultdict(list)
+                rows = {key: list(found) for key, found in waiting.items() if key not in self._objects}
+                self._sequence += 1
+                self._flushing = rows
+            try:
+                if rows:
+                    self._append(rows)
+            finally:
+                self._flushing = {}
+
+    def _append(self, rows: Mapping[str, list[Outcome]]) -> None:
+        try:
+            self._write_segment(rows)
+        except BaseException:
+            with self._guard:
+                for key, found in rows.items():
+                    self._waiting[key][:0] = found
+            raise
+
+    def _write_segment(self, rows: Mapping[str, list[Outcome]]) -> None:
+        path = self.store.journal.append(KEYS, "", self._run_id, self._sequence, rows, _COLUMNS)
+        self._segments.append((path, frozenset(rows)))
+        with self._guard:
+            for key, found in rows.items():
+                if self._is_open(key):
+                    self._keep(key, found)
+
+    def commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        """Write the object of 250 rows, create-only. In place of a damaged one comes the next generation."""
+        while True:
+            batch = BatchObject(key, self._entries[key].data_version, self._generations.get(key, 0))
+            try:
+                written = self._create(batch, outcomes)
+                break
+            except CorruptObject:
+                if not self.store.objects.exists(self.store.batch_path(batch)):
+                    raise  # not of an object that is there: these are outcomes of other rows
+                log.error("batch %s: object %s is damaged", self.batch_id, batch.name)
+                self._generations[key] = batch.generation + 1
+        with self._guard:
+            self._count(key, written.ok, written.dead, committed=True)
+            self._objects[key] = batch
+            self._waiting.pop(key, None)
+            self._journaled.pop(key, None)
+        return written
+
+    def _create(self, batch: BatchObject, outcomes: Sequence[Outcome]) -> BatchFooter:
+        """Write it, or adopt the one that is there. Raises CorruptObject for that, and for outcomes of other rows."""
+        footer = BatchFooter.of(
+            self.store.dataset,
+            self._entries[batch.key],
+            outcomes,
+            snapshot=SNAPSHOT,
+            generation=batch.generation,
+            epoch=self.held.epoch,
+            run_id=self._run_id,
+            root_run_id=self.batch_id,
+            cached_tokens=tokens_of(outcomes).cached_tokens,
+        )
+        return self.store.commit(footer, outcomes, _COLUMNS)[0]
+
+    def drop_segments(self, *, all_of_them: bool = False) -> None:
+        """Delete segments of the journal whose rows are all in batch objects."""
+        with self._writing:
+            done = [one for one in self._segments if all_of_them or one[1] <= self._objects.keys() - self.given_up]
+            self.store.objects.delete(path for path, _ in done)
+            self._segments = [one for one in self._segments if one not in done]
+
+    def outcomes(self, key: str) -> Mapping[str, Outcome] | None:
+        """What is kept of a batch of 250 rows, by row id; None: its object is damaged or gone."""
+        with self._guard:  # a commit moves rows from the one to the other
+            batch = self._objects.get(key)
+            if batch is None:
+                return dict(self._journaled.get(key, {}))
+        outcomes = self._whole(batch, self.store.outcomes)
+        return None if outcomes is None else {outcome.row_id: outcome for outcome in outcomes}
+
+    def journaled(self, key: str) -> Mapping[str, Outcome]:
+        """What the journal has of 250 rows whose object is damaged or gone."""
+        return self._journaled.get(key, {})

@@ -1,0 +1,125 @@
+"""Engines of one fleet for two replicas: who waits for one, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.http_server import http_server, status
+from support.timing import PATIENCE
+
+from batch_assets.api.execution.engines import fleet_engines
+from batch_assets.api.execution.engines.engine_supply import NobodyWaits
+from batch_assets.api.execution.engines.fleet_engines import FleetSupply
+from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.providers.engine_process import free_port
+from resources.fleet.resource import GpuFleet
+
+NAME = "api/m"
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_engines, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_engines, "WAIT_SECONDS", 0.01)
+
+
+@pytest.fixture
+def fleet_db(url: str) -> Iterator[FleetDatabase]:
+    with contextlib.closing(FleetDatabase(url)) as found:
+        yield found
+
+
+def supply_of(url: str, home: Path, engine: str) -> FleetSupply:
+    """Of a replica whose fleet has one engine, `lab`."""
+    engines = [{"name": "lab", "kind": "endpoint", "url": engine, "models": ["m"]}]
+    (home / "fleet.yaml").write_text(json.dumps({"engines": engines}))
+    return FleetSupply(GpuFleet(database=url, home=str(home), config_path=str(home / "fleet.yaml")))
+
+
+def test_who_waits_for_the_engine_of_another_replica_gets_it_and_one_that_waits_no_more_does_not(
+    url: str, fleet_db: FleetDatabase, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with http_server({"/": status(200)}) as engine:
+            one, two = supply_of(url, tmp_path, engine), supply_of(url, tmp_path, engine)
+            async with asyncio.timeout(60 * PATIENCE), contextlib.AsyncExitStack() as first:
+                held = await first.enter_async_context(one.engine("m", "chat"))
+                assert (held.name, held.own) == ("lab", False)
+                with pytest.raises(NobodyWaits):
+                    async with two.engine("m", "chat", lambda: False):
+                        raise AssertionError("it is leased")
+                assert len(fleet_db.runs()) == 1, "nobody stands in line any more"
+                async with contextlib.AsyncExitStack() as second:
+                    waiting = asyncio.create_task(second.enter_async_context(two.engine("m", "chat")))
+                    await asyncio.sleep(0.1)
+                    assert not waiting.done()
+                    await first.aclose()
+                    assert (await waiting).name == "lab"
+                    assert fleet_db.leases_of(NAME) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_being_started_is_not_given_up_because_nobody_asks_just_now(
+    url: str, fleet_db: FleetDatabase, tmp_path: Path
+) -> None:
+    """A boot takes minutes, and whoever asks again would wait for another one."""
+    port = free_port()
+    asked = 0
+
+    def waits() -> bool:
+        nonlocal asked
+        asked += 1
+        return fleet_db.leases_of(NAME) == 0  # until the engine is leased, and awaited
+
+    async def scenario() -> None:
+        supply = supply_of(url, tmp_path, f"http://127.0.0.1:{port}")
+        async with asyncio.timeout(60 * PATIENCE), contextlib.AsyncExitStack() as stack:
+            entering = asyncio.create_task(stack.enter_async_context(supply.engine("m", "chat", waits)))
+            while asked < 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert not entering.done() and fleet_db.leases_of(NAME) == 1
+            server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
+            try:
+                assert (await entering).name == "lab"
+            finally:
+                server.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_is_cancelled_while_it_waits_for_an_engine_leaves_no_error_behind(
+    url: str, fleet_db: FleetDatabase, tmp_path: Path
+) -> None:
+    """As each feed of a service is that ends: asyncio would log a failure that nobody has asked for."""
+    said: list[object] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+            one, two = supply_of(url, tmp_path, engine), supply_of(url, tmp_path, engine)
+
+            async def wait() -> None:
+                async with two.engine("m", "chat"):
+                    raise AssertionError("it is leased")
+
+            async with one.engine("m", "chat"):
+                waiting = asyncio.create_task(wait())
+                while len(fleet_db.runs()) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+                assert waiting.cancelled() and len(fleet_db.runs()) == 1
+                del waiting
+                await asyncio.sleep(0.05)
+                gc.collect()
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert said == []
