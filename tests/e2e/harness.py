@@ -24,6 +24,7 @@ from batch_assets.catalog import ledger
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.local_dagster.stack import Stack
 from batch_assets.webserver import token as web_token
+from e2e.platform_report import reported
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 from resources.objects.opening import open_objects
@@ -282,6 +283,7 @@ def platform(
     try:
         with Stack(home) as stack, dg.DagsterInstance.from_config(str(home)) as instance:
             stack.wait_ready()
-            yield Platform(home, name, dict(spec), engine, instance, DatasetStore(open_objects(root), name), stack)
+            with reported(home, instance):
+                yield Platform(home, name, dict(spec), engine, instance, DatasetStore(open_objects(root), name), stack)
     finally:
         engine.stop()

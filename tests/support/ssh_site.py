@@ -111,6 +111,23 @@ def ssh_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     try:
         lines = tuple(tuple(line.split()) for line in _call(variables, "up", str(count)).splitlines())
         yield Hosts(folder, lines, variables)
+    except BaseException:
+        print(_report(variables), flush=True)
+        raise
     finally:
         connections().close()
         _call(variables, "down")
+
+
+def _report(variables: dict[str, str]) -> str:
+    """What runs on the hosts, and the ends of their sshd's logs: for the output of a test that failed."""
+    said = []
+    for log in sorted(Path(variables["VMNS_DIR"]).glob("*.log")):
+        found = subprocess.run(
+            ["ip", "netns", "pids", log.stem], capture_output=True, text=True, timeout=10, check=False
+        )
+        lines = found.stdout.split()
+        ps = ["ps", "-o", "pid,ppid,stat,wchan:20,etimes,args", "-p", ",".join(lines)]
+        shown = subprocess.run(ps, capture_output=True, text=True, timeout=10, check=False).stdout if lines else "off\n"
+        said.append(f"host {log.stem}:\n{shown[:4000]}{log.read_text(errors='replace')[-1000:]}")
+    return "\n".join(said)
