@@ -22,6 +22,7 @@ from support.documents import REPOSITORY
 from support.processes import environment, runs
 
 TOOL = REPOSITORY.parent / "shared" / "tools" / "vm-namespaces"
+_BASHRC = Path.home() / ".bashrc"
 _SITE = "SSH_SITE"  # in the environment of its engines: the folder of the hosts
 SIMULATOR = [sys.executable, "-m", "gpu_runner.simulator", "--model", "{model}", "--port", "{port}"]
 SIMULATOR += ["--api-key-env", "VLLM_API_KEY"]
@@ -33,7 +34,7 @@ def missing() -> str:
         return "needs the tool vm-namespaces"
     if os.geteuid() != 0:
         return "needs root for network namespaces"
-    wanted = ("ip", "unshare", "ssh-keygen")
+    wanted = ("ip", "unshare", "nsenter", "ssh-keygen")
     absent = [name for name in wanted if not shutil.which(name)] + ["sshd"] * (not Path("/usr/sbin/sshd").exists())
     return f"needs {', '.join(absent)}" if absent else ""
 
@@ -46,7 +47,11 @@ def _tool() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Running hosts, numbered from 1. Their file system is this computer's; `folder` is where they write."""
+    """Running hosts, numbered from 1. Their file system is this computer's; `folder` is where they write.
+
+    What the login shell reads first on them (~/.bashrc) is a file of their own: this computer's may start what takes
+    locks (pyenv does), and a host that loses its power would keep them for all others.
+    """
 
     folder: Path
     lines: tuple[tuple[str, ...], ...]
@@ -55,6 +60,23 @@ class Hosts:
     def do(self, what: str, number: int) -> None:
         """`cut`, `heal`, `kill` or `boot` a host."""
         _call(self.variables, what, str(number))
+        if what == "boot":
+            self.own_startup_file(number)
+
+    def own_startup_file(self, number: int) -> None:
+        """Let the login shell of a host read `startup_file` and nothing else."""
+        self.startup_file.touch()
+        if not _BASHRC.exists():
+            return
+        name = f"{self.variables['VMNS_NAME']}{number}"
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60, check=True)
+        mount = ["mount", "--bind", str(self.startup_file), str(_BASHRC)]
+        subprocess.run(["nsenter", "--mount", "--target", pids.stdout.split()[-1], *mount], timeout=60, check=True)
+
+    @property
+    def startup_file(self) -> Path:
+        """What the login shells of the hosts read before each command, if this computer's root has such a file."""
+        return self.folder / "bashrc of hosts"
 
     def run(self, number: int, script: str, *words: str) -> str:
         """What a shell of the host says."""
@@ -110,7 +132,10 @@ def ssh_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     variables = {"VMNS_NAME": f"ba{number}", "VMNS_NET": f"10.77.{number}", "VMNS_DIR": str(folder / "vms")}
     try:
         lines = tuple(tuple(line.split()) for line in _call(variables, "up", str(count)).splitlines())
-        yield Hosts(folder, lines, variables)
+        hosts = Hosts(folder, lines, variables)
+        for one in range(1, count + 1):
+            hosts.own_startup_file(one)
+        yield hosts
     except BaseException:
         print(_report(variables), flush=True)
         raise

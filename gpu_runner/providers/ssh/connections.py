@@ -21,12 +21,15 @@ import asyncssh
 from gpu_runner.providers.base import ProviderUnclear
 from gpu_runner.providers.ssh.host_silence import HostSilence
 from gpu_runner.providers.ssh.login import HostAddress, NotConnected, connect
-from gpu_runner.providers.ssh.requests import LONGEST_REPLY, BadReply, HostReply, HostRequest, parse_reply
+from gpu_runner.providers.ssh.requests import LONGEST_REPLY, BadReply, HostReply, HostRequest, has_begun, parse_reply
 
 REQUEST_SECONDS = 10.0  # a silent host is found earlier, by the keep-alive
 RETRY_SECONDS = 3.0  # a host that did not answer is not asked again before
 COMMANDS_AT_ONCE = 8  # sshd's MaxSessions is 10
 HEALTH_SECONDS = 2.0
+SHELL_HANGS = (
+    "it let us in, but its login shell has not started sh: what the shell's startup files (~/.bashrc) start may hang"
+)
 
 T = TypeVar("T")
 
@@ -94,6 +97,7 @@ class HostConnection:
         """Have a request done. Raises NotConnected, ProviderUnclear. Within sixteen seconds at the worst."""
         connection = await self.connected()
         output = bytearray()
+        process: asyncssh.SSHClientProcess[bytes] | None = None
         try:
             async with asyncio.timeout(REQUEST_SECONDS), self._commands:
                 process = await connection.create_process("exec /bin/sh", encoding=None, stderr=asyncssh.DEVNULL)
@@ -109,7 +113,10 @@ class HostConnection:
             reply = parse_reply(request.nonce, bytes(output))
         except (OSError, asyncssh.Error) as error:
             self._answers = False
-            raise ProviderUnclear(f"{self.address.text} did not answer: {type(error).__name__}") from error
+            said = f"{self.address.text} did not answer: {type(error).__name__}"
+            if process is not None and not connection.is_closed() and not has_begun(request.nonce, bytes(output)):
+                said += f"; {SHELL_HANGS}"
+            raise ProviderUnclear(said) from error
         except BadReply as error:
             raise ProviderUnclear(f"{self.address.text}: {error}") from None
         self._answers = True

@@ -22,6 +22,9 @@ _REMEDIES = {
     ConnectProblem.LOGIN: "put the public key into ~/.ssh/authorized_keys of the user, or correct `user`",
     ConnectProblem.KEY: "correct `key_file` or `key_env`",
 }
+_SHELL = (
+    "can its login shell start sh, and do its startup files (~/.bashrc) end at once? `ssh USER@ADDRESS true` shows it"
+)
 _OK, _WARNING, _FAILED = CheckOutcome.OK, CheckOutcome.WARNING, CheckOutcome.FAILED
 _MACHINES, _LOGIN, _IMAGE = CheckSubject.MACHINES, CheckSubject.CREDENTIALS, CheckSubject.IMAGE
 
@@ -38,7 +41,7 @@ async def inspect_host(connection: HostConnection, config: SshProviderConfig, ho
         return [CheckResult(_LOGIN, _FAILED, str(error), _REMEDIES[error.problem])]
     except (ProviderError, ProviderUnclear, BadReply) as error:
         said = f"host {host.name}: {error}"
-        return [CheckResult(_MACHINES, _FAILED, said, "is its login shell one that can start sh?")]
+        return [CheckResult(_MACHINES, _FAILED, said, _SHELL)]
     login = CheckResult(_LOGIN, _OK, f"{connection.address.text}: host key as pinned, logged in")
     return [login, *judge(found, config, host, clock)]
 

@@ -232,6 +232,11 @@ def _parts(word: str, model: str) -> Iterator[str]:
         yield shlex.quote(word[at:])
 
 
+def has_begun(nonce: str, output: bytes) -> bool:
+    """Whether the host's sh does what it was asked; before that, its login shell reads its startup files."""
+    return f"begin {nonce}\n".encode() in output
+
+
 def parse_reply(nonce: str, output: bytes) -> HostReply:
     """Read an answer. Raises BadReply for one that is cut off, too long, or says something else than was asked."""
     if len(output) > LONGEST_REPLY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import time
 import urllib.error
@@ -25,6 +26,7 @@ from gpu_runner.market.offers import Offer
 from gpu_runner.providers.base import EngineAccess, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.engine_process import EngineStartError
+from gpu_runner.providers.ssh.connections import REQUEST_SECONDS, SHELL_HANGS
 from gpu_runner.providers.ssh.login import NotConnected
 from gpu_runner.providers.ssh.provider import SshProvider
 
@@ -224,6 +226,28 @@ def test_a_check_tells_what_is_there_and_what_is_not(hosts: Hosts, make: Make, m
     assert [(one.subject, "no such engine not found" in one.found) for one in failed] == [(CheckSubject.IMAGE, True)]
     assert {"all", "no", "its"} <= set(told)
     assert CheckOutcome.FAILED not in {one.outcome for one in make().check()}
+
+
+@pytest.mark.skipif(
+    not (Path.home() / ".bashrc").exists(), reason="needs a ~/.bashrc in whose place another can be put"
+)
+def test_a_login_shell_that_hangs_is_told_and_what_it_was_to_do_is_not_done_late(
+    hosts: Hosts, make: Make, tmp_path: Path
+):
+    provider = make()
+    offer = first_offer(provider)
+    began = tmp_path / "shell began"
+    try:
+        hosts.startup_file.write_text(f"echo >'{began}'\nsleep {REQUEST_SECONDS + 3}\n")
+        with pytest.raises(ProviderUnclear, match=re.escape(SHELL_HANGS)):
+            provider.create(offer, "ba-late", ORDER)
+        hung_at = began.stat().st_mtime
+        (found,) = provider.check()
+        assert found.outcome is CheckOutcome.FAILED and SHELL_HANGS in found.found and "startup files" in found.remedy
+    finally:
+        hosts.startup_file.write_text("")
+    time.sleep(max(0.0, hung_at + REQUEST_SECONDS + 5 - time.time()))  # the shell that hung goes on meanwhile
+    assert provider.list("ba-late") == [] and not hosts.processes() and first_offer(provider).capacity == 2
 
 
 async def _get(endpoint: str, key: str | None, count: int) -> list[int]:
