@@ -116,8 +116,8 @@ class RedisCommands:
         """Redis did not answer: do not ask it for a moment."""
         self._away_until = asyncio.get_running_loop().time() + AWAY_SECONDS
         self.check_server_again()  # what answers next may be another one
-        if isinstance(error, RedisNotUsable):
-            self.misplaced = isinstance(error, RedisMisplaced)
+        # What is found besides, as while it loads, does not say that its place is right now.
+        self.misplaced = self.misplaced or isinstance(error, RedisMisplaced)
         self._say(f"{self._name}: {error if isinstance(error, RedisNotUsable) else type(error).__name__}")
         return QueueAway()
 

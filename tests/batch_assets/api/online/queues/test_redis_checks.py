@@ -16,7 +16,7 @@ from batch_assets.api.online.queues import redis_checks, redis_commands, redis_s
 from batch_assets.api.online.queues.protocol import SHARDS, Claim, QueueAway, new_task_id, once_key, shard_of
 from batch_assets.api.online.queues.redis_checks import PLACE, Place, shard_in
 from batch_assets.api.online.queues.redis_commands import client
-from batch_assets.api.online.queues.redis_sharded import ShardedRedisQueue
+from batch_assets.api.online.queues.redis_sharded import AGAIN_SECONDS, ShardedRedisQueue
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult, TaskStatus, failed
 
@@ -200,6 +200,11 @@ def test_a_place_that_changes_under_a_service_is_found_and_found_mended(
                 for number in range(2):
                     with pytest.raises(QueueAway):
                         await queue.append(task(number))
+                await redis.config_set("maxmemory-policy", "allkeys-lru")  # another reason, and it hides the first
+                await asyncio.sleep(2 * AGAIN_SECONDS)
+                with pytest.raises(QueueAway):
+                    await queue.append(task(0))
+                await redis.config_set("maxmemory-policy", "noeviction")
                 await redis.set(PLACE, "2 of 2")
             async with asyncio.timeout(60):
                 while queue._servers[1].looks is not None:
