@@ -29,6 +29,7 @@ from gpu_runner.client.engine_client import EngineLost, EngineRefused
 from gpu_runner.fleet.database import FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed
 from resources.fleet.migration import Migration
 from resources.fleet.resource import EngineStartError, FleetConfigError, LeasedEngine, Requirement
@@ -352,7 +353,7 @@ class EngineSupervisor:
     def _tell_reachability(self, shift: EngineSession) -> None:
         if shift.unreachable:
             self.warn(f"{shift.leased.name} cannot be reached for now{self._why_lost(shift)}; its rows wait for it")
-        else:
+        elif shift.leased.reachability() is Reachability.OPEN:  # else it is lost, which is told with its reason
             self.say(f"{shift.leased.name} can be reached again")
 
     def _drain_seconds(self) -> float:

@@ -241,6 +241,22 @@ def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
     assert job.said.count(words) == 1
 
 
+def test_an_engine_that_is_lost_after_it_could_not_be_reached_is_not_told_to_be_reached_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
+    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        renter.reachability = Reachability.RESTORING
+        job.work(until=lambda: any("cannot be reached for now" in line for line in job.said))
+        (session,) = job.supervisor.shifts
+        renter.reachability = Reachability.LOST
+        job.work(until=lambda: not session.unreachable)
+        renter.reachability = Reachability.OPEN
+        assert job.work() == ""
+    assert not [line for line in job.said if line.endswith("can be reached again")]
+
+
 def test_a_way_that_is_broken_for_a_moment_is_not_worth_a_word(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
         job.work(until=lambda: job.supervisor.shifts)
