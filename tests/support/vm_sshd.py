@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ class _Forwards(asyncssh.SSHServer):
         return self._connection.forward_connection("127.0.0.1", self._vm.leads_to)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Knows the connections to the engine that were made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        self.made.add(transport)
+        return transport, protocol
+
+
 class VmSshd:
     """Listens until `close`. `engine_port`: the one port of the VM's loopback that may be reached; it is `leads_to`.
 
@@ -50,7 +64,7 @@ class VmSshd:
         self.engine_port, self.leads_to = engine_port, leads_to or engine_port
         self.alive: list[Any] = []
         self._says = says
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
@@ -85,6 +99,13 @@ class VmSshd:
             for connection in list(self.alive):
                 connection.abort()
             await self._server.wait_closed()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:  # on the way to the engine
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            for transport in list(self._loop.made):
+                transport.abort()
+            await asyncio.sleep(0)  # in which they are closed
 
         if self._thread.is_alive():
             self._run(end())
