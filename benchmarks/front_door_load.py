@@ -5,7 +5,8 @@
 
 Calls: `poll` (GET of a batch), `create` (POST of a batch of ten lines, with an Idempotency-Key), `proxy` (a chat of one
 token). Of each: calls per second with `--at-once` under way, calls per second of the service's CPU; and at half of that
-rate p50 and p99 of the time, for `proxy` beside the engine asked directly. With `--end kill` (or `drain`) one of two
+rate p50 and p99 of the time, for `proxy` beside the engine asked directly, after a second of the same load: connections
+that idleness has closed are opened again in it. With `--end kill` (or `drain`) one of two
 replicas gets SIGKILL (SIGTERM) half-way; a caller whose connection breaks asks the other one. Nothing may be lost: each
 call is answered with 200, and each batch that was created is completed with all of its lines.
 """
@@ -41,6 +42,7 @@ LINES = 10
 KINDS = ("poll", "proxy", "create")  # creations last: the engine has their lines to do for long
 TRIES, PAUSE_SECONDS = 100, 0.1
 START_SECONDS = 120.0
+WARM_UP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +164,17 @@ async def full_load(call: Call, at_once: int, seconds: float) -> int:
 async def at_rate(call: Call, per_second: float, seconds: float) -> tuple[float, float]:
     """(p50, p99) in milliseconds of calls that begin at this rate, whether those before have ended or not."""
     took: list[float] = []
+    counted = time.perf_counter() + 0.1 + WARM_UP_SECONDS
 
     async def ask(at: float) -> None:
         await asyncio.sleep(at - time.perf_counter())
         await call()
-        took.append(1e3 * (time.perf_counter() - at))
+        if at >= counted:
+            took.append(1e3 * (time.perf_counter() - at))
 
-    began = time.perf_counter() + 0.1
-    await asyncio.gather(*(ask(began + number / per_second) for number in range(int(per_second * seconds))))
+    began = counted - WARM_UP_SECONDS
+    number_of_calls = int(per_second * (WARM_UP_SECONDS + seconds))
+    await asyncio.gather(*(ask(began + number / per_second) for number in range(number_of_calls)))
     cut = statistics.quantiles(took, n=100)
     return round(cut[49], 2), round(cut[98], 2)
 

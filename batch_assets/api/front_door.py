@@ -135,7 +135,8 @@ def build_front_door(
     figures.add_gauges(lambda: [(*_LINES_LOST, {}, audit.lost), (*_ANSWERS_LOST, {}, usage.lost)])
     closed = [contextlib.closing(one) for one in (keys, fleet)]
     _live_with(inner, [*closed, audit, usage, replicas], [proxy, lists], [online])
-    guarded: ASGIApp = DirectRoutes(inner, inner, online_routes.DIRECT_ROUTES, partial(body_limit, settings.limits))
+    direct = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
+    guarded: ASGIApp = DirectRoutes(inner, inner, direct, partial(body_limit, settings.limits))
     if embedded:
         guarded = BrowserGuard(guarded, settings.port, "http" if settings.tls is None else "https")
     app = Observation(guarded, figures, audit, wall=time.time, clock=time.monotonic, spans=spans)

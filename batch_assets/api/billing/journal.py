@@ -17,7 +17,6 @@ import os
 import secrets
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,7 @@ from typing import Self
 
 import orjson
 
-from batch_assets.api.billing.ledger import COUNTS, UsageLedger, fits
+from batch_assets.api.billing.ledger import COUNTS, UsageLedger, counts_fit, texts_fit, used_of
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
 from batch_assets.api.records.home_folders import take_over
 
@@ -33,12 +32,14 @@ log = logging.getLogger(__name__)
 
 FOLDER = "usage"
 SUFFIX = ".jsonl"
-APPLY_SECONDS = 0.5
+APPLY_SECONDS = 2.0  # each time the event loop waits for this thread
+LINES_TOGETHER, GIVE_WAY_SECONDS = 64, 0.001
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 30.0
 READ_BYTES = 4 << 20
 SEGMENT_BYTES = 16 << 20
 MOST_WAITING = 256 << 20
+_DAY_SECONDS = 86_400
 
 
 class UsageJournal:
@@ -153,10 +154,10 @@ class UsageJournal:
 
 
 class _Segment:
-    """One file, open and locked. `written`, `applied`: bytes."""
+    """One file, open and locked. `written`, `applied`: bytes. `known`: the ledger says the same of what is applied."""
 
-    def __init__(self, path: Path, file: int) -> None:
-        self.path, self._file = path, file
+    def __init__(self, path: Path, file: int, *, known: bool = False) -> None:
+        self.path, self._file, self._known = path, file, known
         self.written = os.fstat(file).st_size
         self.applied = 0
 
@@ -168,7 +169,7 @@ class _Segment:
         file = os.open(hidden, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
         hidden.rename(path)
-        return cls(path, file)
+        return cls(path, file, known=True)
 
     @classmethod
     def left_behind(cls, path: Path) -> Self | None:
@@ -201,14 +202,17 @@ class _Segment:
             return
         os.fsync(self._file)
         while self.applied < self.written:
-            begin = ledger.applied(self.path.stem)
+            if not self._known:
+                self.applied = ledger.applied(self.path.stem)
+            begin = self.applied
             data = os.pread(self._file, min(READ_BYTES, self.written - begin), begin)
             end = begin + data.rfind(b"\n") + 1
             if end == begin:  # what a machine that lost its power did not finish
                 self.applied = self.written
                 return
-            if ledger.apply(self.path.stem, begin, end, *added_up(data[: end - begin])):
-                self.applied = end
+            self._known = False  # a commit that failed may have been done
+            if ledger.apply(self.path.stem, begin, end, *added_up(data[: end - begin], _give_way)):
+                self.applied, self._known = end, True
 
     def delete(self, ledger: UsageLedger) -> None:
         """Delete the file, then what the ledger knows of it: the other way round it would be added again."""
@@ -228,29 +232,42 @@ class _Segment:
             self._file = -1
 
 
-def added_up(lines: bytes) -> tuple[dict[UsageKey, Used], list[TaskUsage]]:
+def added_up(
+    lines: bytes, give_way: Callable[[], object] = lambda: None
+) -> tuple[dict[UsageKey, Used], list[TaskUsage]]:
     """Lines of a journal, added up by heading, and those of online requests one by one. A line that cannot be read, or
     that no ledger takes, is left out, and said.
+
+    `give_way` is called after every LINES_TOGETHER lines: adding up holds Python's lock, for which the event loop of
+    the service waits.
     """
-    found: dict[UsageKey, Used] = defaultdict(Used)
+    found: dict[UsageKey, list[int]] = {}
+    keys: dict[tuple[object, ...], UsageKey | None] = {}
     tasks: list[TaskUsage] = []
-    for line in lines.splitlines():
+    for number, line in enumerate(lines.splitlines(), 1):
+        if number % LINES_TOGETHER == 0:
+            give_way()
         try:
             at, tenant, service_class, model, kind, *counts = orjson.loads(line)
-            task_id = counts.pop() if len(counts) > len(COUNTS) else None
-            key = UsageKey(day_of(at), str(tenant), str(service_class), str(model), Kind(kind))
-            used = Used(**dict(zip(COUNTS, (int(count) for count in counts), strict=True)))
+            task_id = str(counts.pop()) if len(counts) > len(COUNTS) else None
+            heading = (at // _DAY_SECONDS, tenant, service_class, model, kind)
+            if heading not in keys:
+                key = UsageKey(day_of(at), str(tenant), str(service_class), str(model), Kind(kind))
+                keys[heading] = key if texts_fit(key) else None
+            if (known := keys[heading]) is None or not counts_fit(counts):  # it would keep all after it out
+                log.error("usage: a line of the journal does not fit into the ledger")
+            elif task_id is None:
+                sums = found.get(known) or [0] * len(COUNTS)
+                found[known] = [before + more for before, more in zip(sums, counts, strict=True)]
+            else:
+                tasks.append(TaskUsage(task_id, float(at), known, used_of(counts)))
         except (ValueError, TypeError, OverflowError):
             log.error("usage: a line of the journal cannot be read")
-            continue
-        if not fits(key, used):  # it would keep all that comes after it out of the ledger
-            log.error("usage: a line of the journal does not fit into the ledger")
-            continue
-        if task_id is None:
-            found[key] = found[key].plus(used)
-        else:
-            tasks.append(TaskUsage(str(task_id), float(at), key, used))
-    return dict(found), tasks
+    return {key: used_of(sums) for key, sums in found.items()}, tasks
+
+
+def _give_way() -> None:
+    time.sleep(GIVE_WAY_SECONDS)
 
 
 @contextlib.contextmanager

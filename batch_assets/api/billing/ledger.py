@@ -8,6 +8,7 @@ its id is kept for TASK_SECONDS.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,8 +78,9 @@ class UsageLedger:
         `tasks`: online requests, of which those that were charged before are left out.
         """
         with self._records.writing() as connection:
-            insert = upsert(connection, USAGE_JOURNALS).values(journal=journal, applied=0)
-            connection.execute(insert.on_conflict_do_nothing())
+            if begin == 0:
+                insert = upsert(connection, USAGE_JOURNALS).values(journal=journal, applied=0)
+                connection.execute(insert.on_conflict_do_nothing())
             place = (USAGE_JOURNALS.c.journal == journal) & (USAGE_JOURNALS.c.applied == begin)
             if connection.execute(sa.update(USAGE_JOURNALS).where(place).values(applied=end)).rowcount != 1:
                 return False
@@ -147,15 +149,25 @@ class UsageLedger:
         return LedgerTotals(_used(sums), last)
 
 
-def fits(key: UsageKey, used: Used) -> bool:
-    """Whether the ledger can hold this. Databases refuse longer texts, NUL in them and larger numbers, and the whole
-    transaction with them.
+def texts_fit(key: UsageKey) -> bool:
+    """Whether the ledger can hold this key. Databases refuse longer texts and NUL in them, and the whole transaction
+    with them.
     """
     texts = {column.name: column.type for column in USAGE.primary_key.columns}
     for name, kind in texts.items():
         if isinstance(kind, sa.String) and (len(text := getattr(key, name)) > (kind.length or 0) or "\0" in text):
             return False
-    return all(0 <= getattr(used, name) < 1 << 63 for name in COUNTS)
+    return True
+
+
+def counts_fit(counts: Sequence[object]) -> bool:
+    """The same of the counts of one answer, in the order of COUNTS."""
+    return all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
+
+
+def used_of(counts: Iterable[int]) -> Used:
+    """What was used, from its counts in the order of COUNTS. Raises ValueError for more or fewer."""
+    return Used(**dict(zip(COUNTS, counts, strict=True)))
 
 
 def read_lines(
@@ -233,11 +245,18 @@ def _note_part(connection: sa.Connection, batch_id: str, part: str, key: UsageKe
 
 def _add(connection: sa.Connection, found: Iterable[tuple[UsageKey, Used]]) -> None:
     """Add to the lines of the ledger, in one order in all processes: they cannot wait for each other in a circle."""
+    adding = _adding(connection.dialect.name)
     for key, used in sorted(found, key=lambda one: _order(one[0])):
-        insert = upsert(connection, USAGE).values({**_key_values(key), **_values(used)})
-        sums = {name: USAGE.c[name] + insert.excluded[name] for name in TOKENS_AND_REQUESTS}
-        sums |= added_amount(USAGE, insert.excluded)
-        connection.execute(insert.on_conflict_do_update(index_elements=list(USAGE.primary_key.columns), set_=sums))
+        connection.execute(adding, {**_key_values(key), **_values(used)})
+
+
+@functools.cache
+def _adding(dialect: str) -> Any:
+    """The statement that adds to one line. Made once: making it takes longer than the database needs to execute it."""
+    insert = _insert(dialect, USAGE)
+    sums = {name: USAGE.c[name] + insert.excluded[name] for name in TOKENS_AND_REQUESTS}
+    sums |= added_amount(USAGE, insert.excluded)
+    return insert.on_conflict_do_update(index_elements=list(USAGE.primary_key.columns), set_=sums)
 
 
 def _order(key: UsageKey) -> tuple[datetime.date, str, str, str, str]:
@@ -260,4 +279,8 @@ def _values(used: Used) -> dict[str, int]:
 
 def upsert(connection: sa.Connection, table: sa.Table) -> Any:
     """An INSERT that knows ON CONFLICT, which SQLite and Postgres have in the same words."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    return _insert(connection.dialect.name, table)
+
+
+def _insert(dialect: str, table: sa.Table) -> Any:
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)

@@ -20,15 +20,17 @@ from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disco
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.streams.event_stream import EventStream, StreamReader, Usage
 from batch_assets.api.interactive.streams.response_stream import ResponseStream
-from batch_assets.api.requests.callers import Caller, caller_with
+from batch_assets.api.requests.callers import Caller, caller, caller_with
 from batch_assets.api.requests.callers import Scope as KeyScope
+from batch_assets.api.requests.direct_routes import DirectRoute
 from batch_assets.api.requests.errors import ApiError, error_response
 from gpu_runner.routing.latency_target import ANY_LATENCY, InvalidTarget, LatencyTarget, read_target
 
 RESPONSES = "/v1/responses"
 
 router = APIRouter(tags=["interactive"])
-Allowed = Annotated[Caller, Depends(caller_with(KeyScope.INFERENCE))]
+may_infer = caller_with(KeyScope.INFERENCE)
+Allowed = Annotated[Caller, Depends(may_infer)]
 
 
 @router.post("/v1/chat/completions")
@@ -53,6 +55,16 @@ async def embeddings(request: Request, caller: Allowed) -> Response:
 async def responses(request: Request, caller: Allowed) -> Response:
     """One response, whole or as a stream, where the model's engine has this route. Nothing of it is kept."""
     return await _interactive(request, caller)
+
+
+async def _directly(request: Request) -> Response:
+    return await _interactive(request, await may_infer(await caller(request)))
+
+
+DIRECT_ROUTES = tuple(
+    DirectRoute("POST", path, lambda scope: True, _directly)
+    for path in ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, RESPONSES)
+)
 
 
 async def _interactive(request: Request, caller: Caller) -> Response:

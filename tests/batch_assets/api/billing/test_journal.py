@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.timing import PATIENCE
 
-from batch_assets.api.billing.journal import FOLDER, UsageJournal, added_up, apply_left_behind
+from batch_assets.api.billing.journal import FOLDER, LINES_TOGETHER, UsageJournal, added_up, apply_left_behind
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
 from batch_assets.api.records.database import Records
@@ -92,6 +92,47 @@ def test_a_kill_between_journal_and_table_neither_loses_nor_doubles(tmp_path: Pa
     assert sums(tmp_path) == (10, 70, 210)
 
 
+class UnsureLedger(UsageLedger):
+    """The first answer of the database is lost: before its transaction, or after it."""
+
+    def __init__(self, records: Records, *, after: bool) -> None:
+        super().__init__(records)
+        self._after, self._lost = after, False
+
+    def apply(
+        self, journal: str, begin: int, end: int, found: Mapping[UsageKey, Used], tasks: Sequence[TaskUsage] = ()
+    ) -> bool:
+        if self._lost:
+            return super().apply(journal, begin, end, found, tasks)
+        self._lost = True
+        if self._after:
+            super().apply(journal, begin, end, found, tasks)
+        raise OSError
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_lost_answer_of_the_database_neither_loses_nor_doubles(tmp_path: Path, after: bool) -> None:
+    journal = UsageJournal(tmp_path / FOLDER, lambda: opened(tmp_path))
+    with contextlib.closing(UnsureLedger(Records(f"sqlite:///{tmp_path}/api.db"), after=after)) as ledger:
+        write(journal, 7)
+        with pytest.raises(OSError):
+            journal._apply_own(ledger)
+        write(journal, 5)
+        journal._apply_own(ledger)
+        write(journal, 1)
+        journal._apply_own(ledger)
+    journal._segment.close()
+    assert sums(tmp_path) == (3, 13, 39)
+
+
+def test_adding_up_lets_other_threads_run(tmp_path: Path) -> None:
+    line = b'[1800000000,"acme","interactive","m","completions",1,0,2,0,1,0,6]\n'
+    calls: list[int] = []
+    found, tasks = added_up(line * 1000, lambda: calls.append(1))
+    assert [(used.requests, used.input_tokens, used.amount) for used in found.values()] == [(1000, 2000, 6000)]
+    assert not tasks and len(calls) == 1000 // LINES_TOGETHER
+
+
 def test_the_answer_of_a_killed_consumer_and_that_of_its_follower_are_charged_as_one(tmp_path: Path) -> None:
     killed = UsageJournal(tmp_path / FOLDER, lambda: opened(tmp_path))
     write(killed, 7, task_id="task_1")
@@ -113,6 +154,12 @@ def test_a_line_that_a_power_cut_tore_is_left_out(tmp_path: Path) -> None:
     with contextlib.closing(opened(tmp_path)) as ledger:
         assert apply_left_behind(tmp_path / FOLDER, ledger) == 1
     assert sums(tmp_path) == (1, 7, 21)
+
+
+@pytest.mark.parametrize("count", ["-1", "1.5", "true", "null", '"1"', "9223372036854775808"])
+def test_a_count_that_is_none_is_left_out(count: str) -> None:
+    line = f'[1800000000,"acme","interactive","m","completions",1,0,{count},0,1,0,6]\n'
+    assert added_up(line.encode()) == ({}, [])
 
 
 def test_lines_that_cannot_be_read_are_left_out() -> None:

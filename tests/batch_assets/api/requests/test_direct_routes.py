@@ -12,9 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
+from support.http_server import http_server
 from support.online_site import OnlineSite, online_site
 
 from batch_assets.api.access.key_store import KeyStore
+from batch_assets.api.interactive import routes as interactive
 from batch_assets.api.online.routes import DIRECT_ROUTES
 from batch_assets.api.online.service import OnlineService
 from batch_assets.api.requests.callers import Scope
@@ -55,6 +58,45 @@ DIRECT = {"accepted", "with a key", "no body", "no JSON", "another type", "an un
     "too large", "no such task", "a wait"
 }  # fmt: skip
 
+CHAT = "/v1/chat/completions"
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+ENGINE_SAYS = {"id": "1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}}
+JSON = {"content-type": "application/json"}
+
+INTERACTIVE: dict[str, Call] = {
+    "a chat": lambda client: client.post(CHAT, json=ASK),
+    "a stream": lambda client: client.post(CHAT, json={**ASK, "stream": True}),
+    "a completion": lambda client: client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}),
+    "an embedding": lambda client: client.post("/v1/embeddings", json={"model": "tiny", "input": "hi"}),
+    "a response": lambda client: client.post("/v1/responses", json={"model": "tiny", "input": "hi"}),
+    "a query": lambda client: client.post(f"{CHAT}?a=1", json=ASK),
+    "refused by the engine": lambda client: client.post(CHAT, json={**ASK, "max_tokens": -1}),
+    "no body": lambda client: client.post(CHAT),
+    "no JSON": lambda client: client.post(CHAT, content=b"{", headers=JSON),
+    "a list": lambda client: client.post(CHAT, content=b"[]", headers=JSON),
+    "no model": lambda client: client.post(CHAT, json={}),
+    "an unknown model": lambda client: client.post(CHAT, json={**ASK, "model": "none"}),
+    "a bad target": lambda client: client.post(CHAT, json=ASK, headers={"x-target-ttft-seconds": "soon"}),
+    "a target": lambda client: client.post(CHAT, json=ASK, headers={"x-target-ttft-seconds": "10"}),
+    "too large": lambda client: client.post(CHAT, content=b"x" * (65 << 20)),
+    "another method": lambda client: client.get(CHAT),
+    "a longer path": lambda client: client.post(f"{CHAT}/", json=ASK),
+}
+INTERACTIVE_DIRECT = INTERACTIVE.keys() - {"another method", "a longer path"}
+
+
+async def engine(request: web.Request) -> web.StreamResponse:
+    """Answers every request alike."""
+    asked = await request.json()
+    if asked.get("max_tokens") == -1:
+        return web.json_response({"error": {"message": "max_tokens must be at least 1"}}, status=400)
+    if not asked.get("stream"):
+        return web.json_response(ENGINE_SAYS)
+    answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n')
+    return answer
+
 
 def seen(answer: httpx.Response) -> tuple[int, Any, list[str], str | None]:
     """Of an answer what does not change from one request to the next."""
@@ -90,6 +132,20 @@ def test_both_ways_give_the_same_answer(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(scenario())
 
 
+def test_both_ways_give_the_same_interactive_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with http_server({"/v1/{task:.*}": engine}) as url, online_site(tmp_path, [url], monkeypatch) as site:
+            for name, call in INTERACTIVE.items():
+                direct, framework, directly = await both(site, monkeypatch, call)
+                assert direct == framework, name
+                assert directly == (name in INTERACTIVE_DIRECT), name
+            answers = [await INTERACTIVE[name](site.client) for name in ("a chat", "a stream", "too large")]
+            assert [answer.status_code for answer in answers] == [200, 200, 413]
+            assert answers[0].json() == ENGINE_SAYS and answers[1].text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("scopes", [{Scope.INFERENCE}, {Scope.FILES_READ}])
 def test_callers_are_asked_for_their_key_and_counted_on_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scopes: set[Scope]
@@ -104,11 +160,12 @@ def test_callers_are_asked_for_their_key_and_counted_on_both_ways(
                 for call in (
                     lambda client, headers=headers: client.post(SUBMIT, json=BODY, headers=headers),
                     lambda client, headers=headers: client.get(ABSENT, headers=headers),
+                    lambda client, headers=headers: client.post(CHAT, json=ASK, headers=headers),
                 ):
                     direct, framework, directly = await both(site, monkeypatch, call)
                     assert direct == framework and directly
                     allowed = key.endswith(secret) and Scope.INFERENCE in scopes
-                    assert (direct[0] in (202, 404)) == allowed
+                    assert (direct[0] in (202, 404, 503)) == allowed
                     assert ("x-ratelimit-limit-requests" in direct[2]) == key.endswith(secret)
 
     asyncio.run(scenario())
@@ -149,6 +206,7 @@ def test_each_direct_route_is_one_of_fastapi(tmp_path: Path, monkeypatch: pytest
     async def scenario() -> None:
         async with online_site(tmp_path, [], monkeypatch, CONCURRENCY="0") as site:
             paths = site.door.inner.openapi()["paths"]
-            assert all(route.method.lower() in paths[route.path] for route in DIRECT_ROUTES)
+            direct = (*interactive.DIRECT_ROUTES, *DIRECT_ROUTES)
+            assert all(route.method.lower() in paths[route.path] for route in direct)
 
     asyncio.run(scenario())
