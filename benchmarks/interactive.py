@@ -12,6 +12,9 @@ scheduling, each with rows that fill the engine's queue ("full") and with rows t
 the caller's. Tokens of batches are the engine's own count less those of chats. What chats leave over is what batches
 get in the run "full".
 
+With `--whole` chats are not streamed, and the time is that to their whole answer; rows give way by the default policy,
+which lets them fill the engine's queue while nobody asks. `--chat-tokens 1000 1` makes it the time to a first token.
+
 With `--endpoint` the engine is one that runs already, such as vLLM on a GPU, started with either policy: chats alone,
 then rows that fill its queue, then rows that give way, for the target above and each of `--targets` (seconds).
 """
@@ -60,6 +63,7 @@ class Setting:
     tokens of the prompt, about, and of the answer.
 
     `salt` makes prompts of one run differ from those of the runs before, which the engine may still have in its cache.
+    `whole`: chats are not streamed.
     """
 
     endpoint: str | None = None
@@ -70,6 +74,7 @@ class Setting:
     chat: tuple[int, int] = (1000, 64)
     row: tuple[int, int] = (100, 128)
     salt: str = ""
+    whole: bool = False
 
 
 @dataclass
@@ -154,14 +159,14 @@ def rows(setting: Setting) -> Iterator[Batch]:
 
 
 async def chat(session: aiohttp.ClientSession, url: str, number: int, chats: Chats, setting: Setting) -> None:
-    """One streamed chat."""
+    """One chat. Of an answer that is not streamed its end counts."""
     content = f"{number} {setting.salt}" + "words " * (setting.chat[0] * 4 // 6)
     body = {
         "model": setting.model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": setting.chat[1],
         "ignore_eos": True,
-        "stream": True,
+        "stream": not setting.whole,
     }
     began, first = time.monotonic(), None
     try:
@@ -170,6 +175,8 @@ async def chat(session: aiohttp.ClientSession, url: str, number: int, chats: Cha
             async for line in answer.content:
                 if first is None and b'"content":"' in line and b'"content":""' not in line:
                     first = time.monotonic() - began
+        if setting.whole:
+            first = time.monotonic() - began
     except aiohttp.ClientError as error:
         print(f"chat {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         chats.failed += 1
@@ -223,7 +230,7 @@ async def measure(
                 share = None
                 if target is not None:
                     look = door.inner.state.proxy.first_tokens.reader(engine)
-                    share = InteractiveShare(look, FirstTokenPolicy(target=target, standing=True))
+                    share = InteractiveShare(look, FirstTokenPolicy(target=target, standing=not setting.whole))
                 feeding = asyncio.create_task(_feed(feed, engine, share, setting))
             chats, ended = Chats(time.monotonic() + settle), asyncio.Event()
             talking = asyncio.create_task(talk(url, chats, 1, ended, setting))
@@ -303,6 +310,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=50.0, help="before that")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--endpoint", help="of an engine that runs, without /v1; simulated ones when left out")
+    parser.add_argument("--whole", action="store_true", help="chats are not streamed")
     parser.add_argument("--model", default=MODEL, help="as the engine serves it")
     parser.add_argument("--slots", type=int, default=256, help="its max_num_seqs")
     parser.add_argument("--chats-per-second", type=float, default=2.1)
@@ -313,6 +321,7 @@ def main() -> None:
     args = parser.parse_args()
     chat, row = tuple(args.chat_tokens), tuple(args.row_tokens)
     setting = Setting(args.endpoint, args.model, args.slots, args.chats_per_second, args.burst_every, chat, row)
+    setting = replace(setting, whole=args.whole)
     alone, results = asyncio.run(run((args.settle, args.seconds), setting, args.targets))
     print(table(alone, results))
     if args.json is not None:

@@ -21,6 +21,8 @@ MOST_ENGINES = 1000
 class _Engine:
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     waiting: dict[int, float] = field(default_factory=dict)  # since when, by the number of the request
+    unseen: set[int] = field(default_factory=set)  # requests under way that show no first token
+    last_unseen: int = 0
 
 
 class FirstTokens:
@@ -32,12 +34,18 @@ class FirstTokens:
         self._numbers = itertools.count(1)
         self._engines: OrderedDict[str, _Engine] = OrderedDict()
 
-    def begin(self, engine: str, since: float) -> int:
-        """A request, begun at `since`, was sent to the engine with this address and waits for its first token."""
+    def begin(self, engine: str, since: float, *, streamed: bool = True) -> int:
+        """A request, begun at `since`, was sent to the engine with this address and waits for its first token, which
+        shows only where the answer is streamed.
+        """
         with self._lock:
             number = next(self._numbers)
             found = self._engines.setdefault(engine, _Engine())
-            found.waiting[number] = since
+            if streamed:
+                found.waiting[number] = since
+            else:
+                found.unseen.add(number)
+                found.last_unseen = number
             self._engines.move_to_end(engine)
             if len(self._engines) > MOST_ENGINES:
                 self._engines.popitem(last=False)
@@ -47,8 +55,13 @@ class FirstTokens:
         """It waits no more: its first token came after the seconds that are returned, or it ended without one."""
         with self._lock:
             found = self._engines.get(engine)
-            since = None if found is None else found.waiting.pop(number, None)
-            if found is None or since is None or not came:
+            if found is None:
+                return None
+            if number in found.unseen:
+                found.unseen.discard(number)
+                found.last_unseen = next(self._numbers)
+            since = found.waiting.pop(number, None)
+            if since is None or not came:
                 return None
             seconds = self._clock() - since
             found.samples.append((next(self._numbers), seconds))
@@ -64,8 +77,9 @@ class FirstTokens:
             with self._lock:
                 found = self._engines.get(engine) or _Engine()
                 new = tuple(seconds for number, seconds in found.samples if number > last)
+                unseen = bool(found.unseen) or found.last_unseen > last
                 last = next(self._numbers)
                 oldest = min(found.waiting.values(), default=None)
-            return FirstTokenSample(new, None if oldest is None else self._clock() - oldest)
+            return FirstTokenSample(new, None if oldest is None else self._clock() - oldest, unseen)
 
         return look

@@ -81,11 +81,12 @@ class ProxyPolicy:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """What an engine answers, its headers read. `waits`: the number under which its first token is waited for."""
+    """What an engine answers, its headers read. `waits`: its number among the requests whose first token is waited for.
+    """
 
     engine: EngineTarget
     http: aiohttp.ClientResponse
-    waits: int | None
+    waits: int
     sent: SentRequest
 
 
@@ -225,7 +226,7 @@ class Proxy:
         body = request.body if self.salts is None else await self.salts.body(engine, path, request, tenant)
         probe = self.directory.begin(engine)
         sent = self.choice.sent(engine, order)
-        waits = self.first_tokens.begin(engine.url, began) if request.stream else None
+        waits = self.first_tokens.begin(engine.url, began, streamed=request.stream)
         reached, answer = True, None
         try:
             try:
@@ -256,8 +257,7 @@ class Proxy:
             self.directory.end(engine, reached=reached, probe=probe)
             sent.close()
             _end(span, answer)
-            if waits is not None:
-                self.first_tokens.end(engine.url, waits, came=False)
+            self.first_tokens.end(engine.url, waits, came=False)
             if answer is not None:
                 answer.close()  # of an answer that was read to its end the connection is kept already
 
@@ -359,9 +359,7 @@ class Proxy:
 
     def _first_token(self, answer: EngineAnswer) -> None:
         answer.sent.first_token()
-        seconds = None
-        if answer.waits is not None:
-            seconds = self.first_tokens.end(answer.engine.url, answer.waits, came=True)
+        seconds = self.first_tokens.end(answer.engine.url, answer.waits, came=True)
         if seconds is not None:
             self._metrics.first_token(answer.engine.model, seconds)
 

@@ -63,7 +63,12 @@ class SharedSupply:
     def _reader(self, engine: ServingEngine, url: str) -> Callable[[], FirstTokenSample]:
         """What is seen of interactive requests on the engine; of those of other replicas only that they come."""
         look = self._first_tokens.reader(url)
-        return lambda: replace(look(), elsewhere=engine.shared.is_set())
+
+        def read() -> FirstTokenSample:
+            found = look()
+            return replace(found, unseen=found.unseen or engine.shared.is_set())
+
+        return read
 
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Of the other supply."""

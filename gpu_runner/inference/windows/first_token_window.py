@@ -41,12 +41,13 @@ class FirstTokenPolicy:
 class FirstTokenSample:
     """What was seen since the last look: seconds of first tokens that came, and the longest that one waits for now.
 
-    `elsewhere`: other processes send interactive requests, too, and nothing is seen here of their first tokens.
+    `unseen`: there are interactive requests of whose first tokens nothing is seen: answers that are not streamed, and
+    what other processes send.
     """
 
     seconds: Sequence[float] = ()
     waiting: float | None = None
-    elsewhere: bool = False
+    unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class FirstTokenBackoff:
         While more rows are `in_flight` than may be, none is sent: a smaller window would change nothing yet.
         """
         self._learn(running, waiting)
-        nobody = not sample.seconds and sample.waiting is None and not sample.elsewhere
+        nobody = not sample.seconds and sample.waiting is None and not sample.unseen
         self._quiet = self._quiet + 1 if nobody and not self._policy.standing else 0
         most = self._most
         if self._rows is None or self._slots is None or most is None:

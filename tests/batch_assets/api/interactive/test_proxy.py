@@ -456,6 +456,10 @@ def test_what_a_feed_holds_is_shared_while_it_holds_it(tmp_path: Path) -> None:
                 assert waiting is not None and waiting >= 2
                 tokens.end(url, number, came=True)
                 assert engine.share.look().seconds[0] >= 2 and engine.share.look().seconds == ()
+                assert not engine.share.look().unseen
+                assert (await ask(service)).status == 200
+                assert engine.share.look().unseen, "an answer that is not streamed shows no first token"
+                assert not engine.share.look().unseen
             assert (await ask(service)).status == 404
 
     asyncio.run(scenario())

@@ -246,7 +246,7 @@ def test_rows_give_way_to_interactive_requests_of_other_replicas(
     async def shared(engine: ServingEngine, expected: bool) -> None:
         assert engine.share is not None
         async with asyncio.timeout(30 * PATIENCE):
-            while engine.share.look().elsewhere is not expected:  # noqa: ASYNC110
+            while engine.share.look().unseen is not expected:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def scenario() -> None:

@@ -43,7 +43,7 @@ def test_rows_fill_the_queue_again_when_nobody_has_asked_for_long() -> None:
 def test_rows_leave_the_queue_and_the_headroom_to_requests_that_other_processes_send() -> None:
     backoff = FirstTokenBackoff(FirstTokenPolicy(quiet=2), 100)
     for _ in range(4):
-        backoff.on_tick(FirstTokenSample(elsewhere=True), 100, 300)
+        backoff.on_tick(FirstTokenSample(unseen=True), 100, 300)
         assert backoff.cap == 90
     for _ in range(2):
         backoff.on_tick(NOTHING, 100, 0)
