@@ -66,6 +66,7 @@ from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import FLEET_DB, fleet_database
 from gpu_runner.http.tls_files import ssl_of
 
+_DIRECT_ROUTES = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
 _LINES_LOST = ("batch_assets_audit_lines_lost", "Lines of the audit log that could not be written.")
 _ANSWERS_LOST = ("batch_assets_usage_answers_lost", "Answers whose usage could not be written down.")
 
@@ -135,8 +136,7 @@ def build_front_door(
     figures.add_gauges(lambda: [(*_LINES_LOST, {}, audit.lost), (*_ANSWERS_LOST, {}, usage.lost)])
     closed = [contextlib.closing(one) for one in (keys, fleet)]
     _live_with(inner, [*closed, audit, usage, replicas], [proxy, lists], [online])
-    direct = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
-    guarded: ASGIApp = DirectRoutes(inner, inner, direct, partial(body_limit, settings.limits))
+    guarded: ASGIApp = DirectRoutes(inner, inner, _DIRECT_ROUTES, partial(body_limit, settings.limits))
     if embedded:
         guarded = BrowserGuard(guarded, settings.port, "http" if settings.tls is None else "https")
     app = Observation(guarded, figures, audit, wall=time.time, clock=time.monotonic, spans=spans)

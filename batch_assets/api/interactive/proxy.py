@@ -81,8 +81,7 @@ class ProxyPolicy:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """What an engine answers, its headers read. `waits`: its number among the requests whose first token is waited for.
-    """
+    """What an engine answers, its headers read. `waits`: its number among those whose first token is waited for."""
 
     engine: EngineTarget
     http: aiohttp.ClientResponse
