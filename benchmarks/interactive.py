@@ -79,7 +79,9 @@ class Setting:
 
 @dataclass
 class Chats:
-    """What callers saw. Seconds to first tokens of chats that began in the time that is measured."""
+    """What callers saw. Seconds to first tokens (to whole answers, where they are not streamed) of chats that began in
+    the time that is measured.
+    """
 
     measured_from: float
     first_tokens: list[float] = field(default_factory=list)
@@ -275,9 +277,9 @@ async def _drop(key: str, outcomes: list[Outcome]) -> None:
     """Batches are not kept."""
 
 
-def table(alone: Result, results: list[Result]) -> str:
-    """The figures, as in docs/evidence.md."""
-    lines = ["| run | chats | first token p50, p95 | p95 / alone | batch tokens/s | of what is left over | window |"]
+def table(alone: Result, results: list[Result], seen: str) -> str:
+    """The figures, as in docs/evidence.md. `seen`: what the seconds are those of."""
+    lines = [f"| run | chats | {seen} p50, p95 | p95 / alone | batch tokens/s | of what is left over | window |"]
     lines.append("|---|---|---|---|---|---|---|")
     left = {result.name.split(",")[0]: result.batch_tokens for result in results if result.name.endswith("full")}
     for result in [alone, *results]:
@@ -319,11 +321,13 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, nargs=2, default=[100, 128], help="of prompt (about) and answer")
     parser.add_argument("--targets", type=float, nargs="*", default=[], help="seconds to first tokens, beside the goal")
     args = parser.parse_args()
+    if args.whole and args.targets:
+        parser.error("--targets are of first tokens, which --whole does not see")
     chat, row = tuple(args.chat_tokens), tuple(args.row_tokens)
     setting = Setting(args.endpoint, args.model, args.slots, args.chats_per_second, args.burst_every, chat, row)
     setting = replace(setting, whole=args.whole)
     alone, results = asyncio.run(run((args.settle, args.seconds), setting, args.targets))
-    print(table(alone, results))
+    print(table(alone, results, "whole answer" if args.whole else "first token"))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in (alone, *results)], indent=1))
 

@@ -154,7 +154,9 @@ class UsageJournal:
 
 
 class _Segment:
-    """One file, open and locked. `written`, `applied`: bytes. `known`: the ledger says the same of what is applied."""
+    """One file, open and locked. `written`, `applied`: bytes. `known`: `applied` is what the ledger has; else it
+    is read there first.
+    """
 
     def __init__(self, path: Path, file: int, *, known: bool = False) -> None:
         self.path, self._file, self._known = path, file, known
@@ -250,9 +252,10 @@ def added_up(
         try:
             at, tenant, service_class, model, kind, *counts = orjson.loads(line)
             task_id = str(counts.pop()) if len(counts) > len(COUNTS) else None
-            heading = (at // _DAY_SECONDS, tenant, service_class, model, kind)
+            day = at // _DAY_SECONDS
+            heading = (day, tenant, service_class, model, kind)
             if heading not in keys:
-                key = UsageKey(day_of(at), str(tenant), str(service_class), str(model), Kind(kind))
+                key = UsageKey(day_of(day * _DAY_SECONDS), str(tenant), str(service_class), str(model), Kind(kind))
                 keys[heading] = key if texts_fit(key) else None
             if (known := keys[heading]) is None or not counts_fit(counts):  # it would keep all after it out
                 log.error("usage: a line of the journal does not fit into the ledger")

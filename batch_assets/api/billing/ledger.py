@@ -161,7 +161,7 @@ def texts_fit(key: UsageKey) -> bool:
 
 
 def counts_fit(counts: Sequence[object]) -> bool:
-    """The same of the counts of one answer, in the order of COUNTS."""
+    """Whether the ledger can hold these counts of one answer, in the order of COUNTS: whole numbers of 63 bits."""
     return all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
 
 

@@ -22,11 +22,14 @@ class _Engine:
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     waiting: dict[int, float] = field(default_factory=dict)  # since when, by the number of the request
     unseen: set[int] = field(default_factory=set)  # requests under way that show no first token
-    last_unseen: int = 0
+    last_unseen: int = 0  # the number at which one of them ended last
 
 
 class FirstTokens:
-    """First tokens that came, and requests that wait for one. `clock`: monotonic seconds."""
+    """First tokens that came, requests that wait for one, and those that show none: their answers are not streamed.
+
+    `clock`: monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -45,14 +48,16 @@ class FirstTokens:
                 found.waiting[number] = since
             else:
                 found.unseen.add(number)
-                found.last_unseen = number
             self._engines.move_to_end(engine)
             if len(self._engines) > MOST_ENGINES:
                 self._engines.popitem(last=False)
             return number
 
     def end(self, engine: str, number: int, *, came: bool) -> float | None:
-        """It waits no more: its first token came after the seconds that are returned, or it ended without one."""
+        """It waits no more: its first token came after the seconds that are returned, or it ended without one.
+
+        To be called for every request that began; further calls change nothing.
+        """
         with self._lock:
             found = self._engines.get(engine)
             if found is None:

@@ -81,7 +81,7 @@ class ProxyPolicy:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """What an engine answers, its headers read. `waits`: its number among those whose first token is waited for."""
+    """What an engine answers, its headers read. `waits`: its number in `FirstTokens`."""
 
     engine: EngineTarget
     http: aiohttp.ClientResponse

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batch_assets.api.requests.request_limits import BodyLimits, RequestLimits
 
@@ -58,7 +58,7 @@ class DirectRoutes:
         if scope["type"] == "http" and not scope.get("root_path"):
             for route in self._routes:
                 if route.takes(scope):
-                    scope["app"], scope["route"], scope[_ROUTE] = self._inner, route, route
+                    scope["app"], scope[_ROUTE] = self._inner, route
                     await self._limited(scope, receive, send)
                     return
         await self._app(scope, receive, send)
@@ -66,14 +66,24 @@ class DirectRoutes:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         route: DirectRoute = scope[_ROUTE]
-        defect: Exception | None = None
+        scope["route"] = route
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
         try:
             response = await route.answer(request)
+            await response(scope, receive, noted)
         except Exception as error:
-            response, defect = await self._refused(request, error)
-        await response(scope, receive, send)
-        if defect is not None:
-            raise defect  # as Starlette does: the server's log has where it was
+            if started:
+                raise
+            refusal, defect = await self._refused(request, error)
+            await refusal(scope, receive, send)
+            if defect is not None:
+                raise defect from None  # as Starlette does: the server's log has where it was
 
     async def _refused(self, request: Request, error: Exception) -> tuple[Response, Exception | None]:
         """What FastAPI's application answers to this error; and the error, where it is a defect."""

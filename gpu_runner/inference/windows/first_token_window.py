@@ -22,6 +22,7 @@ class FirstTokenPolicy:
     rows more per tick, as a share of the slots, while they come within `calm` of the target. `smallest` number of rows.
     `samples` are remembered. `headroom`: share of the slots that rows leave free: no slot is taken from a row.
     After `quiet` ticks without an interactive request rows may fill the engine's queue again; `standing`: never.
+    After `forget` ticks in which no first token came, and none was waited for, those before count no more.
     """
 
     target: float = 0.5
@@ -34,6 +35,7 @@ class FirstTokenPolicy:
     samples: int = 60
     headroom: float = 0.1
     quiet: int = 300
+    forget: int = 60
     standing: bool = False
 
 
@@ -70,6 +72,7 @@ class FirstTokenBackoff:
         self._slots = slots
         self._seen: deque[float] = deque(maxlen=policy.samples)
         self._held = 0
+        self._unheard = 0  # ticks
         self._quiet = 0 if policy.standing else policy.quiet
         self._rows = self._most
 
@@ -95,6 +98,9 @@ class FirstTokenBackoff:
         if self._rows is None or self._slots is None or most is None:
             return
         policy = self._policy
+        self._unheard = 0 if sample.seconds or sample.waiting is not None else self._unheard + 1
+        if self._unheard >= policy.forget:
+            self._seen.clear()
         self._seen.extend(sample.seconds)
         self._held = max(0, self._held - 1)
         stuck = sample.waiting is not None and sample.waiting > policy.target

@@ -11,12 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import orjson
 import pytest
 from support.timing import PATIENCE
 
+from batch_assets.api.billing import journal as module
 from batch_assets.api.billing.journal import FOLDER, LINES_TOGETHER, UsageJournal, added_up, apply_left_behind
 from batch_assets.api.billing.ledger import UsageLedger
-from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
+from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
 from batch_assets.api.records.database import Records
 
 NOON = 1_800_000_000.0
@@ -125,12 +127,55 @@ def test_a_lost_answer_of_the_database_neither_loses_nor_doubles(tmp_path: Path,
     assert sums(tmp_path) == (3, 13, 39)
 
 
-def test_adding_up_lets_other_threads_run(tmp_path: Path) -> None:
-    line = b'[1800000000,"acme","interactive","m","completions",1,0,2,0,1,0,6]\n'
-    calls: list[int] = []
-    found, tasks = added_up(line * 1000, lambda: calls.append(1))
-    assert [(used.requests, used.input_tokens, used.amount) for used in found.values()] == [(1000, 2000, 6000)]
-    assert not tasks and len(calls) == 1000 // LINES_TOGETHER
+def test_adding_up_pauses_now_and_then_and_asks_the_ledger_for_nothing_that_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(module, "_give_way", lambda: calls.append("pause"))
+    monkeypatch.setattr(UsageLedger, "applied", lambda ledger, journal: calls.append("asked") or 0)
+    journal = UsageJournal(tmp_path / FOLDER, lambda: opened(tmp_path))
+    with contextlib.closing(opened(tmp_path)) as ledger:
+        for _ in range(2):
+            for _ in range(3 * LINES_TOGETHER):
+                write(journal, 2)
+            journal._apply_own(ledger)
+    journal._segment.close()
+    assert calls == 6 * ["pause"]
+    assert sums(tmp_path) == (6 * LINES_TOGETHER, 12 * LINES_TOGETHER, 36 * LINES_TOGETHER)
+
+
+def test_lines_are_added_up_by_each_part_of_their_heading() -> None:
+    first = (NOON, "acme", "interactive", "m", "completions")
+    others = [
+        (NOON + 86_400, *first[1:]),
+        (NOON, "other", *first[2:]),
+        (*first[:2], "online", *first[3:]),
+        (*first[:3], "other", first[4]),
+        (*first[:4], "embeddings"),
+    ]
+    headings = [first, *others]
+    bad = [(NOON, "nul\0", *first[2:]), (NOON, "t" * 301, *first[2:]), (*first[:4], "none")]
+    lines, task_lines = [], []
+    for heading in [*headings, *bad, *reversed(headings)]:
+        for number in (1, 2):
+            lines.append(orjson.dumps([*heading, 1, 0, number, 0, 1, 0, 3 * number]))
+            task_lines.append(orjson.dumps([*heading, 1, 0, number, 0, 1, 0, 3 * number, f"task_{number}"]))
+    keys = [UsageKey(day_of(at), *texts, Kind(kind)) for at, *texts, kind in headings]
+    twice = Used(requests=4, input_tokens=6, output_tokens=4, amount=18)
+    found, tasks = added_up(b"\n".join(lines))
+    assert found == dict.fromkeys(keys, twice) and not tasks
+    found, tasks = added_up(b"\n".join(task_lines))
+    assert not found
+    assert [(task.key, task.task_id) for task in tasks] == [
+        (key, f"task_{number}") for key in [*keys, *reversed(keys)] for number in (1, 2)
+    ]
+
+
+def test_the_last_moment_of_a_day_makes_nothing_of_it_the_next_days() -> None:
+    midnight = NOON // 86_400 * 86_400 + 86_400
+    lines = [orjson.dumps([at, "a", "b", "m", "completions", 1, 0, 1, 0, 1, 0, 0]) for at in (midnight - 2e-7, NOON)]
+    ((key, used),) = added_up(b"\n".join(lines))[0].items()
+    assert key.day == day_of(NOON) and used.requests == 2
 
 
 def test_the_answer_of_a_killed_consumer_and_that_of_its_follower_are_charged_as_one(tmp_path: Path) -> None:
@@ -157,7 +202,7 @@ def test_a_line_that_a_power_cut_tore_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", ["-1", "1.5", "true", "null", '"1"', "9223372036854775808"])
-def test_a_count_that_is_none_is_left_out(count: str) -> None:
+def test_what_is_no_count_is_left_out(count: str) -> None:
     line = f'[1800000000,"acme","interactive","m","completions",1,0,{count},0,1,0,6]\n'
     assert added_up(line.encode()) == ({}, [])
 

@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
+from sqlalchemy.exc import OperationalError
 from support.http_server import http_server
 from support.online_site import OnlineSite, online_site
 
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.interactive import routes as interactive
+from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.online.routes import DIRECT_ROUTES
 from batch_assets.api.online.service import OnlineService
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.requests.direct_routes import DirectRoute
+from batch_assets.api.requests.errors import ApiError
 
 SUBMIT, RESULT = "/v1/inference", "/v1/result"
 BODY = {"input": "hello", "client_id": "test", "model": "tiny"}
@@ -78,11 +81,18 @@ INTERACTIVE: dict[str, Call] = {
     "an unknown model": lambda client: client.post(CHAT, json={**ASK, "model": "none"}),
     "a bad target": lambda client: client.post(CHAT, json=ASK, headers={"x-target-ttft-seconds": "soon"}),
     "a target": lambda client: client.post(CHAT, json=ASK, headers={"x-target-ttft-seconds": "10"}),
-    "too large": lambda client: client.post(CHAT, content=b"x" * (65 << 20)),
+    "too large": lambda client: client.post(CHAT, content=b"x" * (2 << 20)),
+    "too large, in chunks": lambda client: client.post(CHAT, content=chunks(2 << 20)),
     "another method": lambda client: client.get(CHAT),
     "a longer path": lambda client: client.post(f"{CHAT}/", json=ASK),
 }
 INTERACTIVE_DIRECT = INTERACTIVE.keys() - {"another method", "a longer path"}
+
+
+async def chunks(size: int) -> AsyncIterator[bytes]:
+    """A body of so many bytes, whose length nobody says."""
+    for _ in range(size >> 16):
+        yield b"x" * (1 << 16)
 
 
 async def engine(request: web.Request) -> web.StreamResponse:
@@ -186,6 +196,52 @@ def test_a_defect_is_answered_as_one_and_reaches_the_log_of_the_server(
             async with httpx.AsyncClient(transport=raising, base_url="http://127.0.0.1:8080") as client:
                 with pytest.raises(ZeroDivisionError):
                     await client.post(SUBMIT, json=BODY)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ZeroDivisionError(), 500),
+        (OperationalError("", {}, OSError("server closed the connection unexpectedly")), 503),
+        (ApiError(429, "Slow down.", code="slow"), 429),
+    ],
+)
+def test_an_error_while_the_engine_is_asked_is_answered_on_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    """The engine is asked while the answer is sent."""
+
+    def broken(*arguments: Any) -> None:
+        raise error
+
+    async def scenario() -> None:
+        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch) as site:
+            monkeypatch.setattr(site.door.inner.state.proxy.choice, "sent", broken)
+            direct, framework, directly = await both(site, monkeypatch, INTERACTIVE["a chat"])
+            assert directly and direct == framework and direct[0] == status
+            assert "x-request-id" in direct[2]
+            count = "batch_assets_http_requests_total"
+            assert site.figure(count, method="POST", route=CHAT, status=str(status)) == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_error_after_the_beginning_of_an_answer_breaks_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Proxy, *arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        async with http_server({CHAT: engine}) as url, online_site(tmp_path, [url], monkeypatch) as site:
+            monkeypatch.setattr(Proxy, "relay", broken)
+            raising = httpx.ASGITransport(site.door.app)
+            async with httpx.AsyncClient(transport=raising, base_url="http://127.0.0.1:8080") as client:
+                with pytest.raises(ZeroDivisionError):
+                    await INTERACTIVE["a stream"](client)
+            assert site.figure("batch_assets_http_requests_total", method="POST", route=CHAT, status="200") == 1
 
     asyncio.run(scenario())
 

@@ -50,6 +50,27 @@ def test_rows_leave_the_queue_and_the_headroom_to_requests_that_other_processes_
     assert backoff.cap is None
 
 
+@pytest.mark.parametrize("standing", [False, True])
+@pytest.mark.parametrize("then", [FirstTokenSample(unseen=True), NOTHING])
+def test_a_window_that_late_first_tokens_have_made_small_grows_again_when_none_is_seen_any_more(
+    standing: bool, then: FirstTokenSample
+) -> None:
+    policy = FirstTokenPolicy(standing=standing, forget=5, quiet=10**6)
+    backoff = FirstTokenBackoff(policy, 100)
+    for _ in range(30):
+        backoff.on_tick(FirstTokenSample((2.0,)), 100, 0)
+    small = backoff.cap
+    assert small is not None and small < 50
+    for _ in range(6):
+        backoff.on_tick(FirstTokenSample((0.49,)), 100, 0)  # in time, and not early enough to grow
+    caps = []
+    for _ in range(150):
+        backoff.on_tick(then, 100, 0)
+        caps.append(backoff.cap)
+    assert caps[2] == caps[3], "what was seen counts for a while"
+    assert caps[-1] == 90
+
+
 def test_late_first_tokens_shrink_the_window_at_once_and_then_once_per_hold() -> None:
     backoff = FirstTokenBackoff(POLICY, 100)
     caps = []
