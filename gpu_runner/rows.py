@@ -90,16 +90,31 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Urgency:
+    """Which rows go first, of those that wait for an engine: those of a higher priority; of one owner those that are
+    `due` first (Unix seconds). Owners take turns.
+    """
+
+    priority: int = 0
+    owner: str = ""
+    due: float = 0.0
+
+
+ALIKE = Urgency()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A batch as the feed takes it: its rows in snapshot order, and outcomes known before.
 
     `known` maps row id to an outcome read back from the journal or copied from an earlier object;
-    those rows never meet an engine.
+    those rows never meet an engine. `urgency`: of all its rows.
     """
 
     key: str
     rows: tuple[Row, ...]
     known: Mapping[str, Outcome] = field(default_factory=dict)
+    urgency: Urgency = ALIKE
 
 
 def row_key(generation: Generation, prompt: Any) -> str:

@@ -30,7 +30,7 @@ from gpu_runner.inference.row_queue import Counts, Work, end_tasks
 from gpu_runner.inference.row_state import OpenBatch
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
-from gpu_runner.rows import Batch, Origin, Outcome
+from gpu_runner.rows import Batch, Origin, Outcome, Urgency
 
 # Open files that are no connection to an engine: store, database, logs.
 OTHER_FILES = 256
@@ -67,10 +67,12 @@ class FeedProgress:
 class Feed:
     """Brings every row of `batches` to exactly one outcome.
 
-    `batches` is read in a thread, only as far ahead as the windows need. `on_row(batch key, outcome)` is called
-    on the loop for every outcome of an engine and must be quick. `on_batch(batch key, outcomes in row order)`
-    may wait: a bounded number run at once, and reading stops while too many batches wait for it. It is called
-    again for a batch whose call was cancelled.
+    `batches` is read in a thread, only as far ahead as the windows need. Rows that are ready go in the order of their
+    batches' urgency (`row_order.py`), so one that is read later may go before them.
+
+    `on_row(batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
+    `on_batch(batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while too
+    many batches wait for it. It is called again for a batch whose call was cancelled.
 
     An outcome's `tries` are its charged failures and the request that ended it; repairs of an answer that did
     not fit the schema, and failures that were the engine's, are no tries. Its `seconds` are those of all its
@@ -101,6 +103,7 @@ class Feed:
         self._reader: ThreadPoolExecutor | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
+        self._passing = False  # a batch is to be read though enough rows are ready
         self._commits: dict[asyncio.Task[None], OpenBatch] = {}
         self._timer = DueTimer(self._wake)
 
@@ -113,6 +116,14 @@ class Feed:
     def counts(self) -> Counts:
         """Counters since the feed began."""
         return self._work.counts
+
+    def look_again(self, urgency: Urgency) -> None:
+        """The source has a further batch of this urgency. Where its rows go before some that are ready, one more batch
+        is read now. To be called on the loop.
+        """
+        if self._work.passes(urgency):
+            self._passing = True
+            self._check_room()
 
     def progress(self) -> FeedProgress:
         """Where the feed stands; cheap."""
@@ -261,8 +272,9 @@ class Feed:
     def _has_room(self) -> bool:
         work, policy = self._work, self._policy
         window = sum(worker.window.size for worker in self._workers)
+        enough = work.low * (policy.passing if self._passing else 1)
         return (
-            len(work.ready) < work.low
+            len(work.ready) < enough
             and work.open_rows < max(policy.open_rows, policy.open_windows * window)
             and len(work.complete) + len(self._commits) < policy.commit_backlog
             and not work.memory.full
@@ -282,6 +294,7 @@ class Feed:
                 while not self._has_room():
                     self._room.clear()
                     await self._room.wait()
+                self._passing = False
                 self._take_in(await self._next_batch())
                 self._wake()
         except Exception as error:

@@ -16,8 +16,9 @@ from gpu_runner.client.protocol import Repair
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
+from gpu_runner.inference.row_order import in_turns, passes
 from gpu_runner.inference.row_state import Item, OpenBatch
-from gpu_runner.rows import Batch, Outcome
+from gpu_runner.rows import Batch, Outcome, Urgency
 
 CANCEL_AGAIN_SECONDS = 1.0
 
@@ -69,7 +70,9 @@ class Work:
     def open(self, batch: Batch) -> None:
         """Takes a batch in; one without unknown rows is complete at once."""
         outcomes = [batch.known.get(row.row_id) for row in batch.rows]
-        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), self.memory.open(len(outcomes)))
+        held = self.memory.open(len(outcomes))
+        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), held, batch.urgency)
+        is_behind_all = not self.passes(batch.urgency)
         for outcome in outcomes:
             if outcome is not None:
                 self.memory.keep(opened.bytes, *bytes_of(outcome))
@@ -79,11 +82,17 @@ class Work:
             if outcomes[index] is None:
                 self.ready.append(Item(row, opened, index, self._order))
                 self._order += 1
+        if not is_behind_all:
+            self.ready = deque(in_turns(self.ready, _urgency_of))
         self.counts.known += len(outcomes) - opened.left
         self.open_batches += 1
         self.open_rows += len(outcomes)
         if opened.left == 0:
             self.complete.append(opened)
+
+    def passes(self, urgency: Urgency) -> bool:
+        """Whether rows of this urgency go before some that are ready."""
+        return any(item.batch.urgency is not urgency and passes(urgency, item.batch.urgency) for item in self.ready)
 
     def no_more_batches(self) -> None:
         """The source has ended."""
@@ -261,6 +270,10 @@ class Work:
         self._later = [entry for entry in self._later if entry[2].group is not group]
         heapq.heapify(self._later)
         return sorted(rows, key=lambda item: item.order)
+
+
+def _urgency_of(item: Item) -> Urgency:
+    return item.batch.urgency
 
 
 def _nothing() -> None:

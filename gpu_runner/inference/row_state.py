@@ -22,7 +22,7 @@ from enum import IntEnum
 from gpu_runner.client.protocol import Repair
 from gpu_runner.inference.answer_memory import BatchBytes
 from gpu_runner.inference.poison_rows import Group
-from gpu_runner.rows import Outcome, Row
+from gpu_runner.rows import ALIKE, Outcome, Row, Urgency
 
 
 class RowState(IntEnum):
@@ -97,6 +97,7 @@ class OpenBatch:
     outcomes: list[Outcome | None]
     left: int
     bytes: BatchBytes
+    urgency: Urgency = ALIKE
 
 
 @dataclass(slots=True, eq=False)

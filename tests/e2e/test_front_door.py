@@ -22,6 +22,7 @@ from support.timing import PATIENCE, SOAK
 from batch_assets.api.batches.redrive import REDRIVE_OF
 from batch_assets.api.execution.catalog import KEY, partition_of
 from batch_assets.settings import fleet_database
+from e2e.browser import browser, needs_chromium
 from e2e.harness import eventually, platform
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
@@ -118,6 +119,22 @@ def test_a_service_that_is_ended_in_the_middle_goes_on_where_it_was(door: Door, 
     assert requests(tmp_path) - LINES <= (2 * IN_FLIGHT if number == signal.SIGKILL else DRAINED)
 
 
+def test_a_short_window_overtakes_the_lines_that_are_not_sent_yet(door: Door) -> None:
+    whole, some = 3000, 100
+    long = door.create([line(f"r{number}") for number in range(whole)])
+    door.wait(lambda: door.done(long.id) > 100)
+    before = door.done(long.id)
+    began = time.monotonic()
+    short = door.create([line(f"r{number}") for number in range(some)], completion_window="10m")
+    check(door, door.ended(short.id), some)
+    took, waited_for = time.monotonic() - began, door.done(long.id) - before
+    print(f"{some} lines took {took:.1f} s, while {waited_for} lines of the other batch were answered")
+    # Before it: what was in flight, and what was answered while the short batch was checked and read.
+    assert waited_for < 500
+    assert door.retrieve(long.id).status == "in_progress"
+    check(door, door.ended(long.id), whole)
+
+
 def test_an_engine_that_is_away_fails_no_line(tmp_path: Path) -> None:
     port = str(free_port())
     slots = ("--port", port, "--max-num-seqs", "16", "--output-tokens", "fixed:8", "--weights-ms", "20")
@@ -169,6 +186,29 @@ def test_batches_run_on_engines_that_are_leased_from_the_fleet(tmp_path: Path, m
     asyncio.run(steps())
     with contextlib.closing(FleetDatabase(fleet_database())) as fleet_db:
         assert fleet_db.runs() == []
+
+
+@needs_chromium
+def test_a_batch_and_its_lineage_in_dagsters_ui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"name": "other", "source": {"grid": {"word": ["sun"]}}, "prompt": {"user": "{{ word }}"}}
+    simulator = ["--speed", "20", "--output-tokens", "fixed:8"]
+    with platform(tmp_path, monkeypatch, spec, simulator=simulator) as site:
+        served = Door(tmp_path, site.simulator.url)
+        with contextlib.closing(served), browser(site.stack.url, KEY.path[0], tmp_path) as ui:
+            served.start()
+            asked = [line(f"r{number}", model="test-model") for number in range(600)]
+            batch = served.ended(served.create(asked).id)
+            keys = [partition_of(batch.id, f"{number:05}") for number in range(3)]
+            eventually(lambda: site.instance.get_materialized_partitions(KEY) == set(keys), 60, "the catalog's entries")
+            ui.open_asset("batches", "partitions", partition=keys[2])
+            shown = eventually(lambda: (found := ui.metadata()).get("rows") and found, 30, "the partition's metadata")
+            assert (shown["rows"], shown["ok"], shown["model"]) == ("100", "100", "test-model")
+            ui.shot("api-batches")
+            assert "Materialized (3)" in ui.text()
+            ui.open_lineage()
+            arrow = (KEY.path[1], "billing")
+            eventually(lambda: arrow in ui.edges(), 30, "the lineage from batches to the bill")
+            ui.shot("api-lineage")
 
 
 def test_a_backfill_in_the_ui_asks_for_the_lines_of_a_batch_without_an_answer_once_more(

@@ -6,10 +6,12 @@ otherwise; `note` is called on the loop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from batch_assets.api.access.request_access import Trace
+from batch_assets.api.batches.create import priority_of
 from batch_assets.api.batches.snapshot import SNAPSHOT
 from batch_assets.api.billing.answer_usage import answer_usage, object_tokens
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
@@ -18,7 +20,7 @@ from batch_assets.api.execution.stops import STOPPED, marked
 from batch_assets.api.execution.storage.kept_rows import KeptRows
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.records.batches import BatchRecord, Held
-from gpu_runner.rows import Batch, Origin, Outcome, Row
+from gpu_runner.rows import Batch, Origin, Outcome, Row, Urgency
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter
 
@@ -51,6 +53,12 @@ class BatchRun(KeptRows):
     def name(self) -> str:
         """Its batch and the hold: what is left in a feed of an earlier hold is another's."""
         return f"{self.record.id}.{self.held.epoch}"
+
+    @functools.cached_property
+    def urgency(self) -> Urgency:
+        """Its place among the batches of its model: priority, tenant, end of its window."""
+        record = self.record
+        return Urgency(priority_of(record.metadata_values()), record.tenant, float(record.expires_at))
 
     @property
     def paused(self) -> bool:
@@ -87,7 +95,7 @@ class BatchRun(KeptRows):
             if self.budget is not None:
                 self._hold_back(self.budget, rows, known)
             self._read.add(entry.key)
-            yield Batch(key, asked, known)
+            yield Batch(key, asked, known, self.urgency)
 
     def _hold_back(self, budget: BatchBudget, rows: Sequence[Row], known: dict[str, Outcome]) -> None:
         """Mark the rows that the budget does not pay for now; raises BudgetHolds when that is all of them."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from batch_assets.api.batches.create import priority_of
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import HELD_BACK, BatchRun
 from batch_assets.api.execution.engines.engine_slots import EngineSlot, EngineSlots
@@ -91,7 +90,8 @@ class ModelFeed:
         if run.done:
             done.set()
         else:
-            self._queue.add(run, priority_of(run.record.metadata_values()))
+            self._queue.add(run, run.urgency.priority)
+            self._feed.look_again(run.urgency)
             self._idle_since = None
             self._may_lease.set()
             self._work.set()
@@ -292,7 +292,7 @@ class ModelFeed:
         run = self._runs.get(name)
         if run is not None and not run.over:
             run.put_back(part)
-            self._queue.add(run, priority_of(run.record.metadata_values()))
+            self._queue.add(run, run.urgency.priority)
 
     async def _flush_often(self) -> None:
         while True:

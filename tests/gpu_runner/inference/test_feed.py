@@ -16,7 +16,7 @@ from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.rows import Batch, Outcome
+from gpu_runner.rows import Batch, Outcome, Urgency
 
 
 def make_feed(source: Iterable[Batch], sink: Sink, **changes: Any) -> Feed:
@@ -57,6 +57,68 @@ def test_rows_flow_across_batch_borders() -> None:
         sink, engine = Sink(), FakeEngine(slots=64)
         await make_feed(batches(200, size=10), sink).serve(engine, ORIGIN, 16)
         assert engine.most_open == 64
+
+    run(main)
+
+
+class GrowingSource:
+    """Batches to read, the most urgent one at the front; more may come while there are some."""
+
+    def __init__(self, first: Iterable[Batch]) -> None:
+        self._waiting, self._lock = list(first), threading.Lock()
+        self.reads = 0
+
+    def add(self, batch: Batch) -> None:
+        with self._lock:
+            urgent_first = sorted([*self._waiting, batch], key=lambda one: (-one.urgency.priority, one.urgency.due))
+            self._waiting = urgent_first
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            if not self._waiting:
+                raise StopIteration
+            self.reads += 1
+            return self._waiting.pop(0)
+
+
+LATE, SOON = Urgency(0, "a", 900.0), Urgency(0, "a", 100.0)
+
+
+async def passed_by(urgency: Urgency, *, told: bool) -> tuple[int, int]:
+    """Rows of long batches that were asked between the coming of a batch of ten rows and its last answer, and batches
+    that were read more by its coming.
+    """
+    sink, engine = Sink(), FakeEngine(slots=8)
+    source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(5000, size=250)])
+    feed = make_feed(source, sink)
+    serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8))
+    while len(sink.rows) < 300:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    asked, reads = engine.asked.total(), source.reads
+    source.add(Batch("new", tuple(row("new", f"new-{number}") for number in range(10)), urgency=urgency))
+    if told:
+        feed.look_again(urgency)
+    await asyncio.sleep(0)
+    while "new" not in sink.batches:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    return engine.asked.total() - asked - 10, source.reads - reads
+
+
+def test_a_batch_that_comes_later_and_is_due_sooner_passes_rows_that_were_read() -> None:
+    async def main() -> None:
+        passed, reads = await passed_by(SOON, told=True)
+        assert passed < 100 and reads == 1, "those in flight, and what fills the window again"
+        passed, _ = await passed_by(SOON, told=False)
+        assert passed > 150, "it is read when few rows are ready"
+        passed, _ = await passed_by(Urgency(1, "b", 900.0), told=True)
+        assert passed < 100, "a higher priority"
+        passed, _ = await passed_by(replace(SOON, owner="b"), told=True)
+        assert passed < 200, "another owner has its turn"
 
     run(main)
 
