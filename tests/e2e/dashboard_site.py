@@ -48,6 +48,7 @@ FAULTS = (
     {"kind": "too_long", "match": {"contains": POISON}},
 )
 ENGINES, RESERVE = 4, 2  # each service holds its reserve
+SMALL = 6  # requests a minute of the tenant small, whose program asks about once a second: most are refused
 CERTIFICATE_LIFE = datetime.timedelta(days=60)
 
 
@@ -180,7 +181,7 @@ def _write_settings(home: Path, defs: Path, engines: tuple[SimulatedEngine, ...]
     fleet = {"engines": standing, "simulated": simulated, "idle_minutes": 0.5, "max_instances": 5}
     (home / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     (home / "models.yaml").write_text(yaml.safe_dump({"reserve": {CHAT_MODEL: RESERVE}}))
-    limits = {"tenants": {"small": {"requests_per_minute": 20}, "acme": {"requests_per_minute": 100_000}}}
+    limits = {"tenants": {"small": {"requests_per_minute": SMALL}, "acme": {"requests_per_minute": 100_000}}}
     (home / "limits.yaml").write_text(yaml.safe_dump(limits))
     dollars = {"interactive": {"input": 0.2, "output": 0.6}}
     (home / "prices.yaml").write_text(yaml.safe_dump({"models": {CHAT_MODEL: dollars}}))
