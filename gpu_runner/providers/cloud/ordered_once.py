@@ -83,11 +83,14 @@ class OrderBook:
         with self._locked(name) as path:
             self._write(path, replace(self._read(path, name), ready=True))
 
-    def ended(self, name: str) -> None:
-        """The cloud has accepted its end; the first time counts."""
+    def ended(self, name: str, *, was_alive: bool) -> None:
+        """The cloud has accepted its end. The first time counts, unless it was listed as alive since (`was_alive`).
+
+        An end may be accepted and not done: the machine is billed until one that is done.
+        """
         with self._locked(name) as path:
             known = self._read(path, name)
-            if known.id is not None and known.ended_at is None:
+            if known.id is not None and (known.ended_at is None or was_alive):
                 self._write(path, replace(known, ended_at=self._now()))
 
     def ended_lately(self, tag: str) -> list[Order]:

@@ -124,6 +124,19 @@ def test_an_end_that_was_accepted_and_not_done_is_not_believed(site: RunPodSite)
     assert machine.state == "ended" and not site.running()
 
 
+def test_a_pod_is_billed_until_the_end_that_was_done(site: RunPodSite):
+    provider = site.provider()
+    provider.create(first_offer(provider), "ba-1", ORDER)
+    site.fault("deaf_terminate")
+    provider.terminate("ba-1")
+    site.skip(12)
+    provider.terminate("ba-1")
+    site.skip(5)
+    provider.terminate("ba-1")
+    (machine,) = provider.list("ba-")
+    assert machine.state == "ended" and machine.ended_seconds == pytest.approx(5, abs=1)
+
+
 def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_error(site: RunPodSite):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
