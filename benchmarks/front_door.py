@@ -1,12 +1,13 @@
 """The front door beside a plain client: the same lines, the same simulated engine, the same number of requests at once.
 
-    python benchmarks/front_door.py [--endpoint /v1/embeddings] [--lines 10000] [--plain-lines N] [--slots 64]
-        [--rounds 2] [--json FILE]
+    python benchmarks/front_door.py [--endpoint /v1/embeddings] [--lines 10000] [--batches 1] [--plain-lines N]
+        [--slots 64] [--rounds 2] [--json FILE]
 
 Per round: an asyncio client that keeps `4 × slots` requests in flight and throws the answers away, then a batch by
 `batch-assets serve`, from its creation to `completed`; then the output file is read, and has each line once. Also the
 time from creation to the engine's first request, by the engine's own log, the memory at its peak, and the CPU of the
-service. Goals: rows/s ≥ 0.90 of the plain client's, first request ≤ 1 s.
+service. Goals: rows/s ≥ 0.90 of the plain client's, first request ≤ 1 s. `--batches`: the lines are those of so many
+batches, which are uploaded and created by 16 callers; then the time is that from the first upload to the last end.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from gpu_runner.providers.engine_process import free_port
 
 ROOT = Path(__file__).parent.parent
 ENDED = ("completed", "failed", "expired", "cancelled")
+CALLERS = 16  # that create batches
+POLLS = 100  # a second, of all batches together
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 
 
@@ -148,10 +151,8 @@ async def check_output(session: aiohttp.ClientSession, url: str, lines: int) -> 
     return time.perf_counter() - began
 
 
-async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines: int, folder: Path) -> Batch:
-    """Upload, create, wait for the end, download."""
-    written = folder / "in.jsonl"
-    write_lines(written, endpoint, lines)
+async def created(session: aiohttp.ClientSession, base: str, endpoint: str, written: Path) -> tuple[float, float, Any]:
+    """Upload and create: seconds of the upload, when it was created, and the batch."""
     form = aiohttp.FormData({"purpose": "batch"})
     began = time.perf_counter()
     with written.open("rb") as content:
@@ -160,19 +161,53 @@ async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines:
             file = await answer.json()
     upload = time.perf_counter() - began
     asked = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
-    created, began = time.time(), time.perf_counter()
+    at = time.time()
     async with session.post(f"{base}/batches", json=asked) as answer:
-        found = await answer.json()
+        return upload, at, await answer.json()
+
+
+async def completed(session: aiohttp.ClientSession, base: str, found: Any, lines: int, poll: float) -> Any:
+    """The batch once it has ended. SystemExit: not all of its lines were answered."""
     while found["status"] not in ENDED:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(poll)
         async with session.get(f"{base}/batches/{found['id']}") as answer:
             found = await answer.json()
-    took = time.perf_counter() - began
     expected = {"total": lines, "completed": lines, "failed": 0}
     if found["status"] != "completed" or found["request_counts"] != expected:
         raise SystemExit(f"expected a completed batch, found {found}")
+    return found
+
+
+async def batch(session: aiohttp.ClientSession, base: str, endpoint: str, lines: int, folder: Path) -> Batch:
+    """Upload, create, wait for the end, download."""
+    write_lines(folder / "in.jsonl", endpoint, lines)
+    upload, at, found = await created(session, base, endpoint, folder / "in.jsonl")
+    began = time.perf_counter() - (time.time() - at)
+    found = await completed(session, base, found, lines, 0.1)
+    took = time.perf_counter() - began
     download = await check_output(session, f"{base}/files/{found['output_file_id']}/content", lines)
-    return Batch(upload, created, took, download)
+    return Batch(upload, at, took, download)
+
+
+async def batches(
+    session: aiohttp.ClientSession, base: str, endpoint: str, lines: int, number: int, folder: Path
+) -> Batch:
+    """Many batches of `lines` together, at once. `upload`: until all are created; `took`: from the first upload on."""
+    each, gate = lines // number, asyncio.Semaphore(CALLERS)
+    write_lines(folder / "in.jsonl", endpoint, each)
+    began, at = time.perf_counter(), time.time()
+
+    async def made() -> Any:
+        async with gate:
+            return (await created(session, base, endpoint, folder / "in.jsonl"))[2]
+
+    found = await asyncio.gather(*(made() for _ in range(number)))
+    upload = time.perf_counter() - began
+    poll = max(0.1, number / POLLS)
+    ended = await asyncio.gather(*(completed(session, base, one, each, poll) for one in found))
+    took = max(one["completed_at"] for one in ended) + 1 - at  # whole seconds
+    reads = [await check_output(session, f"{base}/files/{one['output_file_id']}/content", each) for one in ended]
+    return Batch(upload, at, took, sum(reads))
 
 
 def first_request(log: Path, since: float) -> float:
@@ -202,7 +237,10 @@ async def rounds(asked: argparse.Namespace, home: Path) -> list[Round]:
             for _ in range(asked.rounds):
                 plain_rate = await plain(url, endpoint, asked.plain_lines or lines, 4 * slots)
                 cpu = sum(process.cpu_times()[:2])
-                one_batch = await batch(session, base, endpoint, lines, home)
+                if asked.batches > 1:
+                    one_batch = await batches(session, base, endpoint, lines, asked.batches, home)
+                else:
+                    one_batch = await batch(session, base, endpoint, lines, home)
                 spent = sum(process.cpu_times()[:2]) - cpu
                 peak = peak_mib(process.pid)
                 one = Round(
@@ -225,11 +263,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoint", choices=(CHAT, EMBEDDINGS), default=CHAT)
     parser.add_argument("--lines", type=int, default=10_000)
+    parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--plain-lines", type=int, help="of the plain client; without it as many as --lines")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.batches < 1 or asked.lines % asked.batches:
+        parser.error(f"--lines {asked.lines} cannot be shared equally by --batches {asked.batches}")
     with tempfile.TemporaryDirectory(prefix="front-door-") as folder:
         found = asyncio.run(rounds(asked, Path(folder)))
     best = max(found, key=lambda one: one.ratio)
