@@ -83,14 +83,16 @@ class OrderBook:
         with self._locked(name) as path:
             self._write(path, replace(self._read(path, name), ready=True))
 
-    def ended(self, name: str, *, was_alive: bool) -> None:
-        """The cloud has accepted its end. The first time counts, unless it was listed as alive since (`was_alive`).
+    def ended(self, name: str, listed: str | None) -> None:
+        """The cloud has accepted its end. `listed`: the id of the machine that it listed as alive until then.
 
-        An end may be accepted and not done: the machine is billed until one that is done.
+        The first time counts, but an end may be accepted and not done: what is listed is billed until a later one.
         """
         with self._locked(name) as path:
             known = self._read(path, name)
-            if known.id is not None and (known.ended_at is None or was_alive):
+            if listed is not None:
+                self._write(path, replace(known, id=known.id or listed, ended_at=self._now()))
+            elif known.id is not None and known.ended_at is None:
                 self._write(path, replace(known, ended_at=self._now()))
 
     def ended_lately(self, tag: str) -> list[Order]:

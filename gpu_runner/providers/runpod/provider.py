@@ -222,7 +222,7 @@ class RunPodProvider:
         known = self._book.get(name)
         if not pods and known.id is not None and known.ended_at is None:  # its list is behind
             self._delete(known.id)
-        self._book.ended(name, was_alive=bool(pods))
+        self._book.ended(name, pods[0].id if pods else None)
 
     def _end(self, pod: Pod) -> None:
         self._delete(pod.id)

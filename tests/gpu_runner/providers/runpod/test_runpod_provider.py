@@ -137,6 +137,19 @@ def test_a_pod_is_billed_until_the_end_that_was_done(site: RunPodSite):
     assert machine.state == "ended" and machine.ended_seconds == pytest.approx(5, abs=1)
 
 
+def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: RunPodSite):
+    provider = site.provider()
+    offer = first_offer(provider)
+    site.fault("lost_reply", "create")
+    with pytest.raises(ProviderUnclear):
+        provider.create(offer, "ba-1", ORDER)
+    provider.terminate("ba-1")
+    site.skip(5)
+    (machine,) = provider.list("ba-")
+    assert machine.state == "ended" and machine.ended_seconds == pytest.approx(5, abs=1)
+    assert machine.id == site.pods[0].id and not site.running()
+
+
 def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_error(site: RunPodSite):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
