@@ -43,6 +43,7 @@ SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000
 # At most; a quiet machine has committed all of them after some 90 s, and is done soon after.
 PAUSE, RAGE_SECONDS, REST_SECONDS = 2.5, 180 * PATIENCE, 240 * PATIENCE
 LEAST_FAULTS = 8  # a machine that does much else gets to fewer within the time
+NOTHING_SECONDS = 90  # for so long nothing of what is planned could be committed: machines of a kind may not come again
 IDLE_SECONDS = 8.0
 INSTANCES = 6  # as many as all providers have room for
 BATCH_ROWS, BATCHES_PER_RUN = 20, 12
@@ -92,12 +93,16 @@ class FleetNemesis(Nemesis):
     def rage(self, seconds: float) -> None:
         """Commit what is planned, as far as there is something to be hit within so long."""
         deadline = time.time() + seconds
-        next_at = time.time() + 5
+        next_at, last = time.time() + 5, time.time()
         while self._plan and time.time() < deadline:
             self.look()
             if time.time() >= next_at:
+                planned = len(self._plan)
                 self._commit(self._plan.pop())
                 next_at = time.time() + self.rng.uniform(0.3, 1.7) * self.pause
+                last = time.time() if len(self._plan) < planned else last
+            if len(self.faults) >= LEAST_FAULTS and time.time() > last + NOTHING_SECONDS:
+                break
             time.sleep(0.1)
         print(f"not committed: {self._plan}", flush=True)
 
