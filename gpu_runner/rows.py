@@ -92,7 +92,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Urgency:
     """Which rows go first, of those that wait for an engine: those of a higher priority; of one owner those that are
-    `due` first (Unix seconds). Owners take turns.
+    `due` first (Unix seconds). Owners, as tenants of a service, take turns.
     """
 
     priority: int = 0

@@ -64,11 +64,17 @@ class FeedProgress:
     finished: bool
 
 
+def _unknown() -> None:
+    return None
+
+
 class Feed:
     """Brings every row of `batches` to exactly one outcome.
 
     `batches` is read in a thread, only as far ahead as the windows need. Rows that are ready go in the order of their
-    batches' urgency (`row_order.py`), so one that is read later may go before them.
+    batches' urgency (`ready_rows.py`), so those of a batch that is read later may go before them. `next_urgency()`, on
+    the loop, is that of the batch which `batches` gives next, where it knows: where its rows go before some that are
+    ready, it is read now.
 
     `on_row(batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
     `on_batch(batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while too
@@ -88,8 +94,9 @@ class Feed:
         policy: FeedPolicy | None = None,
         rng: random.Random | None = None,
         vectors: VectorLength | None = None,
+        next_urgency: Callable[[], Urgency | None] = _unknown,
     ) -> None:
-        self._batches = batches
+        self._batches, self._next_urgency = batches, next_urgency
         self._on_batch = on_batch
         self._policy = policy or FeedPolicy()
         self._rng = rng or random.Random()
@@ -103,7 +110,6 @@ class Feed:
         self._reader: ThreadPoolExecutor | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
-        self._passing = False  # a batch is to be read though enough rows are ready
         self._commits: dict[asyncio.Task[None], OpenBatch] = {}
         self._timer = DueTimer(self._wake)
 
@@ -117,13 +123,10 @@ class Feed:
         """Counters since the feed began."""
         return self._work.counts
 
-    def look_again(self, urgency: Urgency) -> None:
-        """The source has a further batch of this urgency. Where its rows go before some that are ready, one more batch
-        is read now. To be called on the loop.
-        """
-        if self._work.passes(urgency):
-            self._passing = True
-            self._check_room()
+    def batch_came(self) -> None:
+        """The source has a further batch. To be called on the loop."""
+        self._work.look_again()
+        self._check_room()
 
     def progress(self) -> FeedProgress:
         """Where the feed stands; cheap."""
@@ -272,13 +275,29 @@ class Feed:
     def _has_room(self) -> bool:
         work, policy = self._work, self._policy
         window = sum(worker.window.size for worker in self._workers)
-        enough = work.low * (policy.passing if self._passing else 1)
         return (
-            len(work.ready) < enough
-            and work.open_rows < max(policy.open_rows, policy.open_windows * window)
+            work.open_rows < max(policy.open_rows, policy.open_windows * window)
             and len(work.complete) + len(self._commits) < policy.commit_backlog
             and not work.memory.full
+            and work.ready.prompt_bytes < policy.ahead_bytes
+            and (len(work.ready) < work.low or self._next_is_urgent())
         )
+
+    def _next_is_urgent(self) -> bool:
+        """Whether few ready rows go before those of the source's next batch.
+
+        Rows that came back from an engine do not count as read ahead.
+        """
+        work = self._work
+        if len(work.ready) >= work.look_below or work.ready.unsent >= self._policy.urgent_factor * work.low:
+            return False
+        if (urgency := self._next_urgency()) is None:
+            work.look_again(0)
+            return False
+        too_many = work.ready.before(urgency) - work.low
+        if too_many >= 0:
+            work.look_again(len(work.ready) - too_many)
+        return too_many < 0
 
     def _check_room(self) -> None:
         if self._has_room():
@@ -294,8 +313,8 @@ class Feed:
                 while not self._has_room():
                     self._room.clear()
                     await self._room.wait()
-                self._passing = False
                 self._take_in(await self._next_batch())
+                self._work.look_again()
                 self._wake()
         except Exception as error:
             self._fail(error)

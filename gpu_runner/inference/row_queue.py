@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from gpu_runner.client.protocol import Repair
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
-from gpu_runner.inference.row_order import in_turns, passes
+from gpu_runner.inference.ready_rows import ReadyRows
 from gpu_runner.inference.row_state import Item, OpenBatch
-from gpu_runner.rows import Batch, Outcome, Urgency
+from gpu_runner.rows import Batch, Outcome
 
 CANCEL_AGAIN_SECONDS = 1.0
 
@@ -48,7 +49,7 @@ class Work:
 
     def __init__(self, on_row: Callable[[str, Outcome], None], memory: AnswerMemory, vectors: VectorLength) -> None:
         self.memory, self.vectors = memory, vectors
-        self.ready: deque[Item] = deque()
+        self.ready = ReadyRows()
         self.suspects: PoisonBisector[Item] = PoisonBisector()
         self._trial: object | None = None  # the engine worker that tries suspects now: one at a time
         self.complete: deque[OpenBatch] = deque()
@@ -57,7 +58,7 @@ class Work:
         self.open_rows = 0
         self.counts = Counts()
         self._later: list[tuple[float, int, Item]] = []
-        self.low = 0  # `take` calls `on_low` while fewer rows are ready
+        self.low = self.look_below = 0  # `take` calls `on_low` while fewer rows than one of them are ready
         self.on_low: Callable[[], None] = _nothing
         self._order = 0
         self._on_row = on_row
@@ -72,7 +73,6 @@ class Work:
         outcomes = [batch.known.get(row.row_id) for row in batch.rows]
         held = self.memory.open(len(outcomes))
         opened = OpenBatch(batch.key, outcomes, outcomes.count(None), held, batch.urgency)
-        is_behind_all = not self.passes(batch.urgency)
         for outcome in outcomes:
             if outcome is not None:
                 self.memory.keep(opened.bytes, *bytes_of(outcome))
@@ -80,19 +80,13 @@ class Work:
                     self.vectors.expected = len(outcome.output)
         for index, row in enumerate(batch.rows):
             if outcomes[index] is None:
-                self.ready.append(Item(row, opened, index, self._order))
+                self.ready.add(Item(row, opened, index, self._order))
                 self._order += 1
-        if not is_behind_all:
-            self.ready = deque(in_turns(self.ready, _urgency_of))
         self.counts.known += len(outcomes) - opened.left
         self.open_batches += 1
         self.open_rows += len(outcomes)
         if opened.left == 0:
             self.complete.append(opened)
-
-    def passes(self, urgency: Urgency) -> bool:
-        """Whether rows of this urgency go before some that are ready."""
-        return any(item.batch.urgency is not urgency and passes(urgency, item.batch.urgency) for item in self.ready)
 
     def no_more_batches(self) -> None:
         """The source has ended."""
@@ -101,6 +95,12 @@ class Work:
     def call_below(self, low: int) -> None:
         """Sets how many ready rows are few: `take` then calls `on_low`."""
         self.low = low
+
+    def look_again(self, below: int = sys.maxsize) -> None:
+        """What is to be read next may be more urgent than ready rows: to be looked at while fewer than that are ready,
+        when `take` calls `on_low`.
+        """
+        self.look_below = below
 
     def take_complete(self) -> OpenBatch:
         """The next batch to commit; `close` or `put_back` must follow."""
@@ -138,24 +138,17 @@ class Work:
 
     def take(self) -> Item | None:
         """The next ready row; while the memory is full, the next one of the oldest batch."""
-        item = self._take_of_the_oldest() if self.memory.full else self._take_first()
-        if len(self.ready) < self.low:
+        item = self.ready.take_of(self._is_of_the_oldest) if self.memory.full else self.ready.take()
+        if len(self.ready) < max(self.low, self.look_below):
             self.on_low()
         return item
 
-    def _take_first(self) -> Item | None:
-        return self.ready.popleft() if self.ready else None
-
-    def _take_of_the_oldest(self) -> Item | None:
-        for place, item in enumerate(self.ready):
-            if self.memory.is_oldest(item.batch.bytes):
-                del self.ready[place]
-                return item
-        return None
+    def _is_of_the_oldest(self, item: Item) -> bool:
+        return self.memory.is_oldest(item.batch.bytes)
 
     def put_first(self, item: Item) -> None:
         """A row that was just taken, and not sent, is the next one again."""
-        self.ready.appendleft(item)
+        self.ready.put_first(item)
 
     def repair(self, item: Item, repair: Repair, held: int) -> None:
         """The row is to be asked again, with its answer of so many bytes."""
@@ -170,12 +163,12 @@ class Work:
         heapq.heappush(self._later, (due, item.order, item))
 
     def soon(self, item: Item) -> None:
-        """The row is to be tried again before all others."""
+        """The row is to be tried again, before all rows of its urgency that were not sent."""
         item.ask_again()
         if item.group is not None:
             item.group.put_first(item)
         else:
-            self.ready.appendleft(item)
+            self.ready.add(item)
 
     def promote(self, now: float) -> None:
         """Makes the rows ready whose time has come."""
@@ -188,10 +181,11 @@ class Work:
         return self._later[0][0] if self._later else None
 
     def give_back(self, items: Iterable[Item]) -> None:
-        """Rows of an engine that serves no longer: to the front, in their order."""
-        for item in sorted(items, key=lambda item: item.order, reverse=True):
+        """Rows of an engine that serves no longer: ready again, each in its old place."""
+        for item in items:
             item.give_back()
-            self.ready.appendleft(item)
+            self.ready.add(item)
+        self.look_again()
 
     # --- counters ---
 
@@ -270,10 +264,6 @@ class Work:
         self._later = [entry for entry in self._later if entry[2].group is not group]
         heapq.heapify(self._later)
         return sorted(rows, key=lambda item: item.order)
-
-
-def _urgency_of(item: Item) -> Urgency:
-    return item.batch.urgency
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from batch_assets.api.billing.spending import BudgetHolds
 from batch_assets.api.execution.batch_run import BatchRun
-from gpu_runner.rows import Batch
+from gpu_runner.rows import Batch, Urgency
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,11 @@ class BatchQueue:
         with self._condition:
             return not self._waiting and not self._aside
 
+    def next_urgency(self) -> Urgency | None:
+        """Of the batch whose rows are next; None: there is none."""
+        with self._condition:
+            return self._first()[1].urgency if self._waiting else None
+
     def __iter__(self) -> BatchQueue:
         return self
 
@@ -134,6 +139,8 @@ class BatchQueue:
         with self._condition:
             if batch is not None:
                 self._shares[priority].take(run.record.tenant, len(batch.rows) - len(batch.known))
+                if not run.unread:
+                    self._leave(run, priority)
             elif run.unread and not run.over:  # put back since the reading began, when `add` found it here
                 del self._reading[run.name]
             else:

@@ -1,8 +1,8 @@
 """One feed of rows per model: all batches of a model share its engines, and none costs a run.
 
-Batches wait in the order of `batch_queue`; the feed reads only as far ahead as its engine needs, so a batch with a
-short window overtakes the lines of others that are not sent yet. An engine that is lost, refuses everything or cannot
-be had is waited for: that is no failure of lines.
+Batches wait in the order of `batch_queue`, and what the feed has read ahead of its engine in that of their urgency: a
+batch with a short window overtakes the lines of others that are not sent yet. An engine that is lost, refuses
+everything or cannot be had is waited for: that is no failure of lines.
 """
 
 from __future__ import annotations
@@ -80,7 +80,12 @@ class ModelFeed:
         self._stops: set[asyncio.Event] = set()  # of the sessions with engines that are under way
         self._draining = False
         self._feed = Feed(
-            self._parts, on_row=self._on_row, on_batch=self._on_batch, policy=FeedPolicy(), rng=random.Random()
+            self._parts,
+            on_row=self._on_row,
+            on_batch=self._on_batch,
+            policy=FeedPolicy(),
+            rng=random.Random(),
+            next_urgency=self._queue.next_urgency,
         )
 
     def add(self, run: BatchRun) -> asyncio.Event:
@@ -91,7 +96,7 @@ class ModelFeed:
             done.set()
         else:
             self._queue.add(run, run.urgency.priority)
-            self._feed.look_again(run.urgency)
+            self._feed.batch_came()
             self._idle_since = None
             self._may_lease.set()
             self._work.set()
@@ -293,6 +298,7 @@ class ModelFeed:
         if run is not None and not run.over:
             run.put_back(part)
             self._queue.add(run, run.urgency.priority)
+            self._feed.batch_came()
 
     async def _flush_often(self) -> None:
         while True:

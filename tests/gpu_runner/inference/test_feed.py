@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,16 +16,20 @@ from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.inference.feed import Feed, FeedPolicy
+from gpu_runner.inference.ready_rows import ROWS_IN_TURN
+from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.rows import Batch, Outcome, Urgency
 
 
 def make_feed(source: Iterable[Batch], sink: Sink, **changes: Any) -> Feed:
+    """A source that knows what it gives next is asked for it."""
     return Feed(
         iter(source),
         on_row=sink.on_row,
         on_batch=sink.on_batch,
         policy=FeedPolicy(**changes),
         rng=random.Random(0),
+        next_urgency=source.next_urgency if isinstance(source, GrowingSource) else lambda: None,
     )
 
 
@@ -73,6 +77,10 @@ class GrowingSource:
             urgent_first = sorted([*self._waiting, batch], key=lambda one: (-one.urgency.priority, one.urgency.due))
             self._waiting = urgent_first
 
+    def next_urgency(self) -> Urgency | None:
+        with self._lock:
+            return self._waiting[0].urgency if self._waiting else None
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
@@ -87,38 +95,99 @@ class GrowingSource:
 LATE, SOON = Urgency(0, "a", 900.0), Urgency(0, "a", 100.0)
 
 
-async def passed_by(urgency: Urgency, *, told: bool) -> tuple[int, int]:
-    """Rows of long batches that were asked between the coming of a batch of ten rows and its last answer, and batches
-    that were read more by its coming.
+async def passed_by(urgency: Urgency, *, sizes: Sequence[int] = (10,), told: bool = True) -> tuple[int, int]:
+    """Rows of long batches that were asked between the coming of batches of these sizes and their last answer, and
+    batches that were read when the last one had come.
     """
     sink, engine = Sink(), FakeEngine(slots=8)
-    source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(5000, size=250)])
+    source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(8000, size=250)])
     feed = make_feed(source, sink)
     serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8))
     while len(sink.rows) < 300:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     asked, reads = engine.asked.total(), source.reads
-    source.add(Batch("new", tuple(row("new", f"new-{number}") for number in range(10)), urgency=urgency))
-    if told:
-        feed.look_again(urgency)
-    await asyncio.sleep(0)
-    while "new" not in sink.batches:  # noqa: ASYNC110
+    for number, size in enumerate(sizes):
+        rows = tuple(row(f"new{number}", f"new{number}-{place}") for place in range(size))
+        source.add(Batch(f"new{number}", rows, urgency=urgency))
+        if told:
+            feed.batch_came()
+    await asyncio.sleep(0.1)
+    reads = source.reads - reads
+    while not {f"new{number}" for number in range(len(sizes))} <= set(sink.batches):  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    return engine.asked.total() - asked - 10, source.reads - reads
+    return engine.asked.total() - asked - sum(sizes), reads
 
 
 def test_a_batch_that_comes_later_and_is_due_sooner_passes_rows_that_were_read() -> None:
     async def main() -> None:
-        passed, reads = await passed_by(SOON, told=True)
-        assert passed < 100 and reads == 1, "those in flight, and what fills the window again"
+        passed, reads = await passed_by(SOON)
+        assert passed < 64 and reads == 1, "those in flight, and what fills the window again"
         passed, _ = await passed_by(SOON, told=False)
         assert passed > 150, "it is read when few rows are ready"
-        passed, _ = await passed_by(Urgency(1, "b", 900.0), told=True)
-        assert passed < 100, "a higher priority"
-        passed, _ = await passed_by(replace(SOON, owner="b"), told=True)
-        assert passed < 200, "another owner has its turn"
+        passed, _ = await passed_by(Urgency(1, "b", 900.0))
+        assert passed < 64, "a higher priority"
+        passed, _ = await passed_by(replace(SOON, owner="b"))
+        assert passed < ROWS_IN_TURN + 64, "another owner has its turn"
+        passed, reads = await passed_by(replace(SOON, due=950.0))
+        assert passed > 400 and reads == 0, "one that is due later passes nobody"
+
+    run(main)
+
+
+def test_each_part_of_a_batch_that_is_due_sooner_passes_them() -> None:
+    async def main() -> None:
+        passed, reads = await passed_by(SOON, sizes=[250] * 8)
+        assert passed < 64 and reads == 2, "as many rows are read ahead as of any other batch"
+
+    run(main)
+
+
+def test_batches_that_come_together_and_are_due_sooner_all_pass_them() -> None:
+    async def main() -> None:
+        passed, reads = await passed_by(SOON, sizes=[10] * 20)
+        assert passed < 64 and reads == 20
+
+    run(main)
+
+
+def test_rows_of_an_engine_that_is_lost_do_not_go_before_those_that_are_due_sooner() -> None:
+    async def main() -> None:
+        sink, first, second = Sink(), FakeEngine(slots=600, seconds=1000.0), FakeEngine(slots=8)
+        source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(8000, size=250)])
+        window = WindowPolicy(start=600)
+        feed = make_feed(source, sink, window=window)
+        serving = asyncio.create_task(feed.serve(first, ORIGIN, 600))
+        while first.asked.total() < 500:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        first.die()
+        with pytest.raises(EngineLost):
+            await serving
+        source.add(Batch("new", tuple(row("new", f"new-{place}") for place in range(400)), urgency=SOON))
+        feed.batch_came()
+        serving = asyncio.create_task(feed.serve(second, ORIGIN, 8))
+        while "new" not in sink.batches:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert second.asked.total() - 400 < 100, "two windows"
+
+    run(main)
+
+
+def test_large_prompts_are_not_read_far_ahead() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine(slots=8)
+        source = GrowingSource(batches(2000, size=50))
+        feed = make_feed(source, sink, ahead_bytes=400)  # prompts of 4 to 7 bytes
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8))
+        most = 0
+        while not feed.finished:
+            most = max(most, source.reads * 50 - engine.asked.total())
+            await asyncio.sleep(0.1)
+        await serving
+        assert most <= 150 and len(sink.outcomes()) == 2000
 
     run(main)
 

@@ -17,7 +17,7 @@ from batch_assets.api.execution import batch_queue
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.records.batches import BatchRecord
-from gpu_runner.rows import Batch, Row
+from gpu_runner.rows import Batch, Row, Urgency
 from resources.objects.opening import LocalObjects
 
 from .test_model_feed import run_of
@@ -30,14 +30,19 @@ class Rows:
     record: BatchRecord
     rows: int
     over: bool = False
-    unread: bool = False
+    unread: bool = True
 
     @property
     def name(self) -> str:
         return self.record.id
 
+    @property
+    def urgency(self) -> Urgency:
+        return Urgency(0, self.record.tenant, float(self.record.expires_at))
+
     def batches(self) -> Iterator[Batch]:
         for start in range(0, self.rows, 250):
+            self.unread = start + 250 < self.rows
             numbers = range(start, min(start + 250, self.rows))
             yield Batch(self.name, tuple(Row(str(number), "k", self.name, b"") for number in numbers))
 
@@ -59,6 +64,19 @@ def test_within_a_tenant_the_window_that_ends_first_is_first() -> None:
     assert taken(queue, 1) == [("long", 250)]
     waiting(queue, "short", "a", 300, ends=200)
     assert taken(queue, 3) == [("short", 250), ("short", 50), ("long", 250)]
+
+
+def test_the_urgency_of_what_is_read_next() -> None:
+    queue = BatchQueue()
+    assert queue.next_urgency() is None
+    waiting(queue, "long", "a", 300, ends=300)
+    assert queue.next_urgency() == Urgency(0, "a", 300.0)
+    waiting(queue, "short", "a", 300, ends=200)
+    assert queue.next_urgency() == Urgency(0, "a", 200.0)
+    assert taken(queue, 2) == [("short", 250), ("short", 50)]
+    assert queue.next_urgency() == Urgency(0, "a", 300.0), "one that was read to its end is not next"
+    taken(queue, 2)
+    assert queue.next_urgency() is None and queue.empty
 
 
 def test_ten_rows_do_not_wait_for_another_tenants_hundred_thousand() -> None:

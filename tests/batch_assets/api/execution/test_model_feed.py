@@ -43,9 +43,11 @@ from resources.objects.opening import LocalObjects, StoreError
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
 
 
-def run_of(objects: LocalObjects, batch_id: str = "batch_1", epoch: int = 1, lines: int = 1) -> BatchRun:
+def run_of(
+    objects: LocalObjects, batch_id: str = "batch_1", epoch: int = 1, lines: int = 1, expires_at: int = 2
+) -> BatchRun:
     """A batch of so many lines, `a` and others, held for the `epoch`th time."""
-    record = BatchRecord(batch_id, "t", CHAT, "file-1", "24h", 1, 2, "d", epoch=epoch)
+    record = BatchRecord(batch_id, "t", CHAT, "file-1", "24h", 1, expires_at, "d", epoch=epoch)
     if epoch == 1:
         objects.put("input", jsonl([line("a"), *(line(f"{number}") for number in range(1, lines))]))
         assert check_input(objects, "input", batch_id, CHAT, None, ApiLimits()).errors == []
@@ -232,6 +234,32 @@ def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) 
                 await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(cancelled(), 30 * PATIENCE))
+
+
+def test_lines_of_a_shorter_window_pass_those_that_were_read_and_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: Counter[str] = Counter()
+
+    async def passes() -> None:
+        with simulated_engine("--max-num-seqs", "4", "--weights-ms", "3", "--output-tokens", "fixed:2") as engine:
+            local = LocalJournal(None, "me", lambda call: call())
+            monkeypatch.setattr(local, "note", lambda batch, part, outcome: answered.update([batch]))
+            feed = ModelFeed("tiny", "chat", EndpointSupply(engine.url, 4), lambda run, footer: None, local)
+            serving = asyncio.create_task(feed.serve())
+            try:
+                feed.add(run_of(LocalObjects(tmp_path / "1"), "batch_long", lines=2000, expires_at=900))
+                await until(lambda: answered["batch_long"] > 20)
+                short = run_of(LocalObjects(tmp_path / "2"), "batch_short", lines=600, expires_at=100)
+                before, done = answered["batch_long"], feed.add(short)
+                await done.wait()
+                passed = answered["batch_long"] - before
+                assert short.completed == 600 and passed < 150
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(passes(), 30 * PATIENCE))
 
 
 class SimulatedSupply:
