@@ -34,7 +34,7 @@ from gpu_runner.inference.row_state import (
     RowState,
     Transition,
 )
-from gpu_runner.rows import Outcome
+from gpu_runner.rows import Outcome, Urgency
 
 
 def outcome(error: str | None = None) -> Outcome:
@@ -178,9 +178,14 @@ def audit(feed: Feed) -> None:
     deaths=st.lists(st.floats(0.0, 3.0), max_size=3),
     seqs=st.sampled_from([1, 4, 32]),
     seed=st.integers(0, 9),
+    urgencies=st.lists(
+        st.builds(Urgency, st.integers(0, 1), st.sampled_from("ab"), st.sampled_from([1.0, 2.0])),
+        min_size=6,
+        max_size=6,
+    ),
 )
 def test_whatever_fails_each_row_is_in_the_state_of_its_place_and_ends_once(
-    bad: dict[int, str], deaths: list[float], seqs: int, seed: int
+    bad: dict[int, str], deaths: list[float], seqs: int, seed: int, urgencies: list[Urgency]
 ) -> None:
     rules: dict[str, object] = {}
     for number, kind in bad.items():
@@ -204,8 +209,11 @@ def test_whatever_fails_each_row_is_in_the_state_of_its_place_and_ends_once(
             audit(feed)
             sink.on_row(key, ended)
 
+        source = [
+            dataclasses.replace(one, urgency=its) for one, its in zip(batches(60, size=10), urgencies, strict=True)
+        ]
         feed = Feed(
-            iter(batches(60, size=10)),
+            iter(source),
             on_row=on_row,
             on_batch=sink.on_batch,
             policy=FeedPolicy(stall_seconds=30),
