@@ -38,6 +38,7 @@ ALL_REFUSED = 200
 UNDECIDED_SECONDS = 0.05
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
+RELEASE_SECONDS = 0.5
 # Vectors take eight times as much memory as store.
 VECTOR_MEMORY = 4
 
@@ -136,14 +137,16 @@ class RangeRun:
         if self._claims is None:
             return await self._feed.prepare()
         preparing = asyncio.create_task(self._feed.prepare())
+        releasing = asyncio.create_task(self._release_often())
         try:
             while not preparing.done() and not self._needs_engine():
                 await asyncio.wait([preparing], timeout=UNDECIDED_SECONDS)
             if preparing.done():
                 return preparing.result()
         finally:
+            releasing.cancel()
             preparing.cancel()  # the batch that is being read is taken up again by the next call
-            await asyncio.gather(preparing, return_exceptions=True)
+            await asyncio.gather(preparing, releasing, return_exceptions=True)
         if self._commit_error is not None:
             raise self._commit_error
         return True
@@ -243,6 +246,12 @@ class RangeRun:
 
     def _drop_finished(self) -> None:
         self._journal.drop_finished(self._committed_keys, lambda: not self.health.silent_seconds() and self._fence())
+
+    async def _release_often(self) -> None:
+        """Until cancelled: another run may wait for the claims on what this one has committed, and this one for its."""
+        while True:
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._release_committed)
+            await asyncio.sleep(RELEASE_SECONDS)
 
     def _release_committed(self) -> None:
         """Give up the claims on committed batches; those of the last ones end with the run."""

@@ -16,12 +16,15 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
+from batch_assets.generation import range_run
 from batch_assets.generation.engine_session import WAITS
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.inference.feed import FeedPolicy
+from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchObject, DatasetStore, SnapshotManifest
 
@@ -38,7 +41,14 @@ class Site:
         self.manifest: SnapshotManifest = write_snapshot(self.store, questions(ROWS), batch_rows=BATCH)
         self.fleet_db, self.clock, self.engine = fleet_db, clock, engine
 
-    def begin(self, run_id: str, keys: tuple[str, str] = WHOLE, intent: Intent | None = None) -> RangeRun:
+    def begin(
+        self,
+        run_id: str,
+        keys: tuple[str, str] = WHOLE,
+        intent: Intent | None = None,
+        policy: FeedPolicy | None = None,
+        journal_seconds: float = 0.1,
+    ) -> RangeRun:
         """A run that has planned its range."""
         self.fleet_db.begin_run(run_id, "d", *keys)
         intent = intent or Intent(run_id)
@@ -46,7 +56,9 @@ class Site:
         plan = plan_range(self.store, entries, intent)
         claims = RunClaims(self.fleet_db, run_id, "d", SILENT)
         identity = RunIdentity(run_id, intent, keys)
-        return RangeRun(self.store, self.manifest, plan, identity, journal_seconds=0.1, claims=claims)
+        return RangeRun(
+            self.store, self.manifest, plan, identity, policy=policy, journal_seconds=journal_seconds, claims=claims
+        )
 
     async def work(self, run: RangeRun) -> bool:
         """Generate all of it; whether an engine was needed."""
@@ -112,6 +124,34 @@ def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: Site, intent:
     assert site.committed_by().keys() <= {"one", "two"}
     assert all(run.missing() == [] and run.committed.qsize() == ROWS // BATCH for run in runs)
     assert site.fleet_db.claims("d") == {}
+
+
+def test_runs_do_not_wait_for_each_other_when_each_has_committed_what_the_other_waits_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim ends when its batch is committed, also when its run has no engine any more, and writes no journal."""
+    monkeypatch.setattr(range_run, "LINGER_SECONDS", 0.1)
+
+    async def ends(run: RangeRun) -> None:
+        while await run.prepare():
+            stop = asyncio.Event()
+            serving = asyncio.create_task(run.serve(leased(site.engine.url), stop))
+            while not serving.done():
+                await asyncio.wait([serving], timeout=0.02)
+                if run.waits:
+                    stop.set()
+            await serving
+
+    async def both() -> None:
+        one_ahead = FeedPolicy(ahead=1, window=WindowPolicy(largest=BATCH))
+        runs = [site.begin(name, policy=one_ahead, journal_seconds=1000.0) for name in ("one", "two")]
+        with contextlib.closing(runs[0]), contextlib.closing(runs[1]):
+            async with asyncio.timeout(20 * PATIENCE):
+                await asyncio.gather(*map(ends, runs))
+
+    with asking_at_most(site, ROWS):
+        asyncio.run(both())
+    assert site.committed_by().keys() == {"one", "two"}
 
 
 def test_a_run_looks_again_when_it_gets_its_engine(site: Site) -> None:
