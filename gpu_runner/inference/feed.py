@@ -73,8 +73,8 @@ class Feed:
 
     `batches` is read in a thread, only as far ahead as the windows need. Rows that are ready go in the order of their
     batches' urgency (`ready_rows.py`), so those of a batch that is read later may go before them. `next_urgency()`, on
-    the loop, is that of the batch which `batches` gives next, where it knows: where its rows go before some that are
-    ready, it is read now.
+    the loop, is that of the batch which `batches` gives next, where it knows: it is read while few ready rows go before
+    its rows.
 
     `on_row(batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
     `on_batch(batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while too
@@ -284,7 +284,7 @@ class Feed:
         )
 
     def _next_is_urgent(self) -> bool:
-        """Whether few ready rows go before those of the source's next batch.
+        """Whether few ready rows go before those of the source's next batch. Where not, sets when to look again.
 
         Rows that came back from an engine do not count as read ahead.
         """
@@ -300,7 +300,7 @@ class Feed:
         return too_many < 0
 
     def _check_room(self) -> None:
-        if self._has_room():
+        if not self._room.is_set() and self._has_room():
             self._room.set()
 
     def _start_reading(self) -> None:

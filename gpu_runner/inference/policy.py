@@ -20,7 +20,7 @@ class FeedPolicy:
     `commits` on_batch calls run at once; no batch is read while `commit_backlog` wait for one, nor while more
     rows are open than `open_windows` windows (at least `open_rows`). `ahead` rows are read in advance, or a
     quarter of the window when that is more: of those that go before what is read next, and `urgent_factor` times as
-    many in all. No batch is read while prompts of `ahead_bytes` are ready.
+    many in all that were never sent. No batch is read while prompts of `ahead_bytes` or more are ready.
     `open_bytes` of answers in memory stop the reading and asking of rows, but for the oldest batch. The answers of one
     batch may have `batch_bytes`, or 64 KiB a row where that is more. Commits of more than `commit_bytes` run alone.
     `lists`: of rows that go in one request, where the engine takes several.

@@ -36,7 +36,7 @@ class ReadyRows:
         self.prompt_bytes = 0
         self._priorities: dict[int, _Owners] = {}
         self._size = 0
-        self._had = 0  # by the owner of the row that was taken last, in that turn, before it
+        self._had: int | None = 0  # by the owner of the row that `take` gave last, in its turn before it
 
     def __len__(self) -> int:
         return self._size
@@ -79,19 +79,22 @@ class ReadyRows:
         rows = self._priorities[urgency.priority].rows[urgency.owner]
         rows.remove(found)
         heapq.heapify(rows)
-        self._had = 0
+        self._had = None
         self._took(urgency.priority, urgency.owner, item)
         return item
 
     def put_first(self, item: Item) -> None:
-        """The one that was taken last is the first one again, and its owner's turn is where it was."""
+        """The one that was taken last is ready again; unless it was taken out of turn, it is the first one, and its
+        owner's turn is where it was.
+        """
         self.add(item)
-        owners = self._priorities[item.batch.urgency.priority]
-        owners.rows.move_to_end(item.batch.urgency.owner, last=False)
-        owners.had = self._had
+        if self._had is not None:
+            owners = self._priorities[item.batch.urgency.priority]
+            owners.rows.move_to_end(item.batch.urgency.owner, last=False)
+            owners.had = self._had
 
     def before(self, urgency: Urgency) -> int:
-        """How many of these would be taken before further rows of this urgency."""
+        """About how many of these would be taken before further rows of this urgency."""
         found = sum(
             len(rows)
             for priority, owners in self._priorities.items()

@@ -97,8 +97,9 @@ class Work:
         self.low = low
 
     def look_again(self, below: int = sys.maxsize) -> None:
-        """What is to be read next may be more urgent than ready rows: to be looked at while fewer than that are ready,
-        when `take` calls `on_low`.
+        """What is read next may be more urgent than ready rows: `take` calls `on_low` while fewer than that are ready.
+
+        0: not for this.
         """
         self.look_below = below
 
@@ -163,12 +164,13 @@ class Work:
         heapq.heappush(self._later, (due, item.order, item))
 
     def soon(self, item: Item) -> None:
-        """The row is to be tried again, before all rows of its urgency that were not sent."""
+        """The row is to be tried again: ready, in its old place."""
         item.ask_again()
         if item.group is not None:
             item.group.put_first(item)
         else:
             self.ready.add(item)
+            self.look_below += 1
 
     def promote(self, now: float) -> None:
         """Makes the rows ready whose time has come."""

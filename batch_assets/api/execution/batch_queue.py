@@ -100,6 +100,13 @@ class BatchQueue:
         with self._condition:
             return self._first()[1].urgency if self._waiting else None
 
+    def take_back(self) -> bool:
+        """Whether batches that were set aside are to be read again from now on."""
+        with self._condition:
+            aside = len(self._aside)
+            self._take_back()
+            return len(self._aside) < aside
+
     def __iter__(self) -> BatchQueue:
         return self
 
@@ -148,8 +155,8 @@ class BatchQueue:
         return batch
 
     def _set_aside(self, run: BatchRun, priority: int, seconds: float) -> None:
-        left = self._leave(run, priority)
         with self._condition:
+            left = self._leave(run, priority)
             self._aside.append((time.monotonic() + seconds, priority, left))
 
     def _leave(self, run: BatchRun, priority: int) -> Waiting:

@@ -125,7 +125,7 @@ class BatchRun(KeptRows):
     @property
     def unread(self) -> bool:
         """Whether another call of `batches` has something."""
-        return any(entry.key not in self._read for entry in self.open_entries)
+        return any(key not in self._read and key not in self._objects for key in self._entries)
 
     def note(self, key: str, outcome: Outcome) -> None:
         """A row has its outcome. Not blocking."""

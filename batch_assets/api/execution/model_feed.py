@@ -1,8 +1,8 @@
 """One feed of rows per model: all batches of a model share its engines, and none costs a run.
 
-Batches wait in the order of `batch_queue`, and what the feed has read ahead of its engine in that of their urgency: a
-batch with a short window overtakes the lines of others that are not sent yet. An engine that is lost, refuses
-everything or cannot be had is waited for: that is no failure of lines.
+Batches wait in the order of `batch_queue`. Lines that were read and not sent wait in the order of their batches'
+urgency: a batch with a short window overtakes the lines of others. An engine that is lost, refuses everything or cannot
+be had is waited for: that is no failure of lines.
 """
 
 from __future__ import annotations
@@ -304,6 +304,8 @@ class ModelFeed:
         while True:
             began = time.monotonic()
             await self.flush()
+            if self._queue.take_back():
+                self._feed.batch_came()
             await asyncio.sleep(max(FLUSH_SECONDS, time.monotonic() - began))
 
     async def flush(self) -> None:

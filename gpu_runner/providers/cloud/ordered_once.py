@@ -84,9 +84,9 @@ class OrderBook:
             self._write(path, replace(self._read(path, name), ready=True))
 
     def ended(self, name: str, listed: str | None) -> None:
-        """The cloud has accepted its end. `listed`: the id of the machine that it listed as alive until then.
+        """The cloud has accepted its end. `listed`: the id of the machine, where it was there until now.
 
-        The first time counts, but an end may be accepted and not done: what is listed is billed until a later one.
+        The first end counts, unless the machine was still there: then this one does.
         """
         with self._locked(name) as path:
             known = self._read(path, name)

@@ -217,19 +217,20 @@ class RunPodProvider:
         if not may_begin_a_name(name):
             return
         pods = [pod for pod in self._pods(name) if pod.name == name and not pod.ended]
-        for pod in pods:
-            self._end(pod)
+        there = [pod for pod in pods if self._delete(pod.id)]
         known = self._book.get(name)
         if not pods and known.id is not None and known.ended_at is None:  # its list is behind
             self._delete(known.id)
-        self._book.ended(name, pods[0].id if pods else None)
+        if known.id is None or known.ended_at is None:
+            there = pods
+        self._book.ended(name, min(there, key=lambda pod: (pod.created_at, pod.id)).id if there else None)
 
     def _end(self, pod: Pod) -> None:
         self._delete(pod.id)
 
-    def _delete(self, pod_id: str) -> None:
-        """End a pod. A 404 says that it is gone."""
-        self._api.call("DELETE", f"/pods/{pod_id}", seconds=LIST_SECONDS)
+    def _delete(self, pod_id: str) -> bool:
+        """End a pod. False: it was gone."""
+        return self._api.call("DELETE", f"/pods/{pod_id}", seconds=LIST_SECONDS).status != 404
 
     # the way to an engine
 

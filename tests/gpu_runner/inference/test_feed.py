@@ -17,6 +17,7 @@ from support.virtual_time import run
 from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.inference.ready_rows import ROWS_IN_TURN
+from gpu_runner.inference.row_state import Item
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.rows import Batch, Outcome, Urgency
 
@@ -109,8 +110,8 @@ async def passed_by(urgency: Urgency, *, sizes: Sequence[int] = (10,), told: boo
     for number, size in enumerate(sizes):
         rows = tuple(row(f"new{number}", f"new{number}-{place}") for place in range(size))
         source.add(Batch(f"new{number}", rows, urgency=urgency))
-        if told:
-            feed.batch_came()
+    if told:
+        feed.batch_came()
     await asyncio.sleep(0.1)
     reads = source.reads - reads
     while not {f"new{number}" for number in range(len(sizes))} <= set(sink.batches):  # noqa: ASYNC110
@@ -161,19 +162,77 @@ def test_rows_of_an_engine_that_is_lost_do_not_go_before_those_that_are_due_soon
         serving = asyncio.create_task(feed.serve(first, ORIGIN, 600))
         while first.asked.total() < 500:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+        new = [f"new{number}" for number in range(8)]
+        for key in new:
+            source.add(Batch(key, tuple(row(key, f"{key}-{place}") for place in range(250)), urgency=SOON))
+        reads = source.reads
+        feed.batch_came()
+        while source.reads == reads:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
         first.die()
         with pytest.raises(EngineLost):
             await serving
-        source.add(Batch("new", tuple(row("new", f"new-{place}") for place in range(400)), urgency=SOON))
-        feed.batch_came()
+        assert source.reads < reads + 8, "the engine was lost while more was to be read"
         serving = asyncio.create_task(feed.serve(second, ORIGIN, 8))
-        while "new" not in sink.batches:  # noqa: ASYNC110
+        while not set(new) <= set(sink.batches):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        assert second.asked.total() - 400 < 100, "two windows"
+        assert second.asked.total() - 2000 < 100, "two windows"
 
     run(main)
+
+
+def test_however_urgent_not_more_rows_are_read_ahead_than_that() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine(slots=1, seconds=10.0)
+        source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(1000, size=50)])
+        feed = make_feed(source, sink, ahead=100, urgent_factor=3)
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 1))
+        await asyncio.sleep(1)
+        before = source.reads
+        for number in range(20):  # each more urgent than those before
+            rows = tuple(row(f"new{number}", f"new{number}-{place}") for place in range(50))
+            source.add(Batch(f"new{number}", rows, urgency=replace(SOON, due=100.0 - number)))
+            feed.batch_came()
+            await asyncio.sleep(0.1)
+        assert 300 <= source.reads * 50 - engine.asked.total() <= 350 and source.reads > before
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    run(main)
+
+
+def test_rows_that_are_tried_again_do_not_hide_what_is_due_sooner() -> None:
+    """900 late rows come back at once while eight parts of an urgent batch are being read."""
+    source = GrowingSource([replace(batch, urgency=LATE) for batch in batches(5000, size=250)])
+    feed = make_feed(source, Sink())
+    work, taken = feed._work, list[Item]()
+
+    def read() -> None:
+        while feed._has_room():
+            work.open(next(source))
+            work.look_again()
+
+    def take() -> Item:
+        item = work.take()
+        assert item is not None
+        read()
+        return item
+
+    read()
+    taken = [take() for _ in range(900)]
+    for number in range(8):
+        rows = tuple(row(f"new{number}", f"new{number}-{place}") for place in range(250))
+        source.add(Batch(f"new{number}", rows, urgency=SOON))
+    feed.batch_came()
+    read()
+    for item in taken:
+        item.send(1.0)
+        item.fail()
+        work.later(item, 2.0)
+    work.promote(2.0)
+    assert all(take().batch.urgency is SOON for _ in range(2000))
 
 
 def test_large_prompts_are_not_read_far_ahead() -> None:

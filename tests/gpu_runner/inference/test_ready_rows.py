@@ -79,7 +79,44 @@ def test_a_turn_goes_on_where_it_was_whatever_comes_meanwhile() -> None:
     assert max(count for _, count in turns(found)) == 64
 
 
-def test_the_row_that_was_taken_last_is_put_first_and_its_turn_is_where_it_was() -> None:
+def test_a_turn_goes_on_after_its_row_was_put_back() -> None:
+    rows = ready(rows_of(100, "a"), rows_of(100, "b", first=100))
+    there = taken(rows, 30)
+    rows.put_first(there.pop())
+    assert turns([*there, *taken(rows)]) == [("a", 64), ("b", 64), ("a", 36), ("b", 36)]
+
+
+def test_a_turn_goes_on_after_a_row_was_taken_out_of_turn_and_put_back() -> None:
+    rows = ready(rows_of(100, "a"), rows_of(100, "b", first=100))
+    there = taken(rows, 30)
+    other = rows.take_of(lambda item: item.order == 100)
+    assert other is not None
+    rows.put_first(other)
+    assert turns([*there, *taken(rows)]) == [("a", 64), ("b", 64), ("a", 36), ("b", 36)]
+
+
+def test_a_new_turn_begins_where_an_owner_has_no_more() -> None:
+    rows = ready(rows_of(30, "a"), rows_of(100, "b", first=100), rows_of(100, "c", first=200))
+    assert turns(taken(rows)) == [("a", 30), ("b", 64), ("c", 64), ("b", 36), ("c", 36)]
+
+
+def test_a_turn_goes_on_where_another_owner_has_no_more() -> None:
+    rows = ready(rows_of(100, "a"), rows_of(1, "b", first=100), rows_of(100, "c", first=200))
+    there = taken(rows, 30)
+    assert rows.take_of(lambda item: item.order == 100) is not None
+    assert turns([*there, *taken(rows)]) == [("a", 64), ("c", 64), ("a", 36), ("c", 36)]
+
+
+def test_what_is_left_keeps_its_order_when_one_is_taken_from_the_midst() -> None:
+    rows = ready(rows_of(200, due=9.0), rows_of(200, due=5.0, first=200), rows_of(200, due=1.0, first=400))
+    for order in (3, 250, 401, 599, 0):
+        found = rows.take_of(lambda item, order=order: item.order == order)  # type: ignore[misc]
+        assert found is not None and found.order == order
+    left = taken(rows)
+    assert left == sorted(left, key=lambda item: (item.batch.urgency.due, item.order)) and len(left) == 595
+
+
+def test_the_row_that_was_taken_last_is_put_first() -> None:
     rows = ready(rows_of(100, "a"), rows_of(100, "b", first=100), rows_of(1, "c", first=200))
     for count in (1, 63, 64, 65, 128, 129):
         there = taken(rows, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,10 @@ class Rows:
 
     @property
     def name(self) -> str:
+        return self.record.id
+
+    @property
+    def batch_id(self) -> str:
         return self.record.id
 
     @property
@@ -77,6 +82,24 @@ def test_the_urgency_of_what_is_read_next() -> None:
     assert queue.next_urgency() == Urgency(0, "a", 300.0), "one that was read to its end is not next"
     taken(queue, 2)
     assert queue.next_urgency() is None and queue.empty
+
+
+def test_what_was_set_aside_is_said_to_be_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_queue, "RETRY_SECONDS", 0.05)
+    queue = BatchQueue()
+    broken = waiting(queue, "broken", "a", 250, ends=10)
+    waiting(queue, "other", "a", 250, ends=20)
+    whole, broken.batches = broken.batches, away  # type: ignore[method-assign]
+    assert taken(queue, 1) == [("other", 250)] and not queue.take_back()
+    broken.batches = whole  # type: ignore[method-assign]
+    time.sleep(0.06)
+    assert queue.take_back() and not queue.take_back()
+    assert queue.next_urgency() == Urgency(0, "a", 10.0)
+
+
+def away() -> Iterator[Batch]:
+    raise OSError("the store is away")
+    yield
 
 
 def test_ten_rows_do_not_wait_for_another_tenants_hundred_thousand() -> None:

@@ -137,6 +137,22 @@ def test_a_pod_is_billed_until_the_end_that_was_done(site: RunPodSite):
     assert machine.state == "ended" and machine.ended_seconds == pytest.approx(5, abs=1)
 
 
+def test_a_pod_that_is_gone_and_still_listed_has_ended_when_it_was_ended(
+    site: RunPodSite, monkeypatch: pytest.MonkeyPatch
+):
+    provider = site.provider()
+    provider.create(first_offer(provider), "ba-1", ORDER)
+    behind, now = site.listed(), site.listed
+    provider.terminate("ba-1")
+    monkeypatch.setattr(site, "listed", lambda: behind)
+    site.skip(10)
+    provider.terminate("ba-1")
+    monkeypatch.setattr(site, "listed", now)
+    site.skip(5)
+    (machine,) = provider.list("ba-")
+    assert machine.state == "ended" and machine.ended_seconds == pytest.approx(15, abs=1)
+
+
 def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: RunPodSite):
     provider = site.provider()
     offer = first_offer(provider)
