@@ -141,6 +141,8 @@ class RangeRun:
         try:
             while not preparing.done() and not self._needs_engine():
                 await asyncio.wait([preparing], timeout=UNDECIDED_SECONDS)
+                if releasing.done():
+                    releasing.result()  # raises: it ends in no other way
             if preparing.done():
                 return preparing.result()
         finally:

@@ -51,7 +51,7 @@ class ReadyRows:
         """One more."""
         urgency = item.batch.urgency
         owners = self._priorities.setdefault(urgency.priority, _Owners())
-        heapq.heappush(owners.rows.setdefault(urgency.owner, []), (urgency.due, item.order, item))
+        heapq.heappush(owners.rows.setdefault(urgency.owner, []), self._entry(item))
         self._count(item, 1)
 
     def take(self) -> Item | None:

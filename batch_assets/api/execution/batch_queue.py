@@ -65,8 +65,9 @@ class BatchQueue:
         self._reading: dict[str, Iterator[Batch]] = {}
         self._closed = False
 
-    def add(self, run: BatchRun, priority: int) -> None:
+    def add(self, run: BatchRun) -> None:
         """One more batch; again where more of it is to be read."""
+        priority = run.urgency.priority
         with self._condition:
             if any(one[2] is run for one in self._waiting.get(priority, {}).get(run.record.tenant, ())):
                 return

@@ -95,8 +95,7 @@ class ModelFeed:
         if run.done:
             done.set()
         else:
-            self._queue.add(run, run.urgency.priority)
-            self._feed.batch_came()
+            self._wait_to_be_read(run)
             self._idle_since = None
             self._may_lease.set()
             self._work.set()
@@ -297,8 +296,11 @@ class ModelFeed:
         run = self._runs.get(name)
         if run is not None and not run.over:
             run.put_back(part)
-            self._queue.add(run, run.urgency.priority)
-            self._feed.batch_came()
+            self._wait_to_be_read(run)
+
+    def _wait_to_be_read(self, run: BatchRun) -> None:
+        self._queue.add(run)
+        self._feed.batch_came()
 
     async def _flush_often(self) -> None:
         while True:

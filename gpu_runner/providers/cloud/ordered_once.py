@@ -90,10 +90,8 @@ class OrderBook:
         """
         with self._locked(name) as path:
             known = self._read(path, name)
-            if listed is not None:
+            if listed is not None or (known.id is not None and known.ended_at is None):
                 self._write(path, replace(known, id=known.id or listed, ended_at=self._now()))
-            elif known.id is not None and known.ended_at is None:
-                self._write(path, replace(known, ended_at=self._now()))
 
     def ended_lately(self, tag: str) -> list[Order]:
         """Orders whose machines were ended within a day, by the beginning of their names."""

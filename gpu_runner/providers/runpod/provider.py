@@ -22,7 +22,7 @@ from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.cloud.engine_container import ENGINE_PORT, container_environment, container_words
 from gpu_runner.providers.cloud.machine_names import check_machine_name, may_begin_a_name
 from gpu_runner.providers.cloud.ordered_once import OrderBook
-from gpu_runner.providers.cloud.same_name import settle
+from gpu_runner.providers.cloud.same_name import one_of_each_name, settle
 from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError, answers
 from gpu_runner.providers.runpod.api import RunPodApi
@@ -221,9 +221,8 @@ class RunPodProvider:
         known = self._book.get(name)
         if not pods and known.id is not None and known.ended_at is None:  # its list is behind
             self._delete(known.id)
-        if known.id is None or known.ended_at is None:
-            there = pods
-        self._book.ended(name, min(there, key=lambda pod: (pod.created_at, pod.id)).id if there else None)
+        kept, _ = one_of_each_name(pods if known.id is None else there)
+        self._book.ended(name, kept[0].id if kept else None)
 
     def _end(self, pod: Pod) -> None:
         self._delete(pod.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 from hypothesis import given
@@ -34,6 +35,10 @@ def taken(rows: ReadyRows, most: int | None = None) -> list[Item]:
     while len(found) != most and (item := rows.take()) is not None:
         found.append(item)
     return found
+
+
+def of_order(order: int) -> Callable[[Item], bool]:
+    return lambda item: item.order == order
 
 
 def turns(items: list[Item]) -> list[tuple[str, int]]:
@@ -89,7 +94,7 @@ def test_a_turn_goes_on_after_its_row_was_put_back() -> None:
 def test_a_turn_goes_on_after_a_row_was_taken_out_of_turn_and_put_back() -> None:
     rows = ready(rows_of(100, "a"), rows_of(100, "b", first=100))
     there = taken(rows, 30)
-    other = rows.take_of(lambda item: item.order == 100)
+    other = rows.take_of(of_order(100))
     assert other is not None
     rows.put_first(other)
     assert turns([*there, *taken(rows)]) == [("a", 64), ("b", 64), ("a", 36), ("b", 36)]
@@ -103,14 +108,14 @@ def test_a_new_turn_begins_where_an_owner_has_no_more() -> None:
 def test_a_turn_goes_on_where_another_owner_has_no_more() -> None:
     rows = ready(rows_of(100, "a"), rows_of(1, "b", first=100), rows_of(100, "c", first=200))
     there = taken(rows, 30)
-    assert rows.take_of(lambda item: item.order == 100) is not None
+    assert rows.take_of(of_order(100)) is not None
     assert turns([*there, *taken(rows)]) == [("a", 64), ("c", 64), ("a", 36), ("c", 36)]
 
 
 def test_what_is_left_keeps_its_order_when_one_is_taken_from_the_midst() -> None:
     rows = ready(rows_of(200, due=9.0), rows_of(200, due=5.0, first=200), rows_of(200, due=1.0, first=400))
     for order in (3, 250, 401, 599, 0):
-        found = rows.take_of(lambda item, order=order: item.order == order)  # type: ignore[misc]
+        found = rows.take_of(of_order(order))
         assert found is not None and found.order == order
     left = taken(rows)
     assert left == sorted(left, key=lambda item: (item.batch.urgency.due, item.order)) and len(left) == 595

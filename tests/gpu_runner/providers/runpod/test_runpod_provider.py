@@ -21,7 +21,7 @@ from gpu_runner.market.offers import Offer
 from gpu_runner.providers.base import NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.cloud.ordered_once import SETTLE_SECONDS
-from gpu_runner.providers.runpod.provider import https_proxy
+from gpu_runner.providers.runpod.provider import RunPodProvider, https_proxy
 
 
 @pytest.fixture
@@ -30,12 +30,17 @@ def site(tmp_path: Path) -> Iterator[RunPodSite]:
         yield made
 
 
-def test_a_lost_reply_and_its_repeat_are_one_pod(site: RunPodSite):
+def ordered_without_an_answer(site: RunPodSite) -> tuple[RunPodProvider, Offer]:
     provider = site.provider()
     offer = first_offer(provider)
     site.fault("lost_reply", "create")
     with pytest.raises(ProviderUnclear):
         provider.create(offer, "ba-1", ORDER)
+    return provider, offer
+
+
+def test_a_lost_reply_and_its_repeat_are_one_pod(site: RunPodSite):
+    provider, offer = ordered_without_an_answer(site)
     assert provider.create(offer, "ba-1", ORDER) == site.pods[0].id
     assert len(site.pods) == 1
 
@@ -67,11 +72,7 @@ def test_an_order_that_was_never_taken_is_sent_again_once_lists_have_settled(sit
 
 def test_a_list_that_settles_too_late_gives_two_pods_of_which_the_older_stays(site: RunPodSite):
     site.lag_seconds = SETTLE_SECONDS * 2
-    provider = site.provider()
-    offer = first_offer(provider)
-    site.fault("lost_reply", "create")
-    with pytest.raises(ProviderUnclear):
-        provider.create(offer, "ba-1", ORDER)
+    provider, offer = ordered_without_an_answer(site)
     site.skip(SETTLE_SECONDS + 1)
     provider.create(offer, "ba-1", ORDER)
     older, younger = site.named("ba-1")
@@ -154,11 +155,7 @@ def test_a_pod_that_is_gone_and_still_listed_has_ended_when_it_was_ended(
 
 
 def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: RunPodSite):
-    provider = site.provider()
-    offer = first_offer(provider)
-    site.fault("lost_reply", "create")
-    with pytest.raises(ProviderUnclear):
-        provider.create(offer, "ba-1", ORDER)
+    provider, _ = ordered_without_an_answer(site)
     provider.terminate("ba-1")
     site.skip(5)
     (machine,) = provider.list("ba-")
