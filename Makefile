@@ -1,4 +1,4 @@
-# make demo | demo-fleet | test | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
+# make demo | demo-fleet | test | soak | ui | lint. Each builds the environment in .venv first, once, and again when the lock file changes.
 
 PYTHON ?= python3
 ENV := .venv
@@ -12,7 +12,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 
-.PHONY: env weights demo demo-fleet test ui lint
+.PHONY: env weights demo demo-fleet test soak ui lint
 
 env: $(STAMP)
 
@@ -46,7 +46,14 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	@$(BIN)/python -m compileall -q -j 0 -x '/(test_[^/]*|conftest)\.py' batch_assets resources gpu_runner benchmarks tests
 	@cd tests && ../$(BIN)/python -m support.prepared_modules
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python tests/support/second_run.py -n 4 --dist worksteal
+
+# The long tests that no CI runs, at full size, one at a time: hours. GROUP=NAME for one subject; tests/support/soak.py
+# names them. SEED=N sets what is left to chance.
+soak: export BATCH_ASSETS_SOAK = 1
+soak: export BATCH_ASSETS_TEST_SEED = $(SEED)
+soak: $(WEIGHTS)
+	$(BIN)/python tests/support/second_run.py -m soak $(if $(GROUP),--group $(GROUP)) -v --durations=15
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-from support.quarantine import LISTED, entries, reason_of
+from support.soak import GROUPS, group_of
 from support.timing import PATIENCE
 from support.whole_modules import MARKS, mark_of
 
@@ -54,15 +54,20 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(os._exit, 0)  # all is reported: to take a million objects apart takes seconds of CPU
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--group`: of the tests marked `soak`, those of one subject."""
+    parser.addoption("--group", choices=sorted(GROUPS), help="Of the soak tests, those of this group.")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Modules that are slow as a whole are not imported where no slow test runs: theirs are the dearest imports.
 
-    An expression with `or` ("slow or not slow") may choose them.
+    Single tests of a slow module may be soak tests. An expression with `or` ("slow or not slow") may choose anything.
     """
     chosen = config.getoption("markexpr")
-    left_out = [] if " or " in chosen else [mark for mark in MARKS if f"not {mark}" in chosen]
-    if collection_path.suffix != ".py" or not left_out:
+    if collection_path.suffix != ".py" or " or " in chosen:
         return None
+    left_out = [mark for mark in MARKS if f"not {mark}" in chosen]
     return True if mark_of(collection_path) in left_out else None
 
 
@@ -79,7 +84,7 @@ def needs_cluster(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is in quarantine. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
+    """Choose a group. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
 
     Tests that need the cluster come first. Of several workers the first one then has them all, one after the other;
     elsewhere in the order two workers would meet at the cluster's lock, and one of them wait. Modules with time-outs of
@@ -89,14 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         longest[item.path] = max(longest.get(item.path, 0.0), marked_seconds(item) or 0.0)
     items.sort(key=lambda item: (not needs_cluster(item), -longest[item.path]))
-    listed = entries(LISTED.read_text())
-    for item in items:
-        if reason := reason_of(item.nodeid, listed):
-            item.add_marker(pytest.mark.skip(reason=f"in quarantine: {reason}"))
+    if wanted := config.getoption("group"):
+        config.hook.pytest_deselected(items=[item for item in items if group_of(item) != wanted])
+        items[:] = [item for item in items if group_of(item) == wanted]
     if config.getoption("timeout") is not None:
         return
     for item in items:
-        usual = SLOW_SECONDS if item.get_closest_marker("slow") else float(config.getini("timeout"))
+        usual = SLOW_SECONDS if set(MARKS).intersection(item.keywords) else float(config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(PATIENCE * (marked_seconds(item) or usual)), append=False)
 
 

@@ -24,7 +24,7 @@ def results(worlds: tuple[int, ...]) -> list[Result]:
     return [play(INVENTED, 1, number, HOUR, ("on demand", "ours")) for number in worlds]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("deadline")
 @PLAYED
 def test_no_deadline_is_missed_and_no_budget_passed(worlds: tuple[int, ...]):
     assert [one.number for one in results(worlds) if one.missed("ours")] == []

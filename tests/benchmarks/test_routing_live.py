@@ -58,7 +58,7 @@ def test_the_table_has_the_ratio_of_the_first_rule_to_the_others():
     assert math.isnan(Seen().percentile(0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.soak("online")
 def test_chats_go_through_the_service_under_each_rule_to_both_engines():
     options = argparse.Namespace(endpoint=None, model="bench", speeds=[8.0, 4.0], rate=8.0, rounds=1, seed=1)
     load = Load(

@@ -107,6 +107,7 @@ def test_the_capital_of_france_is_paris(writer: Served) -> None:
     assert "Paris" in answer.output
 
 
+@pytest.mark.soak("rows")
 def test_a_json_schema_holds_over_fifty_rows(writer: Served) -> None:
     asked = [chat(f"Tell me about {city}, as JSON. Number {n}.") for n in range(5) for city in CITIES]
     sampling = {"temperature": 1.0, "max_tokens": 80, "seed": 1}

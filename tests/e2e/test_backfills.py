@@ -15,7 +15,7 @@ from support.timing import PATIENCE, SOAK
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import WINDOW, answered, check_table, gsm8k, leased_run, losses, published
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(900)]
 
 
 def test_a_ui_backfill_of_gsm8k_ends_green_and_an_overlapping_one_too(

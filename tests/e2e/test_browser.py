@@ -85,6 +85,7 @@ def check_batch_page(site: Platform, ui: Browser, key: str) -> None:
     assert shown["run"] == footer.run_id
 
 
+@pytest.mark.soak("dagster")
 def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         platform(tmp_path, monkeypatch, tales(250), simulator=FAST) as site,

@@ -22,7 +22,7 @@ from e2e.harness import eventually
 
 COMPILER = shutil.which("cc")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak("losses"),
     pytest.mark.timeout(400),
     pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="needs Linux and a C compiler"),
 ]

@@ -66,6 +66,7 @@ def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damage
     ]
 
 
+@pytest.mark.soak("dagster")
 def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_verify_does(site: Site):
     assert site.ask("run", NAME)[0] == 0
     damaged = sorted((site.folder / "store" / NAME / "batches").glob("*/*.parquet"))[3]
@@ -84,6 +85,7 @@ def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_ve
     assert site.ask("verify", NAME)[0] == 0
 
 
+@pytest.mark.soak("dagster")
 def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: Site):
     assert site.ask("run", NAME, "--no-progress")[0] == 0
     site.home.rename(site.folder / "lost")
@@ -93,7 +95,7 @@ def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: Site):
     assert site.ask("verify", NAME)[0] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak("dagster"))])
 def test_an_interrupted_run_is_canceled_and_the_next_one_goes_on_from_there(site: Site, number: signal.Signals):
     site.engine(speed=0.3)
     command = site.start("run", NAME)
@@ -120,6 +122,7 @@ def test_an_interrupted_run_is_canceled_and_the_next_one_goes_on_from_there(site
     assert all(len(objects) == 1 for objects in site.store.objects_by_batch().values())
 
 
+@pytest.mark.soak("dagster")
 def test_a_second_signal_stops_at_once_and_leaves_no_process(site: Site):
     site.engine(speed=0.3)
     command = site.start("run", NAME)
@@ -132,6 +135,7 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process(site: Site):
     assert command.left() == []
 
 
+@pytest.mark.soak("dagster")
 def test_a_signal_while_dagster_starts_leaves_no_process(site: Site):
     command = site.start("run", NAME)
     eventually(lambda: len(command.find("code_server")) >= 2, 30, "the code server to start", every=0.05)
@@ -141,6 +145,7 @@ def test_a_signal_while_dagster_starts_leaves_no_process(site: Site):
     assert command.left() == []
 
 
+@pytest.mark.soak("dagster")
 def test_a_source_that_cannot_be_used_is_named_with_its_line(site: Site):
     source = site.folder / "questions.jsonl"
     source.write_text('{"q": "one"}\n{"q": \n')
@@ -152,6 +157,7 @@ def test_a_source_that_cannot_be_used_is_named_with_its_line(site: Site):
     assert "/runs/" in command.said()
 
 
+@pytest.mark.soak("dagster")
 def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: Site):
     site.engine(kind="process", command=["false"])
     command = site.start("run", NAME)
@@ -162,6 +168,7 @@ def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: Site):
     assert all(given_back for _, _, given_back in site.leases())
 
 
+@pytest.mark.soak("dagster")
 def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
     simulator = Simulator(site.folder, ["--speed", "30", "--api-key-env", "SIMULATOR_KEY"])
     os.environ["SIMULATOR_KEY"] = "right"
@@ -182,6 +189,7 @@ def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
         simulator.stop()
 
 
+@pytest.mark.soak("dagster")
 def test_a_proxy_in_the_environment_is_never_asked_for_loopback(site: Site):
     dead = f"http://127.0.0.1:{free_port()}"
     proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy"), dead)
@@ -210,6 +218,7 @@ def test_ui_serves_on_loopback_and_ends_with_everything_it_started(site: Site):
     assert ui.left() == []
 
 
+@pytest.mark.soak("dagster")
 def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
     site.engine(speed=1.0)
     port = free_port()
@@ -228,6 +237,7 @@ def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
     assert command.left() == []
 
 
+@pytest.mark.soak("dagster")
 def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: Site):
     site.engine(speed=0.05)
     command = site.start("run", NAME)

@@ -12,7 +12,7 @@ from e2e.dashboard_pictures import dashboard, pictures
 from e2e.dashboard_site import dashboard_site, needs_site
 from e2e.dashboard_traffic import play
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs_site]
+pytestmark = [pytest.mark.soak("online"), pytest.mark.timeout(240), needs_site]
 
 SECONDS = 40.0
 LARGEST = 300_000  # bytes of a picture

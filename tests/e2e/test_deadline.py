@@ -157,6 +157,7 @@ def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, mon
             eventually(lambda: not fleet_db.fleet(), 150, "no instance is left", every=1.0)
 
 
+@pytest.mark.soak("deadline")
 def test_a_budget_pauses_the_work_before_it_is_passed_and_the_work_goes_on_when_it_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_fleet_demo_loses_a_spot_machine_keeps_its_deadline_and_shows_the_bi
     assert "Deadline: kept with" in output
 
 
+@pytest.mark.soak("dagster")
 def test_with_a_gpu_and_vllm_the_demo_starts_vllm_with_a_real_model(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("BATCH_ASSETS_DEFS", raising=False)
     tools = site.folder / "tools"

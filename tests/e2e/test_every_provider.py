@@ -36,10 +36,10 @@ from gpu_runner.reachability import Reachability
 from resources.fleet.config import FleetConfig
 from resources.fleet.resource import GpuFleet
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak("providers")
 
-# The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
-SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
+# The same seed commits the same faults in the same order: BATCH_ASSETS_TEST_SEED=…
+SEED = int(os.environ.get("BATCH_ASSETS_TEST_SEED") or random.randrange(1_000_000))
 # At most; a quiet machine has committed all of them after some 90 s, and is done soon after.
 PAUSE, RAGE_SECONDS, REST_SECONDS = 2.5, 180 * PATIENCE, 240 * PATIENCE
 LEAST_FAULTS = 8  # a machine that does much else gets to fewer within the time
@@ -198,7 +198,7 @@ class FleetNemesis(Nemesis):
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 def test_all_providers_at_once_under_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    print(f"\nnemesis: BATCH_ASSETS_NEMESIS_SEED={SEED}, {len(EVERY)} faults", flush=True)
+    print(f"\nnemesis: BATCH_ASSETS_TEST_SEED={SEED}, {len(EVERY)} faults", flush=True)
     monkeypatch.setattr("batch_assets.local_dagster.stack.RESTARTS", 1000)
     monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
     source = tmp_path / "source.jsonl"

@@ -197,6 +197,7 @@ def command(*words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.soak("fleet")
 def test_a_price_drop_in_the_middle_moves_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three = fleet(provider("sim-north", 1.2), provider("sim-east", 1.0), provider("sim-west", 1.5))
     with platform(tmp_path, monkeypatch, dataset("rhymes", 4 * ROWS), simulator=None, fleet=three) as site:
@@ -242,6 +243,7 @@ def test_a_price_drop_in_the_middle_moves_the_run(tmp_path: Path, monkeypatch: p
         print(f"saved {said['saved_usd']:.4f} $; useful {useful:.4f} $; {said['reason']}")
 
 
+@pytest.mark.soak("fleet")
 def test_one_boot_for_one_model_and_no_reuse_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, model in (("second", "test-model"), ("third", "other-model")):
         (tmp_path / "defs" / name).mkdir(parents=True)
@@ -353,6 +355,7 @@ def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, mon
         print(f"asked again: {len(again)} rows")
 
 
+@pytest.mark.soak("fleet")
 def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True))
     with platform(
@@ -375,6 +378,7 @@ def test_a_spot_instance_with_a_notice_is_drained_first(tmp_path: Path, monkeypa
         compare_bills(site)
 
 
+@pytest.mark.soak("fleet")
 def test_a_cancel_while_an_instance_boots_ends_run_and_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from batch_assets.local_dagster.local_fleet import fleet_of
 from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.providers.engine_process import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak("online"), pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"

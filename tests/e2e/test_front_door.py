@@ -105,7 +105,7 @@ def check(door: Door, batch: Any, lines: int) -> None:
     assert (batch.request_counts.completed, batch.request_counts.failed) == (lines, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak("api"))])
 def test_a_service_that_is_ended_in_the_middle_goes_on_where_it_was(door: Door, tmp_path: Path, number: int) -> None:
     batch = door.create([line(f"r{number}") for number in range(LINES)])
     door.wait(lambda: door.done(batch.id) > 300)
@@ -119,6 +119,7 @@ def test_a_service_that_is_ended_in_the_middle_goes_on_where_it_was(door: Door, 
     assert requests(tmp_path) - LINES <= (2 * IN_FLIGHT if number == signal.SIGKILL else DRAINED)
 
 
+@pytest.mark.soak("api")
 def test_a_short_window_overtakes_the_lines_that_are_not_sent_yet(door: Door) -> None:
     whole, some = 3000, 100
     long = door.create([line(f"r{number}") for number in range(whole)])
@@ -211,6 +212,7 @@ def test_a_batch_and_its_lineage_in_dagsters_ui(tmp_path: Path, monkeypatch: pyt
             ui.shot("api-lineage")
 
 
+@pytest.mark.soak("api")
 def test_a_backfill_in_the_ui_asks_for_the_lines_of_a_batch_without_an_answer_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from support.api_site import api_site, line
-from support.timing import PATIENCE, SOAK
+from support.timing import PATIENCE
 
 from batch_assets.api import service
 from batch_assets.api.capacity import capacity
@@ -25,7 +25,7 @@ from gpu_runner.fleet.connection import INSTANCES, LEASES
 from gpu_runner.fleet.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak("deadline"), pytest.mark.timeout(600)]
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 NAME = f"api/{MODEL}"
@@ -70,12 +70,7 @@ async def until(true: Callable[[], bool], seconds: float) -> None:
             await asyncio.sleep(0.2)
 
 
-UNMEASURED = pytest.param(
-    False, 130, marks=pytest.mark.skipif(not SOAK, reason="needs both cores for itself: set BATCH_ASSETS_SOAK")
-)
-
-
-@pytest.mark.parametrize(("known", "window"), [(True, 150), UNMEASURED])
+@pytest.mark.parametrize(("known", "window"), [(True, 150), (False, 130)])  # the second one needs both cores
 def test_a_short_window_rents_three_instances_and_gives_them_back(
     known: bool, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

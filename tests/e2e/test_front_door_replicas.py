@@ -10,7 +10,7 @@ from support.fleet_databases import postgres_url
 
 from benchmarks.front_door_load import Ended, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak("api")
 
 
 @pytest.mark.parametrize("end", ["kill", "drain"])

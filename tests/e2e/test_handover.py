@@ -12,7 +12,7 @@ from support.timing import PATIENCE
 
 from e2e.harness import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.soak("fleet"), pytest.mark.timeout(400)]
 
 
 def test_an_engine_is_handed_on_without_a_second_of_idleness(tmp_path: Path) -> None:

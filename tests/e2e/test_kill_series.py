@@ -22,7 +22,7 @@ from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
 from e2e.command_line import NAME, SPEC, Command, Site, site
 from e2e.harness import Simulator, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak("losses"), pytest.mark.timeout(600)]
 
 # The same seed kills in the same order: BATCH_ASSETS_TEST_SEED=…
 SEED = int(os.environ.get("BATCH_ASSETS_TEST_SEED") or random.randrange(1_000_000))

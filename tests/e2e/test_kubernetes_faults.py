@@ -1,6 +1,6 @@
 """Faults of a real cluster, one after the other, while a dataset is generated: seen, told apart, healed; no row lost.
 
-At full size only (BATCH_ASSETS_SOAK): each group takes some minutes. It prints the table that docs/evidence.md shows.
+Each group takes some minutes. It prints the table that docs/evidence.md shows.
 `KUBERNETES_FAULTS_LOG` names a file that gets every line that the runs said after each fault.
 """
 
@@ -30,7 +30,6 @@ from support.kubernetes_engines import (
     received,
 )
 from support.pod_meter import PodMeter
-from support.timing import SOAK
 
 from e2e.harness import Platform, eventually, platform
 from e2e.kubernetes_faults import GROUPS, Fault, Victim
@@ -38,9 +37,8 @@ from gpu_runner.fleet.reporting.reports import Instance
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak("kubernetes"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not SOAK, reason="takes minutes for each group: set BATCH_ASSETS_SOAK"),
 ]
 
 ROWS_PER_FAULT = {"engines": 700, "nodes": 1200, "control plane": 900}

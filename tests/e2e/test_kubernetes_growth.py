@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from support.engine_image import engine_command
 from support.kubernetes_cluster import OFFER, provider_entry, real_cluster
-from support.timing import SOAK
 
 from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
 from e2e.harness import Platform, eventually, platform
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak("kubernetes"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not SOAK, reason="needs a cluster of its own for minutes: set BATCH_ASSETS_SOAK"),
 ]
 
 ROWS, INSTANCES = 1200, 3

@@ -2,7 +2,7 @@
 
 Needs the tool `kube-cluster`, and a Docker engine with an image to build on. One test, because there is one cluster on
 a machine; its parts follow one another on the same dataset. Another has engine pods with a real small model. What each
-part took is printed. At full size only (BATCH_ASSETS_SOAK): it takes more than ten minutes.
+part took is printed: more than ten minutes in all.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from support.kubernetes_platform import (
 )
 from support.kubernetes_vllm import real_model
 from support.pod_meter import PodMeter
-from support.timing import SOAK
 
 from batch_assets.tags import INSTANCES_TAG, OBJECTIVE_TAG
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak("kubernetes"),
     pytest.mark.timeout(2700),
-    pytest.mark.skipif(not SOAK, reason="builds images and takes many minutes: set BATCH_ASSETS_SOAK"),
 ]
 
 AWAY_SECONDS = 60.0

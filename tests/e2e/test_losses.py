@@ -154,6 +154,7 @@ def test_a_killed_engine_charges_no_try(tmp_path: Path, monkeypatch: pytest.Monk
         assert {line["tries"] for line in check_table(site, ROWS)} == {1}
 
 
+@pytest.mark.soak("losses")
 def test_a_worker_that_died_with_its_code_server_is_found_and_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def a_begun_run(site: Platform, late: set[str]) -> dg.DagsterRun:
     return run
 
 
+@pytest.mark.soak("losses")
 def test_a_worker_that_died_with_its_code_server_before_it_began_is_found_and_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

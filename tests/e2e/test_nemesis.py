@@ -28,10 +28,10 @@ from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.meter import CloudMeter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400 if SOAK else 600)]
+pytestmark = [pytest.mark.soak("losses"), pytest.mark.timeout(2400 if SOAK else 600)]
 
-# The same seed commits the same faults in the same order: BATCH_ASSETS_NEMESIS_SEED=…
-SEED = int(os.environ.get("BATCH_ASSETS_NEMESIS_SEED") or random.randrange(1_000_000))
+# The same seed commits the same faults in the same order: BATCH_ASSETS_TEST_SEED=…
+SEED = int(os.environ.get("BATCH_ASSETS_TEST_SEED") or random.randrange(1_000_000))
 FAULTS, PAUSE, RAGE_SECONDS = (300, 3.9, 1600) if SOAK else (20, 2.2, 240 * PATIENCE)
 
 CLOCK = 5.0
@@ -93,7 +93,7 @@ def published(site: Platform, rows: int) -> bool:
 
 
 def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    print(f"\nnemesis: BATCH_ASSETS_NEMESIS_SEED={SEED}, {FAULTS} faults", flush=True)
+    print(f"\nnemesis: BATCH_ASSETS_TEST_SEED={SEED}, {FAULTS} faults", flush=True)
     monkeypatch.setattr("batch_assets.local_dagster.stack.RESTARTS", 1000)
     monkeypatch.setenv("BATCH_ASSETS_CAPACITY_SECONDS", "3")
     source = tmp_path / "source.jsonl"

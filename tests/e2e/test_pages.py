@@ -18,7 +18,7 @@ from e2e.browser import Browser, browser, needs_chromium
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import published
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_chromium]
+pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(900), needs_chromium]
 
 BATCHES = 1000
 THEMES = ["Light", "Dark"]

@@ -14,7 +14,7 @@ from support.timing import SOAK
 from e2e.harness import eventually, platform, shared_data
 from e2e.test_losses import published
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak("losses"), pytest.mark.timeout(900)]
 
 # What the engine does with a poisoned row, and the error code that its dead letter must carry.
 KINDS = {

@@ -87,7 +87,7 @@ def refresh(site: Platform, *, job: str = "refresh", seconds: float = 180) -> st
     return version
 
 
-@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize("with_ids", [True, pytest.param(False, marks=pytest.mark.soak("rows"))])
 def test_insert_change_delete_asks_for_exactly_two_rows(stack: Platform, with_ids: bool) -> None:
     site, before = dataset(stack, "with_ids" if with_ids else "without_ids"), asked(stack)
     source = site.home.parent / f"{site.name}.jsonl"
@@ -140,6 +140,7 @@ def ticks_later(site: Platform, count: int = 2) -> None:
     eventually(lambda: ticks() >= before + count, 60, "ticks of the launcher")
 
 
+@pytest.mark.soak("rows")
 def test_a_redrive_asks_for_dead_letters_only(stack: Platform) -> None:
     site, answers = dataset(stack, "refused"), answered(stack).total()
     refresh(site)
@@ -160,6 +161,7 @@ def test_a_redrive_asks_for_dead_letters_only(stack: Platform) -> None:
     assert asked(site) == before + 10
 
 
+@pytest.mark.soak("rows")
 def test_regenerate_buys_new_rows_and_overwrites_nothing(stack: Platform) -> None:
     site, answers = dataset(stack, "regenerated"), answered(stack).total()
     refresh(site)

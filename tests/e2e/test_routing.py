@@ -21,7 +21,7 @@ from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.settings import ApiSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak("online")
 
 CHAT = "/v1/chat/completions"
 QUICK, SLOW = ("--weights-ms", "3", "--token-us", "30"), ("--weights-ms", "12", "--token-us", "120")

@@ -15,10 +15,9 @@ from e2e.harness import REPOSITORY
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROWS, PER_RUN = (25_000, 25) if SOAK else (10_000, 10)  # batches of 250 rows, four runs
-LONG = pytest.mark.skipif(not SOAK, reason="every other test of the platform runs on SQLite: with BATCH_ASSETS_SOAK=1")
 
 
-@pytest.mark.parametrize("database", [pytest.param("sqlite", marks=LONG), "postgres"])
+@pytest.mark.parametrize("database", [pytest.param("sqlite", marks=pytest.mark.soak("dagster")), "postgres"])
 def test_every_row_is_asked_and_published_once_and_every_batch_is_one_ledger_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
 ) -> None:

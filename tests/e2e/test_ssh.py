@@ -15,7 +15,7 @@ from e2e.harness import Platform, eventually, platform
 from gpu_runner.fleet.reporting.reports import Instance
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak("providers"),
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
 ]

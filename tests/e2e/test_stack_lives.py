@@ -20,7 +20,7 @@ from e2e.command_line import NAME, ROWS, SPEC, Command, site
 from e2e.harness import eventually
 from gpu_runner.providers.engine_process import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(400)]
 
 FORKED = (first_server.NAME, TEMPLATE, WORKER)  # from the code server, with its command line
 

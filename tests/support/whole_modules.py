@@ -1,11 +1,11 @@
-"""Test modules that are marked as a whole: `pytestmark = pytest.mark.slow`."""
+"""Test modules that are marked as a whole: `pytestmark = pytest.mark.slow`, or which of `soak` and `vllm`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-MARKS = ("slow", "vllm")
+MARKS = ("slow", "soak", "vllm")
 _WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", re.MULTILINE)
 
 

@@ -34,7 +34,7 @@ def eventually(true: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("losses")
 def test_six_kills_of_two_runs_of_one_range_repeat_only_rows_in_flight(tmp_path: Path) -> None:
     root, database = str(tmp_path / "store"), f"sqlite:///{tmp_path}/fleet.db"
     store = DatasetStore(open_objects(root), "d")

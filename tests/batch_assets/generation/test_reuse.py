@@ -185,7 +185,7 @@ def test_a_dataset_that_is_all_reused_needs_no_engine_through_the_real_assets(tm
         assert list(site.store.objects.list("d/reusable/")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak("losses")
 def test_kills_of_two_runs_ask_for_no_reused_row(tmp_path: Path) -> None:
     root, database = str(tmp_path / "store"), f"sqlite:///{tmp_path}/fleet.db"
     objects = open_objects(root)

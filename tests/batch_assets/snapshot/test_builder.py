@@ -690,7 +690,7 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
     return int(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("rows")
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_memory_does_not_follow_the_number_of_rows(tmp_path: Path, ending: str) -> None:
     small, large = _peak_mb(tmp_path / "small", 20_000, ending), _peak_mb(tmp_path / "large", 200_000, ending)

@@ -249,7 +249,7 @@ def test_other_batch_rows_hold_for_new_batches_only() -> None:
     assert shape(place(keys("abcdefghvwxyz"), first, batch_rows=5)) == {0: "abc", 1: "def", 2: "ghvwx", 3: "yz"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak("rows")
 @property_test(
     4,
     200 if SOAK else 20,

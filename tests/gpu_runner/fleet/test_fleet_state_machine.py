@@ -610,7 +610,7 @@ def test_whatever_happens_in_any_order_one_holds_an_instance_nothing_is_forgotte
     run_state_machine_as_test(FleetMachine, settings=_settings(6, 30))
 
 
-@pytest.mark.slow
+@pytest.mark.soak("fleet")
 @pytest.mark.timeout(600)
 def test_the_same_holds_over_many_more_steps():
     FleetMachine.steps.clear()

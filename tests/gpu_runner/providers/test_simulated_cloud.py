@@ -308,7 +308,7 @@ def test_a_machine_is_taken_away_after_its_notice_or_without_one(home: Path):
     assert not cloud.interrupt("sim-a", "ba-never")
 
 
-@pytest.mark.slow
+@pytest.mark.soak("providers")
 def test_scheduled_interruptions_take_what_runs_then(home: Path):
     # After 15 s, announced after 7 s: both machines are ordered before, on a busy computer too.
     scheduled = [{"at": 9000, "offer": "h100-spot", "notice_seconds": 8.0}]

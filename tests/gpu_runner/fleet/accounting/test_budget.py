@@ -349,7 +349,7 @@ def test_whatever_dies_or_dawdles_no_more_is_spent_than_the_budget(
     live(events, budget, sweeps, drain, fate)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("fleet")
 @pytest.mark.timeout(600)
 @settings(calm, max_examples=300 if SOAK else 20)
 @worlds

@@ -282,7 +282,7 @@ PARTS: list[Callable[[Site], None]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("kubernetes")
 @pytest.mark.timeout(600)
 def test_the_provider_on_a_real_cluster(
     tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch

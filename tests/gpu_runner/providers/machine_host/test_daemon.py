@@ -280,7 +280,7 @@ def test_old_logs_are_forgotten(home: Path):
     assert [path.name for path in folder.iterdir()] == ["local.young.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("losses")
 def test_after_a_hundred_random_kills_every_bill_is_closed_and_nothing_runs(home: Path):
     rng = random.Random(3)
     provider = local_provider(home, capacity=6)

@@ -231,6 +231,7 @@ def test_a_check_tells_what_is_there_and_what_is_not(hosts: Hosts, make: Make, m
 @pytest.mark.skipif(
     not (Path.home() / ".bashrc").exists(), reason="needs a ~/.bashrc in whose place another can be put"
 )
+@pytest.mark.soak("providers")
 def test_a_login_shell_that_hangs_is_told_and_what_it_was_to_do_is_not_done_late(
     hosts: Hosts, make: Make, tmp_path: Path
 ):
