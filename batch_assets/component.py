@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from batch_assets.catalog.publications import publish_job
 from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
+from batch_assets.spec.discovery import external_defs
+from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.spec.scaffold import first_attributes
 from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG
 
 
@@ -43,20 +48,18 @@ def without_null(schema: Any) -> Any:
 
 
 class Scaffolder(dg.Scaffolder[Any]):
-    """Writes a defs.yaml that loads: a grid of two short lists, so that it runs without a file."""
+    """Writes a defs.yaml that loads. `dg` knows the project's own folder alone."""
 
     def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
+        if (folder := external_defs()) is not None:
+            with contextlib.suppress(OSError):
+                Path(request.target_path).rmdir()  # `dg` has made it
+            sys.exit(
+                f"`dg scaffold` writes into this project, but datasets are read from BATCH_ASSETS_DEFS={folder}: "
+                "`batch-assets new NAME` writes there"
+            )
         name = "".join(c if c.isalnum() else "_" for c in Path(request.target_path).name.lower())
-        attributes = {
-            "name": name,
-            "source": {"grid": {"topic": ["rain", "rivers"], "tone": ["plain", "cheerful"]}},
-            "prompt": {"user": "Write one {{ tone }} sentence about {{ topic }}."},
-            "model": "Qwen/Qwen3-0.6B",
-            "sampling": {"temperature": 0.7, "max_tokens": 64},
-            "keep_columns": ["topic", "tone"],
-            "description": "One sentence per topic and tone.",
-        }
-        dg.scaffold_component(request, attributes)
+        dg.scaffold_component(request, first_attributes(name))
 
 
 @dg.scaffold_with(Scaffolder)
@@ -83,9 +86,12 @@ class GeneratedDataset(dg.Component):
         return dataset_definitions(self.spec, self.folder)
 
 
-def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path) -> dg.Definitions:
-    """Everything Dagster knows of one dataset, whose defs.yaml lies in `folder`. Touches no store and no database."""
-    prompts, rows = prompts_asset(spec, spec_version(spec), folder), rows_asset(spec, folder)
+def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecError | None = None) -> dg.Definitions:
+    """Everything Dagster knows of one dataset, whose defs.yaml lies in `folder`. Touches no store and no database.
+
+    `broken`: what is wrong with that file now, when `spec` is what was last known: then the source is not read again.
+    """
+    prompts, rows = prompts_asset(spec, spec_version(spec), folder, broken), rows_asset(spec, folder)
     table, dead = table_asset(spec), dead_letters_asset(spec)
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",

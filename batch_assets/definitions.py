@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import dagster as dg
 
 from batch_assets import settings
 from batch_assets.catalog.publications import publish_job
-from batch_assets.component import dataset_definitions
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
-from batch_assets.dagster_internals.code_server import leave_out_component_types
+from batch_assets.dataset_loading import load_datasets
 from batch_assets.kubernetes.run_workers import read_worker_sizes
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.local_dagster.loopback import keep_loopback_direct
@@ -26,10 +24,12 @@ from batch_assets.sensors.open_datasets import Datasets
 from batch_assets.sensors.publisher import publisher_sensor
 from batch_assets.sensors.reaper import reaper_sensor
 from batch_assets.sensors.reconcile import reconcile_sensor
-from batch_assets.spec.discovery import check_files, declared, external_defs
+from batch_assets.spec.last_known import known_datasets
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import checked_root
 from resources.store.dataset_store import BatchStore
+
+VALIDATION = "DAGSTER_IS_DEFS_VALIDATION_CLI"  # set by `dg check defs` and `dagster definitions validate`
 
 
 def the_fleet() -> GpuFleet:
@@ -48,16 +48,13 @@ def _shown_fleet() -> GpuFleet:
 
 @dg.definitions
 def defs() -> dg.Definitions:
-    """All definitions."""
+    """All definitions. A file that cannot be used is an asset that says so; for `dg check defs` it is an error."""
     keep_loopback_direct(os.environ)
-    found = declared()
-    if external_defs() is None:
-        check_files(Path(__file__).parent / "defs")
-        leave_out_component_types()
-        datasets = dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
-    else:
-        datasets = dg.Definitions.merge(*(dataset_definitions(*one) for one in found.values()))
-    return dg.Definitions.merge(datasets, platform(datasets, found))
+    loaded = load_datasets()
+    if os.environ.get(VALIDATION) and loaded.broken:
+        raise loaded.broken[0].error
+    datasets = dg.Definitions.merge(*loaded.parts)
+    return dg.Definitions.merge(datasets, platform(datasets, loaded.datasets))
 
 
 def platform(
@@ -88,8 +85,8 @@ def platform(
             reaper_sensor(fleet),
             cost_report_sensor,
             billing_report_sensor,
-            capacity_sensor(declared, settings.capacity_seconds()),
-            reconcile_sensor(declared, store),
+            capacity_sensor(known_datasets, settings.capacity_seconds()),
+            reconcile_sensor(known_datasets, store),
         ],
         executor=dg.in_process_executor,
         resources={"store": store, "fleet": shown},

@@ -13,26 +13,40 @@ import typer
 from batch_assets.cli.user_errors import CommandError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batch_assets.spec.models import GeneratedDatasetSpec
     from batch_assets.spec.request_options import RequestOptions
 
 ENDPOINT_SECONDS = 2.0
+_NONE = (
+    "No dataset is declared: `batch-assets new NAME` writes batch_assets/defs/NAME/defs.yaml, or into the folder that "
+    "BATCH_ASSETS_DEFS names"
+)
 
 Name = Annotated[str, typer.Argument(help="Name of the dataset.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 def known_dataset(name: str) -> GeneratedDatasetSpec:
-    """The declared dataset of this name."""
-    from batch_assets.spec.discovery import declared_specs
+    """The declared dataset of this name. Raises CommandError, and SpecError when its file cannot be used."""
+    return declared_dataset(name)[0]
+
+
+def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
+    """The same, with the folder of its file."""
+    from batch_assets.spec.discovery import declarations
     from batch_assets.spec.errors import near_miss, nearest
 
-    specs = declared_specs()
-    if name not in specs:
-        hint = nearest(name, sorted(specs)) if specs else "No dataset is declared: add batch_assets/defs/NAME/defs.yaml"
-        known = f" Known: {', '.join(sorted(specs))}." if near_miss(name, sorted(specs)) else ""
+    found = declarations()
+    if (broken := found.broken_named(name)) is not None:
+        raise broken.error
+    if name not in found.datasets:
+        names = sorted({*found.datasets, *(one.name for one in found.broken)})
+        hint = nearest(name, names) if names else _NONE
+        known = f" Known: {', '.join(names)}." if near_miss(name, names) else ""
         raise CommandError(f"no dataset is called {name!r}. {hint}{known}")
-    return specs[name]
+    return found.datasets[name]
 
 
 def check_endpoint(endpoint: str) -> None:

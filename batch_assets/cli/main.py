@@ -1,4 +1,4 @@
-"""The command line: `batch-assets run | preview | status | offers | plan | adjust | fleet | verify | demo | ui | …`.
+"""The command line: `batch-assets new | check | preview | run | status | offers | plan | fleet | verify | demo | ui …`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -20,6 +20,7 @@ from batch_assets.cli.arguments import (
     allow_endpoint,
     check_endpoint,
     check_model,
+    declared_dataset,
     engine_address,
     known_dataset,
     wished_options,
@@ -64,6 +65,33 @@ def main() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+@app.command()
+def new(name: Name) -> None:
+    """Write the file of a new dataset, which can be run as it is, into the folder of the datasets."""
+    with user_errors():
+        from batch_assets.cli.dataset_commands.declare import write_new
+
+        write_new(name)
+
+
+@app.command()
+def check(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|PATH]...",
+            help="Datasets, files or folders; all of BATCH_ASSETS_DEFS without.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Whether the files of datasets can be used, with every wrong place; exit status 2 when one cannot."""
+    with user_errors():
+        from batch_assets.cli.dataset_commands.declare import show_check
+
+        raise typer.Exit(show_check(paths or ()))
 
 
 @app.command()
@@ -120,12 +148,14 @@ def status(
 
             show_model_status(name, watch=watch, as_json=as_json)
             return
-        from batch_assets.spec.discovery import declared_specs
+        from batch_assets.spec.discovery import declarations
+        from batch_assets.spec.last_known import known_datasets
 
-        names = [known_dataset(name).name] if name else sorted(declared_specs())
+        names = [known_dataset(name).name] if name is not None else sorted(known_datasets())
+        broken = declarations().broken if name is None else ()
         from batch_assets.cli.dataset_commands.status_command import show_status
 
-        show_status(names, alone=name is not None, watch=watch, as_json=as_json)
+        show_status(names, broken, alone=name is not None, watch=watch, as_json=as_json)
 
 
 @app.command()
@@ -139,11 +169,10 @@ def offers(
 ) -> None:
     """What can be rented for the work that is left, best first, and the reason against every other offer."""
     with user_errors():
-        spec = known_dataset(name)
+        spec, folder = declared_dataset(name)
         from batch_assets.cli.fleet_commands.offers import show_offers
-        from batch_assets.spec.discovery import declared
 
-        show_offers(spec, declared()[name][1], gpus=gpu or (), limit=limit, as_json=as_json)
+        show_offers(spec, folder, gpus=gpu or (), limit=limit, as_json=as_json)
 
 
 @app.command()
@@ -159,14 +188,13 @@ def plan(
 ) -> None:
     """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
     with user_errors():
-        spec = known_dataset(name)
+        spec, folder = declared_dataset(name)
         wished_options(spec, deadline, budget_usd, objective, max_instances)
         from batch_assets.cli.dataset_commands.plan import show_plan
-        from batch_assets.spec.discovery import declared
         from batch_assets.spec.request_options import tags_of
 
         tags = tags_of(deadline, budget_usd, objective, max_instances)
-        raise typer.Exit(show_plan(spec, declared()[name][1], tags, json=as_json))
+        raise typer.Exit(show_plan(spec, folder, tags, json=as_json))
 
 
 @app.command()
@@ -184,7 +212,7 @@ def preview(
 ) -> None:
     """Show the first prompts and, with an engine, its answers, and what the whole will cost. Writes nothing."""
     with user_errors():
-        spec = known_dataset(name)
+        spec, folder = declared_dataset(name)
         of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
         url = engine_address("--endpoint", endpoint)
         if engine is not None and url is not None:
@@ -195,11 +223,10 @@ def preview(
             check_endpoint(url)
         check_model(model)
         from batch_assets.cli.dataset_commands.preview import engine_at, engine_named, show_preview
-        from batch_assets.spec.discovery import declared
 
         found = engine_named(engine) if engine is not None else engine_at(url, of_environment) if url else None
         wanted = spec.model_copy(update={"model": model}) if model else spec
-        raise typer.Exit(show_preview(wanted, declared()[name][1], rows, found, json=as_json))
+        raise typer.Exit(show_preview(wanted, folder, rows, found, json=as_json))
 
 
 @app.command()

@@ -44,6 +44,7 @@ __all__ = [
     "UnresolvedAssetJobDefinition",
     "WorkerStatus",
     "code_server",
+    "component_folders",
     "daemon_heartbeats",
     "kept_connections",
     "run_code_server_command",

@@ -1,8 +1,8 @@
 """Loads the definitions again when a dataset was added, changed or removed while Dagster runs.
 
 The code server holds what it read at its start. Whoever keeps a stack running looks at the defs.yaml files every two
-seconds and, when they have changed and can all be read, asks the webserver for what "Reload" in its UI does. Files that
-cannot be read change nothing: the definitions stay as they are, and the log says why.
+seconds and, when they have changed, asks the webserver for what "Reload" in its UI does. The log names files that
+cannot be used: the UI shows them as broken, and all others are loaded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from batch_assets.spec.discovery import declared, defs_folder
-from batch_assets.spec.errors import SpecError
+from batch_assets.spec.defs_files import defs_files
+from batch_assets.spec.discovery import Declarations, declarations, defs_folder
 
 LOOK_SECONDS = 2.0
 
@@ -24,12 +24,13 @@ Signature = frozenset[tuple[str, int, int, int]]
 def signature() -> Signature:
     """Path, time of the last change, size and inode of every defs.yaml."""
     found = set()
-    for file in defs_folder().rglob("defs.yaml"):
+    for one in defs_files(defs_folder()):
         try:
-            about = file.stat()
-        except OSError:  # removed in this moment
+            about = one.path.stat()
+        except OSError:  # removed in this moment, or a link that leads nowhere
+            found.add((str(one.path), 0, 0, 0))
             continue
-        found.add((str(file), about.st_mtime_ns, about.st_size, about.st_ino))
+        found.add((str(one.path), about.st_mtime_ns, about.st_size, about.st_ino))
     return frozenset(found)
 
 
@@ -47,17 +48,12 @@ class DefinitionsWatch:
         if found == self._loaded or found != before:
             return
         try:
-            names = declared()
-        except SpecError as error:
-            self._say(f"the definitions stay as they are: {error}")
-            self._loaded = found
-            return
-        try:
             self._reload()
         except Exception as error:  # the webserver is being started again, or refuses
             self._say(f"the definitions could not be loaded again: {type(error).__name__}: {error}")
             return
-        self._say(f"loaded the definitions again: {len(names)} datasets")
+        now = declarations()
+        self._say("\n".join([f"loaded the definitions again: {len(now.datasets)} datasets", *_unusable(now)]))
         self._loaded = found
 
     def watch(self, stop: threading.Event) -> None:
@@ -68,6 +64,10 @@ class DefinitionsWatch:
             except Exception as error:  # a file is no YAML, a folder or Dagster is away: looked at again
                 with contextlib.suppress(OSError):  # of a full disk
                     self._say(f"the definitions cannot be looked at: {type(error).__name__}: {error}")
+
+
+def _unusable(found: Declarations) -> list[str]:
+    return [f"cannot be used: {one.error}" for one in found.broken]
 
 
 def log_to(file: Path) -> Callable[[str], None]:

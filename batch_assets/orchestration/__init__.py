@@ -1,6 +1,7 @@
 """What Dagster shows of a dataset: its assets, checks and jobs, and what is decided for it between runs.
 
-`assets` defines source, prompts, rows, dataset and dead letters; `freshness` is by when a table is due.
+`assets` defines source, prompts, rows, dataset and dead letters; `freshness` is by when a table is due; `broken_files`
+shows what cannot be used.
 `active_request` is what is being made now, `launch_plan` what to start next, `reconcile` makes catalog and store agree
 again, `cost_report` is the table of costs. `front_door/` shows batches of the Batch API and what tenants are charged.
 """
@@ -8,6 +9,7 @@ again, `cost_report` is the table of costs. `front_door/` shows batches of the B
 __all__ = [
     "active_request",
     "assets",
+    "broken_files",
     "capacity_report",
     "cost_report",
     "freshness",

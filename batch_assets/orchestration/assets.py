@@ -32,6 +32,7 @@ from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG
@@ -92,8 +93,13 @@ def _ending(path: str) -> str:
     return next((ending for ending in reversed(endings) if ending.isalnum() and ending not in ("gz", "zst")), "file")
 
 
-def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> dg.AssetsDefinition:
-    """The source as read once. Costs no GPU money. Relative paths of the source start at `base`."""
+def prompts_asset(
+    spec: GeneratedDatasetSpec, code_version: str, base: Path, broken: SpecError | None = None
+) -> dg.AssetsDefinition:
+    """The source as read once. Costs no GPU money. Relative paths of the source start at `base`.
+
+    `broken`: why the spec is not the one that stands in its file now. Then nothing is read.
+    """
 
     @_asset(
         key=ledger.prompts_key(spec.name),
@@ -106,6 +112,8 @@ def prompts_asset(spec: GeneratedDatasetSpec, code_version: str, base: Path) -> 
     def prompts(
         context: dg.AssetExecutionContext, config: PromptsConfig, store: BatchStore, fleet: GpuFleet
     ) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        if broken is not None:
+            raise dg.Failure(str(broken), allow_retries=False)
         if config.model and (problem := name_problem(config.model)):
             raise dg.Failure(f"run config: model: expected a model as the engine knows it, but {problem}")
         wanted = spec.model_copy(update={"model": config.model}) if config.model else spec

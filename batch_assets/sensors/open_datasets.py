@@ -58,6 +58,8 @@ class OpenDatasets:
         seen, beats = Seen(), fleet_db.runs()
         targets = {target.dataset: target for target in fleet_db.targets()}
         working = {name for name, target in targets.items() if target.request}
+        for name in sorted(name for name in working - self._known.keys() if "/" not in name):  # api/MODEL has a slash
+            seen.said.append(f"{name} is being made, but no file declares it that can be used: nothing more is started")
         due = working | datasets_with_backfills(context.instance)
         due |= set(self._turns.due(context.instance, self._known))
         began = time.monotonic()

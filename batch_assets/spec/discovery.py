@@ -1,24 +1,73 @@
 """The datasets that are declared: every `defs.yaml` of a folder that asks for our component.
 
 The folder is `batch_assets/defs`, loaded by Dagster's own component loader, or BATCH_ASSETS_DEFS: datasets that live in
-another repository (and those of tests) need no copy of this project.
+another repository (and those of tests) need no copy of this project. A file that cannot be used is one broken file: all
+others are declared as if it were not there.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batch_assets import settings
-from batch_assets.spec.errors import Problem, SpecError
+from batch_assets.spec.defs_files import FILES, defs_files, read_documents
+from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, show
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
-from resources.yaml_files import YamlProblem, load_all, read_text
+from resources.yaml_files import YamlProblem, read_text
 
 COMPONENT = "batch_assets.GeneratedDataset"
 KEPT_FILES = 2_000
+_NAME_LINE = re.compile(r"""^( +)name: *["']?([a-z0-9][a-z0-9_]{0,62})["']? *(?:#.*)?$""", re.MULTILINE)
+_KEYS = ("type", "attributes", "template_vars_module", "requirements", "post_processing")  # Dagster's, of each document
+
+Datasets = dict[str, tuple[GeneratedDatasetSpec, Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenFile:
+    """A file that declares datasets and cannot be used now.
+
+    `name`: what the UI and `status` call it. `names`: what commands find it by: the names that stand in it, and the
+    folder's.
+    """
+
+    file: Path
+    error: SpecError
+    name: str
+    names: frozenset[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, stable keys."""
+        problems = [str(problem) for problem in self.error.problems]
+        return {"name": self.name, "file": str(self.file), "problems": problems}
+
+    @property
+    def place(self) -> Path:
+        """The folder that cannot be used for it."""
+        return self.file.parent if self.file.name in FILES else self.file
+
+
+@dataclass(frozen=True, slots=True)
+class Declarations:
+    """What a folder declares: datasets that can be used, by name, with the folder of their file; those files; and the
+    broken ones.
+    """
+
+    datasets: Datasets
+    files: tuple[Path, ...]
+    broken: tuple[BrokenFile, ...]
+
+    def broken_named(self, name: str) -> BrokenFile | None:
+        """The broken file that a command means by this name, unless a dataset that can be used has it."""
+        return None if name in self.datasets else next((one for one in self.broken if name in one.names), None)
 
 
 def external_defs() -> Path | None:
@@ -33,52 +82,124 @@ def defs_folder() -> Path:
 
 
 def declared_specs() -> dict[str, GeneratedDatasetSpec]:
-    """Every declared dataset by name. Raises SpecError for the first file that is wrong, or a name used twice."""
+    """Every dataset that can be used, by name."""
     return {name: spec for name, (spec, _) in declared().items()}
 
 
-def declared() -> dict[str, tuple[GeneratedDatasetSpec, Path]]:
-    """Every declared dataset by name, with the folder of its defs.yaml. Raises SpecError."""
-    found: dict[str, tuple[GeneratedDatasetSpec, Path]] = {}
-    for file in sorted(defs_folder().rglob("defs.yaml")):
-        for spec in _specs_of(file):
-            if spec.name in found:
-                taken = f"{spec.name!r}, which {found[spec.name][1] / 'defs.yaml'} has already"
-                raise SpecError(file, [Problem("name", "a name of its own", taken, "Rename one of them.")])
-            found[spec.name] = (spec, file.parent)
-    return found
+def declared() -> Datasets:
+    """The same, with the folder of its file."""
+    return declarations().datasets
 
 
-def _specs_of(file: Path) -> Sequence[GeneratedDatasetSpec]:
-    found = file.stat()
-    return _read(file, found.st_mtime_ns, found.st_size, found.st_ino)
+def declarations(root: Path | None = None) -> Declarations:
+    """What is declared now; in another folder than that of the settings, or in one file: `root`."""
+    read = {
+        one.path: read_file(one.path) if one.problem is None else FileContents((), SpecError(one.path, [one.problem]))
+        for one in defs_files(root or defs_folder())
+    }
+    usable = {path: found.specs for path, found in read.items() if found.error is None}
+    wrong = {path: found.error for path, found in read.items() if found.error is not None} | dict(_used_twice(usable))
+    files = tuple(path for path, specs in usable.items() if specs and path not in wrong)
+    datasets = {spec.name: (spec, path.parent) for path in files for spec in usable[path]}
+    broken: list[BrokenFile] = []
+    for path, error in sorted(wrong.items()):
+        taken = {*datasets, *(one.name for one in broken)}
+        broken.append(broken_file(path, error, read[path].names, taken))
+    return Declarations(datasets, files, tuple(broken))
+
+
+def _used_twice(usable: dict[Path, Sequence[GeneratedDatasetSpec]]) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a name that another dataset has, too. The one whose folder has that name, too, keeps it: whoever
+    copies a folder and forgets to rename the dataset in it breaks the copy only."""
+    users: dict[str, list[Path]] = defaultdict(list)
+    for path, specs in usable.items():
+        for spec in specs:
+            users[spec.name].append(path)
+    for name, paths in users.items():
+        owners = [path for path in paths if path.parent.name == name]
+        kept = owners[0] if len(owners) == 1 else None
+        for path in paths if len(paths) > 1 else ():
+            if path != kept:
+                other = kept or next((one for one in paths if one != path), path)
+                where = f"which {other} has, too" if other != path else "twice in this file"
+                yield path, SpecError(path, [Problem("name", "a name of its own", f"{name!r}, {where}", "Rename one.")])
+
+
+def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:
+    """A file, or a folder, that cannot be used: called by its names, else its folder's, but by none that is taken."""
+    folder = re.sub(r"\W", "_", (path.parent if path.name in FILES else path).name, flags=re.ASCII) or "defs"
+    numbered = (f"{folder}_{number}" for number in itertools.count(2))
+    name = next(one for one in itertools.chain(names, [folder], numbered) if one not in taken)
+    return BrokenFile(path, error, name, frozenset([name, folder, *names]))
+
+
+@dataclass(frozen=True, slots=True)
+class FileContents:
+    """What a file declares, or what is wrong with it; the names that stand in it."""
+
+    specs: tuple[GeneratedDatasetSpec, ...]
+    error: SpecError | None = None
+    names: tuple[str, ...] = ()
+
+
+def read_file(file: Path) -> FileContents:
+    """What is in a file. One that did not change is not read again."""
+    try:
+        about = file.stat()
+    except OSError:
+        return _read(file)
+    return _read_kept(file, about.st_mtime_ns, about.st_size, about.st_ino, about.st_mode)
 
 
 @functools.lru_cache(maxsize=KEPT_FILES)  # sensors ask again and again, and to read 200 files takes two seconds
-def _read(file: Path, *_of_the_same_file: int) -> Sequence[GeneratedDatasetSpec]:
-    return tuple(_parse(file))
+def _read_kept(file: Path, *_of_the_same_file: int) -> FileContents:
+    return _read(file)
 
 
-def _parse(file: Path) -> Iterator[GeneratedDatasetSpec]:
-    for document in _documents(file):
-        if isinstance(document, dict) and document.get("type") == COMPONENT:
-            yield load_spec(document.get("attributes") or {}, file)
-
-
-def check_files(folder: Path) -> None:
-    """Refuse YAML that would keep Dagster's own loader busy for ever. Raises SpecError for the first such file."""
-    for name in ("defs.yaml", "component.yaml"):
-        for file in sorted(folder.rglob(name)):
-            _documents(file)
-
-
-def _documents(file: Path) -> list[Any]:
+def _read(file: Path) -> FileContents:
     try:
-        return load_all(read_text(file))
-    except YamlProblem as error:
-        where = f"line {error.line}, column {error.column}" if error.line else "this file"
-        raise SpecError(file, [Problem(where, error.expected, error.found)]) from None
-    except OSError as error:
+        documents = read_documents(file) or [None]
+        ours = [one for one in documents if _is_ours(one, file)]
+        specs = tuple(load_spec(document.get("attributes") or {}, file) for document in ours)
+    except SpecError as error:
+        return FileContents((), error, _names_in(file))
+    except Exception as error:  # of one file: the others are declared all the same
+        found = f"one at which the reader failed: {type(error).__name__}: {error!s:.200}"
+        return FileContents((), SpecError(file, [Problem("this file", "a file that can be read", found)]))
+    return FileContents(specs, None, tuple(spec.name for spec in specs))
+
+
+def _names_in(file: Path) -> tuple[str, ...]:
+    """The name that stands in a file that is wrong elsewhere: found by its lines, as it may be no YAML."""
+    try:
+        text = read_text(file)
+    except (OSError, YamlProblem):
+        return ()
+    return tuple(found[2] for found in sorted(_NAME_LINE.finditer(text), key=lambda found: len(found[1]))[:1])
+
+
+def _is_ours(document: Any, file: Path) -> bool:
+    """Whether a document declares a dataset: those of other components are passed over. Raises SpecError."""
+    if not isinstance(document, dict):
+        raise SpecError(file, [Problem("this file", "a mapping with type and attributes", show(document))])
+    asked = document.get("type")
+    if not isinstance(asked, str):
+        raise SpecError(file, [Problem("type", COMPONENT, show(asked))])
+    if asked != COMPONENT:
+        if not _is_meant(asked):
+            return False
+        raise SpecError(file, [Problem("type", COMPONENT, show(asked), nearest(asked, [COMPONENT]))])
+    if unknown := [key for key in document if key not in _KEYS]:
         raise SpecError(
-            file, [Problem("this file", "a readable file", error.strerror or type(error).__name__)]
-        ) from None
+            file, [Problem(str(key), "a known key", show(key), nearest(str(key), _KEYS)) for key in unknown]
+        )
+    return True
+
+
+def _is_meant(asked: str) -> bool:
+    """Whether a type is ours, misspelt: whatever is said to be of this package, and what is spelt nearly alike."""
+    package, _, kind = COMPONENT.rpartition(".")
+    given, _, name = asked.rpartition(".")
+    if given == package:
+        return True
+    return bool(near_miss(name, [kind])) and (not given or bool(near_miss(given, [package])))

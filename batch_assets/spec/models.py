@@ -45,7 +45,8 @@ __all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
-_OWNER = re.compile(r"team:\S+|[^@\s]+@[^@\s]+\.[^@\s]+")
+# An address as Dagster takes it (dagster/_core/utils.py); for any other it would load no dataset at all.
+_OWNER = re.compile(r"team:\S+|\b[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,7}\b")
 
 
 def _extra(value: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +336,8 @@ def _check_reuse(spec: GeneratedDatasetSpec) -> None:
 def _check_labels(spec: GeneratedDatasetSpec) -> None:
     for index, owner in enumerate(spec.owners):
         if not _OWNER.fullmatch(owner):
-            raise Unusable("an e-mail address or team:name", show(owner), key=f"owners.{index}")
+            hint = "Dagster knows endings of 2 to 7 letters." if "@" in owner else ""
+            raise Unusable("an e-mail address or team:name", show(owner), hint, key=f"owners.{index}")
     for key, value in spec.tags.items():
         if not _TAG_KEY.fullmatch(key) or not _TAG_VALUE.fullmatch(value):
             raise Unusable(

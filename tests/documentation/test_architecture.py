@@ -106,7 +106,7 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_of_the_repository_exists(page: Path) -> None:
     text = page.read_text()
-    made = {f"batch_assets/defs/{name}" for name in re.findall(r"dg scaffold defs \S+ (\w+)", text)}
+    made = {f"batch_assets/defs/{name}" for name in re.findall(r"^batch-assets new (\w+)", text, re.MULTILINE)}
     for found in PATHS.finditer(text):
         path = found[1].rstrip("./-")
         if "NAME" in path or any(path == one or path.startswith(f"{one}/") for one in made):

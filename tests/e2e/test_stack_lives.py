@@ -9,14 +9,17 @@ import signal
 import time
 from pathlib import Path
 
+import dagster as dg
 import psutil
 import pytest
+from dagster._core.storage.asset_check_execution_record import AssetCheckExecutionRecordStatus
 from support.timing import PATIENCE, SOAK
 
 from batch_assets.local_dagster import first_server
 from batch_assets.local_dagster.home import LOGS
 from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
-from e2e.command_line import NAME, ROWS, SPEC, Command, site
+from batch_assets.orchestration.broken_files import CHECK, broken_key
+from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Command, site
 from e2e.harness import eventually
 from gpu_runner.providers.engine_process import free_port
 
@@ -75,5 +78,42 @@ def test_a_dataset_added_while_dagster_runs_is_loaded_and_can_be_run(tmp_path: P
         status, output = command.end()
         assert status == 0, command.said()
         assert json.loads(output)["ok"] == 2
+        ui.interrupt()
+        ui.end(60)
+
+
+def test_a_file_that_is_broken_in_mid_run_stops_neither_its_own_dataset_nor_another(tmp_path: Path):
+    """Its later runs are started by what was last known of it: the definitions have been loaded again before."""
+    attributes = {**SPEC, "batches_per_run": 4}
+    with site(tmp_path) as here:
+        here.declare(attributes)
+        here.engine(speed=0.6)
+        ui = here.start("ui", "--port", str(free_port()))
+        eventually(lambda: "Dagster's UI" in ui.output.read_text(), 60, "the UI")
+        command = here.start("run", NAME)
+        here.working(command)
+        here.declare({key: value for key, value in attributes.items() if key != "source"})
+        here.declare({**SPEC, "name": "odes", "source": {"grid": {"word": ["rain"], "tone": ["plain", "glad"]}}})
+        log = here.home / LOGS / "definitions.log"
+        eventually(lambda: log.exists() and "source: expected a value" in log.read_text(), 60, "a reload")
+        done = len(here.store.objects_by_batch())
+        assert done < BATCHES, "the file was broken too late for this test"
+
+        with here.instance() as instance:
+            key = dg.AssetCheckKey(broken_key(NAME), CHECK)
+
+            def failed() -> bool:
+                found = instance.event_log_storage.get_latest_asset_check_execution_by_key([key]).get(key)
+                return found is not None and found.status == AssetCheckExecutionRecordStatus.FAILED
+
+            eventually(failed, 60, "the failed check")
+        other = here.start("run", "odes", "--json")
+        status, output = other.end()
+        assert status == 0, other.said()
+        assert json.loads(output)["ok"] == 2
+        status, _ = command.end(200)
+        assert status == 0, command.said()
+        assert len(here.store.objects_by_batch()) == BATCHES
+        assert here.ask("status", NAME)[0] == 2
         ui.interrupt()
         ui.end(60)

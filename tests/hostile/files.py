@@ -42,7 +42,7 @@ TEXTS = [
     ("17 MiB", b"# " + b"x" * (17 << 20), "bytes"),
 ]
 DEFS = [
-    *cases("defs", *[(name, text, None if words is None else words) for name, text, words in TEXTS]),
+    *cases("defs", *[(name, text, words or "type: expected") for name, text, words in TEXTS]),
     *cases(
         "defs",
         ("a pipe", "pipe", "a pipe or a device"),

@@ -91,17 +91,14 @@ def _answer(given: tuple[Any, str]) -> tuple[str, str]:
 
 
 def _defs(given: str | bytes) -> tuple[str, str]:
-    from batch_assets.spec.discovery import declared
-    from batch_assets.spec.errors import SpecError
+    from batch_assets.spec.discovery import declarations
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BATCH_ASSETS_DEFS"] = folder
         _write(Path(folder) / "defs.yaml", given)
-        try:
-            declared()
-        except SpecError as error:
-            assert str(error).startswith(f"{Path(folder).resolve()}/defs.yaml")
-            return "error", str(error)
+        for broken in declarations().broken:
+            assert str(broken.error).startswith(f"{Path(folder).resolve()}/defs.yaml")
+            return "error", str(broken.error)
     return "accepted", ""
 
 

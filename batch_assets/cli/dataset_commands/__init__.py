@@ -1,3 +1,5 @@
-"""Commands on one dataset: `preview`, `plan`, `run` (`run_summary` prints how it ended), and `status_command`."""
+"""Commands on one dataset: `declare` (for `new` and `check`), `preview`, `plan`, `run` (`run_summary` prints how it
+ended), and `status_command`.
+"""
 
-__all__ = ["plan", "preview", "run", "run_summary", "status_command"]
+__all__ = ["declare", "plan", "preview", "run", "run_summary", "status_command"]

@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import BatchReport
@@ -26,14 +27,15 @@ from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
 
 if TYPE_CHECKING:
     from batch_assets.publishing.verify import Verification
+    from batch_assets.spec.discovery import BrokenFile
 
 WATCH_SECONDS = 2.0
 SHOWN_DIFFERENCES = 50
 JUMPS_SECONDS = 24 * 3600.0  # for so long it is said that the clock was set
 
 
-def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool) -> None:
-    """Print the status of these datasets once, or every two seconds until a signal."""
+def show_status(names: Sequence[str], broken: Sequence[BrokenFile], *, alone: bool, watch: bool, as_json: bool) -> None:
+    """Print the status of these datasets once, or every two seconds until a signal; `broken`: files of others."""
     console = Console()
     with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
         live = None
@@ -43,14 +45,17 @@ def show_status(names: Sequence[str], *, alone: bool, watch: bool, as_json: bool
             statuses = [dataset_status(observer, time.time()) for observer in seen]
             if as_json:
                 found = [status.as_json() for status in statuses]
-                print_json(found[0] if alone else {"datasets": found})
-            elif live is not None:
-                table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time())
-                live.update(table, refresh=True)
+                print_json(found[0] if alone else {"datasets": found, "broken": [one.as_json() for one in broken]})
             else:
-                console.print(status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time()))
-                for line in clock_lines(seen[0].fleet_db.clock_jumps(JUMPS_SECONDS)):
-                    console.print(line, highlight=False)
+                table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time())
+                jumps = seen[0].fleet_db.clock_jumps(JUMPS_SECONDS) if seen else ()
+                lines = [*clock_lines(jumps), *(f"{one.name} cannot be used: {one.error}" for one in broken)]
+                if live is not None:
+                    live.update(Group(table, *map(Text, lines)), refresh=True)
+                else:
+                    console.print(table)
+                    for line in lines:
+                        console.print(line, markup=False, highlight=False, soft_wrap=True)
             if not watch:
                 return
             time.sleep(WATCH_SECONDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,15 @@ def ask(*words: str) -> Result:
     return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
 
 
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
 def refused(result: Result) -> str:
     """What was said on standard error by a command that ended with status 2."""
     assert result.exit_code == 2, result.output
@@ -83,11 +94,13 @@ def test_without_any_dataset_it_says_where_one_is_declared(home: Path):
 
 def test_a_wrong_spec_is_shown_in_our_words(home: Path):
     declare(home, {**SPEC, "modell": "m"})
-    for words in (["run", "haiku"], ["status"], ["ui"]):
-        said = refused(ask(*words))
+    for words in (["run", "haiku"], ["status", "haiku"], ["ui"]):
+        with taken_port() as port:
+            said = refused(ask(*words, *(["--port", str(port)] if words == ["ui"] else [])))
         assert "defs.yaml: 1 problem" in said
         assert "modell: expected a known key" in said
         assert "Did you mean 'model'?" in said
+    assert f"port {port} on 127.0.0.1 is taken" in said, "the UI would have been served all the same"
 
 
 def test_an_endpoint_must_be_a_url_and_somebody_must_answer_there(home: Path):
@@ -99,10 +112,7 @@ def test_an_endpoint_must_be_a_url_and_somebody_must_answer_there(home: Path):
 
 
 def test_ui_refuses_a_port_that_is_taken(home: Path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         assert f"port {port} on 127.0.0.1 is taken" in refused(ask("ui", "--port", str(port)))
 
 

@@ -1,4 +1,4 @@
-"""A dataset added while Dagster runs: its definitions are loaded again when all files can be read."""
+"""A dataset added while Dagster runs: its definitions are loaded again."""
 
 from __future__ import annotations
 
@@ -63,15 +63,26 @@ def test_a_file_that_is_still_being_written_is_awaited(folder: Path):
     assert reloads.after(looks=1) == 1
 
 
-def test_a_file_that_cannot_be_read_leaves_the_definitions_as_they_are(folder: Path):
+def test_a_file_that_cannot_be_used_is_named_and_keeps_no_other_from_being_loaded(folder: Path):
     reloads = Reloads()
     file = write(folder, "second", schedule="nonsense")
-    assert reloads.after(4) == 0
-    assert len(reloads.said) == 1
-    assert reloads.said[0].startswith("the definitions stay as they are: ")
-    assert str(file) in reloads.said[0]
+    assert reloads.after(4) == 1
+    first, second, _ = reloads.said[0].splitlines()
+    assert first == "loaded the definitions again: 1 datasets"
+    assert second.startswith(f"cannot be used: {file}: 1 problem")
+    write(folder, "third")
+    assert reloads.after() == 2
     write(folder, "second")
+    assert reloads.after() == 3
+    assert reloads.said[2] == "loaded the definitions again: 3 datasets"
+
+
+def test_a_link_that_leads_nowhere_is_a_change(folder: Path):
+    reloads = Reloads()
+    (folder / "second").mkdir()
+    (folder / "second" / "defs.yaml").symlink_to("/nowhere/defs.yaml")
     assert reloads.after() == 1
+    assert "No such file" in reloads.said[0]
 
 
 def test_a_webserver_that_is_being_started_again_is_asked_again(folder: Path):

@@ -13,6 +13,7 @@ import dagster as dg
 import pytest
 import sqlalchemy as sa
 from dagster._core.definitions.run_request import RunRequest
+from support.defs_folders import write, write_text
 from support.sensor_site import KEYS, SPEC, S, Site
 from support.snapshots import commit, questions, write_snapshot
 
@@ -21,6 +22,8 @@ from batch_assets.catalog.publications import publish_job
 from batch_assets.definitions import platform
 from batch_assets.orchestration.reconcile import Findings, Reconciler
 from batch_assets.sensors import catalog_changes, many_datasets, round_robin
+from batch_assets.spec.discovery import declarations
+from batch_assets.spec.last_known import keep, known_datasets
 from batch_assets.tags import CANCELED_TAG, PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
@@ -149,6 +152,23 @@ def test_a_dataset_is_compared_once_its_store_or_the_catalog_has_something_of_it
     reported = DatasetStore(open_objects(str(site.folder / "empty")), "d0")
     found = Reconciler(site.instance, reported).look_once(1)
     assert found.problems, "the catalog has batches, the store nothing"
+
+
+def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_tick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, folder in {"DAGSTER_HOME": "home", "BATCH_ASSETS_STORE": "store", "BATCH_ASSETS_DEFS": "defs"}.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    (tmp_path / "home").mkdir()
+    for number in range(200):
+        write(tmp_path / "defs", f"d{number}")
+    keep(declarations())
+    for number in (3, 50, 199):
+        write_text(tmp_path / "defs" / f"d{number}", "type: [\n")
+    assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
+    for name in ("discovery.read_documents", "discovery.read_text"):
+        monkeypatch.setattr(f"batch_assets.spec.{name}", lambda _: pytest.fail("read again"))
+    assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
 
 
 def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(site_on_files: Site):

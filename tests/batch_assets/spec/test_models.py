@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import datetime
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from batch_assets.component import dataset_definitions
 from batch_assets.spec.cron import cron_problem
 from batch_assets.spec.deadline import parse_deadline
 from batch_assets.spec.errors import model_at
@@ -369,13 +371,14 @@ def test_what_names_no_other_datasets_is_refused() -> None:
 
 
 def test_labels_that_dagster_would_refuse_are_refused_here() -> None:
-    assert problem(owners=["bob"]).startswith("owners.0: expected an e-mail address or team:name")
+    for owner in ("bob", "a@b.c", "ä@ö.de", "bob@example.technology", "+a@b.de", "a b@c.de"):
+        assert problem(owners=[owner]).startswith("owners.0: expected an e-mail address or team:name")
     assert problem(tags={"a b": "c"}).startswith("tags: expected a tag")
     assert problem(keep_columns=["a", "A"]).startswith("keep_columns.1: expected each column once")
-    assert spec(owners=["team:ml", "bob@example.com"], tags={"dept": "ml", "x/y": ""}).owners == [
-        "team:ml",
-        "bob@example.com",
-    ]
+    owners = ["team:ml", "bob@example.com", "b.o+b@ex-ample.museum"]
+    made = spec(owners=owners, tags={"dept": "ml", "x/y": ""})
+    assert made.owners == owners
+    assert dataset_definitions(made, Path()).assets
 
 
 def test_all_problems_are_told_at_once() -> None:
