@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def declarations(root: Path | None = None) -> Declarations:
     return Declarations(datasets, files, tuple(broken))
 
 
-def _used_twice(usable: dict[Path, Sequence[GeneratedDatasetSpec]]) -> Iterator[tuple[Path, SpecError]]:
+def _used_twice(usable: Mapping[Path, Sequence[GeneratedDatasetSpec]]) -> Iterator[tuple[Path, SpecError]]:
     """Files with a name that another dataset has, too. The one whose folder has that name, too, keeps it: whoever
     copies a folder and forgets to rename the dataset in it breaks the copy only."""
     users: dict[str, list[Path]] = defaultdict(list)
