@@ -7,7 +7,7 @@ internals stands here, and `tests/batch_assets/catalog/test_ledger.py` fails whe
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
@@ -246,6 +246,11 @@ def version_tags(dataset: str, data_version: str, snapshot: str) -> dict[str, st
 def is_current(version: LedgerVersion | None, entry: BatchEntry) -> bool:
     """Whether the catalog has the batch at the snapshot's data version."""
     return version is not None and version.data_version == entry.data_version
+
+
+def missing(entries: Iterable[BatchEntry], versions: Mapping[str, LedgerVersion]) -> list[BatchEntry]:
+    """Batches of a snapshot that the catalog has not as the snapshot asks for them: those to be made."""
+    return [entry for entry in entries if not is_current(versions.get(entry.key), entry)]
 
 
 def ledger_versions(instance: dg.DagsterInstance, dataset: str) -> dict[str, LedgerVersion]:

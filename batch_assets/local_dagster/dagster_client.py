@@ -55,6 +55,13 @@ class OwnDagster:
                 self._instance.run_coordinator.cancel_run(run_id)
 
 
+def _reason(error: DagsterGraphQLClientError) -> str:
+    """What went wrong. Of an error in between, Dagster's client keeps the query as text, and the error as the cause."""
+    if error.__cause__ is not None:
+        return f"{type(error.__cause__).__name__}: {error.__cause__}"
+    return "; ".join(str(part) for part in error.args if part)
+
+
 class DagsterClient:
     """One running Dagster, through its GraphQL API."""
 
@@ -78,8 +85,7 @@ class DagsterClient:
             self.reload()
             return self._submit(job, tags, run_config)
         except DagsterGraphQLClientError as error:
-            reason = "; ".join(str(part) for part in error.args if part)
-            raise LaunchError(f"Dagster at {self.url} did not start job {job}: {reason}") from None
+            raise LaunchError(f"Dagster at {self.url} did not start job {job}: {_reason(error)}") from None
 
     def _submit(self, job: str, tags: Mapping[str, str], run_config: Mapping[str, Any]) -> str:
         found = self._client.submit_job_execution(
@@ -96,8 +102,7 @@ class DagsterClient:
         try:
             found = self._client.reload_repository_location(LOCATION)
         except DagsterGraphQLClientError as error:
-            reason = "; ".join(str(part) for part in error.args if part)
-            raise LaunchError(f"Dagster at {self.url} did not load the definitions again: {reason}") from None
+            raise LaunchError(f"Dagster at {self.url} did not load the definitions again: {_reason(error)}") from None
         if found.status != ReloadRepositoryLocationStatus.SUCCESS:
             raise LaunchError(f"Dagster at {self.url} did not load the definitions again: {found.message}")
 

@@ -176,7 +176,8 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
     money += f", {wanted.usd_wasted:.2f} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
     if wanted.finished_at is not None:
         if wanted.missing:
-            return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}"]
+            todo = f"`batch-assets run {status.dataset}` goes on from there"
+            return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}: {todo}"]
         if wanted.deadline is None:
             return [f"{status.dataset}: done, {money}"]
         margin = wanted.deadline - wanted.finished_at

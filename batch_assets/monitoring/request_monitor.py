@@ -182,6 +182,7 @@ class RequestMonitor:
     def _failed(self, reason: str, request: str, runs: Sequence[RangeRunRecord]) -> RunResult:
         own = [run for run in runs if run.request == request and run.outcome in ("failed", "canceled")]
         texts = list(dict.fromkeys(failure_text(self._instance, run.run_id) for run in own if run.outcome == "failed"))
+        reason += f": `batch-assets run {self._dataset}` goes on from there"
         return RunResult(False, "\n".join([reason, *texts[:3]]), tuple(run.run_id for run in own[:3]))
 
     def _look_at_table(self, sight: DatasetObservation) -> ProgressUpdate:

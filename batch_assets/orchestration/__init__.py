@@ -11,6 +11,7 @@ __all__ = [
     "assets",
     "broken_files",
     "capacity_report",
+    "checks",
     "cost_report",
     "freshness",
     "front_door",

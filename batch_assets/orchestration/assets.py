@@ -269,7 +269,8 @@ def _rows_text(spec: GeneratedDatasetSpec) -> str:
     return (
         f"Batches of {spec.batch_rows} rows, written by {spec.model}. There are no partitions until `prompts` has been "
         f"materialized. The job `{spec.name}_refresh` does everything: it reads the source, then what is missing is "
-        "generated and published by itself."
+        "generated and published by itself. A batch whose rows have changed since is materialized, too: the check "
+        "`batches_current` of `dataset` counts these."
     )
 
 

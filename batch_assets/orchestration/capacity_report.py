@@ -6,7 +6,7 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
-from batch_assets.orchestration.checks import ON_TIME
+from batch_assets.orchestration.checks import ON_TIME, to_go_on
 from batch_assets.planning.decision import Decision
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.targets import DatasetTarget
@@ -39,6 +39,8 @@ def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.A
         said += f", {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline"
     if target.budget_usd is not None:
         said += f", of a budget of {target.budget_usd:.2f} $"
+    if ended.missing:
+        said += f": {to_go_on(target.dataset)} goes on from there"
     numbers = {"seconds": target.age, "usd": ended.usd_spent, "wasted_usd": ended.usd_wasted}
     return dg.AssetObservation(
         asset_key=ledger.rows_key(target.dataset),

@@ -1,22 +1,27 @@
 """The asset checks of the published table: figures of quality.py, and the catalog against the store."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import dagster as dg
 
-from batch_assets.catalog.ledger import LedgerVersion
+from batch_assets.catalog.ledger import LedgerVersion, missing, table_key
 from batch_assets.durations import duration
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.publishing.quality import CHECKS, CheckFigure, Thresholds, quality
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.fleet.targets import DatasetTarget
-from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
 
 _CATALOG = "catalog_matches_store"
 ON_TIME = "on_time"
+CURRENT = "batches_current"
+SHOWN_BATCHES = 20
 _DESCRIPTIONS = {
     **CHECKS,
     _CATALOG: "Every batch object of the snapshot is in the catalog, at its data version and generation.",
+    CURRENT: "No batch of an earlier snapshot is left. Dagster counts such a batch as materialized.",
     ON_TIME: "The rows were done by their deadline; while they are being made: they are expected to be.",
 }
 
@@ -46,7 +51,9 @@ def check_results(
         max_repeated_rate=spec.checks.max_repeated_rate,
     )
     results = [_result(figure) for figure in quality(store, table, manifest, thresholds)]
-    results += [_catalog_result(store, manifest, versions), on_time_result(target)]
+    newest = store.current_snapshot() or manifest.snapshot  # which may be another one by now
+    stale = StaleBatches.of(newest, store.entries(newest), versions)
+    results += [_catalog_result(store, manifest, versions), stale.result(store.dataset), on_time_result(target)]
     return list(_as_declared(spec, results))
 
 
@@ -98,6 +105,60 @@ def on_time_result(target: DatasetTarget | None) -> dg.AssetCheckResult:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StaleBatches:
+    """Batches that the catalog has, and not as the newest snapshot asks for them: of an earlier one, or void.
+
+    Dagster counts them as materialized. One that it never had counts as missing there, too.
+    """
+
+    snapshot: str
+    batches: int
+    keys: tuple[str, ...]
+    making: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        snapshot: str,
+        entries: Sequence[BatchEntry],
+        versions: Mapping[str, LedgerVersion],
+        *,
+        making: bool = False,
+    ) -> Self:
+        keys = tuple(entry.key for entry in missing(entries, versions) if entry.key in versions)
+        return cls(snapshot, len(entries), keys, making)
+
+    def result(self, dataset: str) -> dg.AssetCheckResult:
+        """The check of a publication."""
+        return dg.AssetCheckResult(check_name=CURRENT, **self._said(dataset))
+
+    def event(self, dataset: str) -> dg.AssetCheckEvaluation:
+        """The check at any other time."""
+        return dg.AssetCheckEvaluation(asset_key=table_key(dataset), check_name=CURRENT, **self._said(dataset))
+
+    def _said(self, dataset: str) -> dict[str, Any]:
+        said = f"All {self.batches:,} batches are of the newest snapshot, or were never made."
+        if self.keys:
+            todo = "they are being made" if self.making else f"{to_go_on(dataset)} makes them"
+            said = f"{len(self.keys):,} of {self.batches:,} batches are of an earlier snapshot or lost: {todo}."
+        return {
+            "passed": not self.keys,
+            "severity": dg.AssetCheckSeverity.WARN,
+            "description": said,
+            "metadata": {
+                "snapshot": self.snapshot,
+                "stale": len(self.keys),
+                "first": ", ".join(self.keys[:SHOWN_BATCHES]),
+            },
+        }
+
+
+def to_go_on(dataset: str) -> str:
+    """What generates what is left, for people: in the UI and on the command line."""
+    return f"the job `{dataset}_refresh` or `batch-assets run {dataset}`"
+
+
 def _catalog_result(
     store: DatasetStore, manifest: SnapshotManifest, versions: Mapping[str, LedgerVersion]
 ) -> dg.AssetCheckResult:
@@ -106,7 +167,7 @@ def _catalog_result(
         check_name=_CATALOG,
         passed=not wrong,
         description=f"{len(wrong)} of {manifest.batches} batches differ",
-        metadata={"differing": len(wrong), "first": ", ".join(wrong[:20])},
+        metadata={"differing": len(wrong), "first": ", ".join(wrong[:SHOWN_BATCHES])},
     )
 
 

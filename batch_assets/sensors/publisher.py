@@ -1,9 +1,15 @@
-"""The sensor that publishes a table when every batch of its snapshot is in the ledger at its data version."""
+"""The sensor that publishes a table when every batch of its snapshot is in the ledger at its data version.
+
+It also reports the table's check `batches_current`, when that changes: what an interrupted refresh has left is
+materialized, as far as Dagster knows.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import dagster as dg
 
@@ -11,6 +17,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_runs
 from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, publish_job, publish_runs
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
+from batch_assets.orchestration.checks import StaleBatches
 from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
@@ -36,16 +43,57 @@ def publisher_sensor(
         description="Publishes the table of any dataset when every batch of its snapshot is there.",
     )
     def publisher(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        instance = instance_of(context)
-        return rounds.tick(
-            context, instance, lambda name: _look(instance, name, store, caches[name], name in expecting_news)
-        )
+        instance, reports = instance_of(context), StaleReports.since(context.cursor, jobs)
+
+        def look(name: str) -> TickOutcome:
+            return _look(instance, name, store, caches[name], name in expecting_news, reports)
+
+        return reports.told_with(rounds.tick(context, instance, look))
 
     return publisher
 
 
+@dataclass(slots=True)
+class StaleReports:
+    """Checks to report: what is new since the last tick. `told`: what was said last of each table that is not current.
+    Dagster keeps it in the sensor's cursor, together with the events: neither is lost alone.
+    """
+
+    told: dict[str, str]
+    events: list[dg.AssetCheckEvaluation] = field(default_factory=list)
+
+    @classmethod
+    def since(cls, cursor: str | None, datasets: Collection[str]) -> StaleReports:
+        """As the last tick left it; of datasets that are gone nothing is kept."""
+        try:
+            found = json.loads(cursor or "{}")
+        except ValueError:
+            found = {}
+        known = found if isinstance(found, dict) else {}
+        return cls({name: str(said) for name, said in known.items() if name in datasets})
+
+    def saw(self, dataset: str, stale: StaleBatches) -> None:
+        """Counts are told when no run changes them."""
+        said = f"{stale.snapshot}:{'making' if stale.making else len(stale.keys)}" if stale.keys else ""
+        if said != self.told.get(dataset, ""):
+            self.told[dataset] = said
+            self.events.append(stale.event(dataset))
+
+    def told_with(self, found: dg.SensorResult) -> dg.SensorResult:
+        """The tick's result with these checks."""
+        cursor = json.dumps({name: said for name, said in self.told.items() if said})
+        return dg.SensorResult(
+            run_requests=found.run_requests, skip_reason=found.skip_reason, asset_events=self.events, cursor=cursor
+        )
+
+
 def _look(
-    instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: SnapshotCache, news: bool
+    instance: dg.DagsterInstance,
+    dataset: str,
+    store: BatchStore,
+    cache: SnapshotCache,
+    news: bool,
+    reports: StaleReports,
 ) -> TickOutcome:
     """Whether one dataset's table is to be published now."""
     snapshot, entries = cache.entries(store.for_sensor(dataset))
@@ -54,8 +102,8 @@ def _look(
     # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
     under_way = [run for run in range_runs(instance, dataset, "") if run.outcome == "unfinished"]
     versions = ledger.ledger_versions(instance, dataset)
-    missing = sum(not ledger.is_current(versions.get(entry.key), entry) for entry in entries)
-    if missing:
+    reports.saw(dataset, StaleBatches.of(snapshot, entries, versions, making=bool(under_way)))
+    if missing := len(ledger.missing(entries, versions)):
         return TickOutcome(f"snapshot {snapshot}: {missing} of {len(entries)} batches are missing")
     if under_way:
         return TickOutcome(

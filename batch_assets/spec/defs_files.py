@@ -11,7 +11,7 @@ from typing import Any
 from batch_assets.spec.errors import Problem, SpecError
 from resources.yaml_files import YamlProblem, load_all, read_text
 
-FILES = ("defs.yaml", "defs.yml", "component.yaml")  # the first one in a folder counts
+YAML_FILES = ("defs.yaml", "defs.yml", "component.yaml")  # the first one in a folder counts
 MAX_FOLDERS = 20_000
 
 
@@ -33,7 +33,7 @@ def defs_files(root: Path) -> list[DefsFile]:
 
     A folder that is not there has none; a file is itself.
     """
-    return [DefsFile(root)] if root.name in FILES else sorted(_walk(root), key=lambda one: one.path)
+    return [DefsFile(root)] if root.name in YAML_FILES else sorted(_walk(root), key=lambda one: one.path)
 
 
 def _walk(root: Path) -> Iterator[DefsFile]:
@@ -58,11 +58,15 @@ def _walk(root: Path) -> Iterator[DefsFile]:
             yield DefsFile(folder, Problem("this folder", "a folder that can be read", said(error)))
             continue
         names = {entry.name for entry in found}
-        if name := next((one for one in FILES if one in names), None):
+        if name := next((one for one in YAML_FILES if one in names), None):
             yield DefsFile(folder / name)
         inside = above | {(about.st_dev, about.st_ino)}
         for entry in found:
-            if not entry.name.startswith(".") and entry.name not in (*FILES, "__pycache__") and _may_be_folder(entry):
+            if (
+                not entry.name.startswith(".")
+                and entry.name not in (*YAML_FILES, "__pycache__")
+                and _may_be_folder(entry)
+            ):
                 waiting.append((Path(entry.path), inside))
 
 

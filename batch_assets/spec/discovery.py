@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_assets import settings
-from batch_assets.spec.defs_files import FILES, defs_files, read_documents
+from batch_assets.spec.defs_files import YAML_FILES, defs_files, read_documents
 from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, show
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.yaml_files import YamlProblem, read_text
@@ -52,7 +52,7 @@ class BrokenFile:
     @property
     def place(self) -> Path:
         """The folder that cannot be used for it."""
-        return self.file.parent if self.file.name in FILES else self.file
+        return self.file.parent if self.file.name in YAML_FILES else self.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _used_twice(usable: Mapping[Path, Sequence[GeneratedDatasetSpec]]) -> Iterat
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:
     """A file, or a folder, that cannot be used: called by its names, else its folder's, but by none that is taken."""
-    folder = re.sub(r"\W", "_", (path.parent if path.name in FILES else path).name, flags=re.ASCII) or "defs"
+    folder = re.sub(r"\W", "_", (path.parent if path.name in YAML_FILES else path).name, flags=re.ASCII) or "defs"
     numbered = (f"{folder}_{number}" for number in itertools.count(2))
     name = next(one for one in itertools.chain(names, [folder], numbered) if one not in taken)
     return BrokenFile(path, error, name, frozenset([name, folder, *names]))

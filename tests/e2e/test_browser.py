@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from batch_assets.catalog.ledger import rows_key
+from batch_assets.catalog.ledger import ledger_versions, missing, rows_key
 from e2e.browser import Browser, browser, needs_chromium
 from e2e.harness import Platform, eventually, platform
 from e2e.test_losses import published
@@ -126,7 +127,7 @@ def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.
         eventually(lambda: lineage_is_green(ui), 60, "a green lineage")
         ui.shot("lineage")
         ui.open_asset("dataset", "checks")
-        eventually(lambda: ui.text().count("Succeeded") == 7, 30, "seven checks that succeeded")
+        eventually(lambda: ui.text().count("Succeeded") == 8, 30, "eight checks that succeeded")
         ui.shot("checks")
         assert len(site.published_rows()) == 1000
 
@@ -144,8 +145,13 @@ def test_a_person_makes_a_dataset_in_the_ui(tmp_path: Path, monkeypatch: pytest.
 
 def lineage_is_green(ui: Browser) -> bool:
     ui.open_lineage()
-    nodes = ui.nodes()
-    return "100% filled" in nodes.get("rows", "") and "7 / 7 Passed" in nodes.get("dataset", "")
+    return "100% filled" in ui.nodes().get("rows", "") and failed_checks(ui) == 0
+
+
+def failed_checks(ui: Browser) -> int:
+    """Of the table, as its box in the lineage counts them; -1 when it does not say."""
+    counted = re.search(r"(\d+) / (\d+) Passed", "".join(ui.nodes().values()))
+    return int(counted[2]) - int(counted[1]) if counted else -1
 
 
 def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
@@ -190,4 +196,86 @@ def test_a_failed_a_canceled_and_a_missing_batch_are_repaired_in_the_ui(
         for key, (batch,) in site.store.objects_by_batch("00000", "00019").items():
             assert (site.store.footer(batch).run_id == running[0].run_id) == (key in written)
         published(site, 60)
+        assert len(site.published_rows()) == 1000
+
+
+def refresh(site: Platform, ui: Browser) -> None:
+    """Start the refresh job on its page."""
+    known = {run.run_id for run in site.instance.get_runs(dg.RunsFilter(job_name=f"{site.name}_refresh"))}
+    ui.open(f"/locations/batch_assets/jobs/{site.name}_refresh")
+    ui.press("Materialize")
+    ui.shot("refresh")
+
+    def started() -> bool:
+        runs = site.instance.get_runs(dg.RunsFilter(job_name=f"{site.name}_refresh"))
+        return any(run.run_id not in known for run in runs)
+
+    eventually(started, 60, "a run of the refresh job")
+
+
+def interrupted_refresh(site: Platform, ui: Browser) -> int:
+    """A table; another template; a refresh in the UI, whose run is terminated there. Returns how many batches are
+    left as they were."""
+    refresh(site, ui)
+    published(site, 120)
+    file = site.home.parent / "defs" / site.name / "defs.yaml"
+    file.write_text(file.read_text().replace("Tell a tale", "Tell a short tale"))
+    site.gql('mutation { reloadRepositoryLocation(repositoryLocationName: "batch_assets") { __typename } }')
+    serve(site, SLOW)
+    known, before = {run.run_id for run in site.rows_runs()}, site.store.current_snapshot()
+    refresh(site, ui)
+    eventually(lambda: site.store.current_snapshot() != before, 60, "the snapshot of the new template")
+
+    def working() -> str | None:
+        started = [run.run_id for run in site.rows_runs(dg.DagsterRunStatus.STARTED) if run.run_id not in known]
+        return started[0] if started and 2 <= current(site) < 20 else None
+
+    run_id = eventually(working, 120, "two batches of the new template")
+    ui.terminate_run(run_id)
+    assert site.finish(run_id, 60) == dg.DagsterRunStatus.CANCELED
+    return 20 - current(site)
+
+
+def current(site: Platform) -> int:
+    """Batches that the catalog has as the newest snapshot asks for them."""
+    entries = site.store.entries(site.store.current_snapshot() or "")
+    return len(entries) - len(missing(entries, ledger_versions(site.instance, site.name)))
+
+
+@pytest.mark.parametrize("remedy", ["all batches", "the job"])
+def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: str
+) -> None:
+    with (
+        platform(tmp_path, monkeypatch, tales(50), simulator=FAST) as site,
+        browser(site.stack.url, site.name, tmp_path) as ui,
+    ):
+        stale = interrupted_refresh(site, ui)
+        assert 0 < stale < 20
+        # Dagster's bar knows no earlier snapshot.
+        counts = {"Materialized": 20, "Missing": 0, "Failed": 0}
+        eventually(lambda: ui.partition_counts().items() >= counts.items(), 30, "a bar without a gap")
+        ui.shot("stale-bar")
+
+        def said() -> bool:
+            ui.open_asset("dataset", "checks")
+            return f"{stale} of 20 batches are of an earlier snapshot" in ui.text()
+
+        eventually(said, 60, "a check that counts what is stale")
+        assert f"{site.name}_refresh" in ui.text()
+        ui.shot("stale-check")
+        ui.open_lineage()
+        eventually(lambda: failed_checks(ui) == 1, 30, "a lineage that is not green")
+        ui.shot("stale-lineage")
+
+        # The README's remedies: all batches, of which those that are there cost nothing, or the job.
+        serve(site, FAST)
+        asked = sum(site.simulator.received().values())
+        if remedy == "all batches":
+            assert site.finish_backfill(launch(site, ui, "All", 20))["status"] == "COMPLETED_SUCCESS"
+            assert sum(site.simulator.received().values()) - asked <= 50 * stale
+        else:
+            refresh(site, ui)
+        eventually(lambda: lineage_is_green(ui), 120, "a green lineage")
+        assert current(site) == 20
         assert len(site.published_rows()) == 1000

@@ -168,7 +168,8 @@ def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):
     ending = site.look(request).ending
     assert ending is not None
     assert ending.said == (
-        "failed 3 times: 3 batches (00001, 00002, 00003) are not committed\nthe engine refuses the key"
+        "failed 3 times: 3 batches (00001, 00002, 00003) are not committed: `batch-assets run d` goes on "
+        "from there\nthe engine refuses the key"
     )
     assert set(ending.runs) == set(runs)
 

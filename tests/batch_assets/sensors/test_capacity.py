@@ -245,10 +245,11 @@ def test_a_canceled_request_is_over(site: Site) -> None:
     site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
     told = observed(events(site))
     assert (told["kind"], told["missing_batches"]) == ("done", 12) and "given up" in told["reason"]
+    assert told["reason"].endswith("missing: the job `d_refresh` or `batch-assets run d` goes on from there")
     target = site.fleet_db.target("d")
     assert target is not None and target.request == ""
     lines = request_lines(dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()), time.time())
-    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent"]
+    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent: `batch-assets run d` goes on from there"]
 
 
 def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Site) -> None:
