@@ -22,9 +22,10 @@ from batch_assets.spec.discovery import (
     declarations,
     defs_folder,
     external_defs,
+    last_known,
 )
 from batch_assets.spec.errors import Problem, SpecError
-from batch_assets.spec.last_known import keep, last_known
+from batch_assets.spec.last_known import keep
 from batch_assets.spec.models import GeneratedDatasetSpec
 
 PACKAGE = Path(__file__).parent
@@ -58,14 +59,14 @@ class LoadedDatasets:
 def load_datasets() -> LoadedDatasets:
     """Everything that is declared now."""
     found = declarations()
-    keep(found)
+    keep(found.files)
     loaded = LoadedDatasets(broken=[*found.broken])
     if external_defs() is not None or not _load_by_dagster(found, loaded):
         for spec, folder in found.datasets.values():
             loaded.add(spec, folder)
     going_on = defaultdict(list)
     for spec, broken in last_known(found):
-        loaded.add(spec, broken.file.parent, broken.error)
+        loaded.add(spec, broken.place, broken.error)
         going_on[broken.name].append(spec.name)
     loaded.parts.append(broken_definitions(loaded.broken, going_on))
     return loaded

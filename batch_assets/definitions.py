@@ -24,7 +24,7 @@ from batch_assets.sensors.open_datasets import Datasets
 from batch_assets.sensors.publisher import publisher_sensor
 from batch_assets.sensors.reaper import reaper_sensor
 from batch_assets.sensors.reconcile import reconcile_sensor
-from batch_assets.spec.last_known import known_datasets
+from batch_assets.spec.discovery import known_datasets
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import checked_root
 from resources.store.dataset_store import BatchStore

@@ -148,8 +148,7 @@ def status(
 
             show_model_status(name, watch=watch, as_json=as_json)
             return
-        from batch_assets.spec.discovery import declarations
-        from batch_assets.spec.last_known import known_datasets
+        from batch_assets.spec.discovery import declarations, known_datasets
 
         names = [known_dataset(name).name] if name is not None else sorted(known_datasets())
         broken = declarations().broken if name is None else ()

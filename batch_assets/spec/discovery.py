@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from batch_assets import settings
-from batch_assets.spec.defs_files import YAML_FILES, defs_files, read_documents
+from batch_assets.spec.defs_files import YAML_FILES, defs_files, read_documents, said
 from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, show
+from batch_assets.spec.last_known import copy_of
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.yaml_files import YamlProblem, read_text
 
@@ -91,30 +92,54 @@ def declared() -> Datasets:
     return declarations().datasets
 
 
+def known_datasets() -> Datasets:
+    """Every dataset that is looked after: as it is declared now, or as it was last known."""
+    found = declarations()
+    return found.datasets | {spec.name: (spec, broken.place) for spec, broken in last_known(found)}
+
+
+def last_known(found: Declarations) -> Iterator[tuple[GeneratedDatasetSpec, BrokenFile]]:
+    """The datasets of broken files as they were when these could last be used, each name once."""
+    taken = set(found.datasets)
+    for broken in found.broken:
+        for spec in read_file(copy_of(broken.file)).specs:
+            if spec.name not in taken:
+                taken.add(spec.name)
+                yield spec, broken
+
+
 def declarations(root: Path | None = None) -> Declarations:
     """What is declared now; in another folder than that of the settings, or in one file: `root`."""
     read = {
         one.path: read_file(one.path) if one.problem is None else FileContents((), SpecError(one.path, [one.problem]))
         for one in defs_files(root or defs_folder())
     }
-    usable = {path: found.specs for path, found in read.items() if found.error is None}
-    wrong = {path: found.error for path, found in read.items() if found.error is not None} | dict(_used_twice(usable))
-    files = tuple(path for path, specs in usable.items() if specs and path not in wrong)
-    datasets = {spec.name: (spec, path.parent) for path in files for spec in usable[path]}
+    claimed = {path: _claimed(path, found) for path, found in read.items()}
+    wrong = dict(_used_twice(claimed)) | {path: one.error for path, one in read.items() if one.error is not None}
+    files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
+    datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
-    for path, error in sorted(wrong.items()):
+    for path in sorted(wrong, key=lambda path: (path.parent.name not in claimed[path], path)):
         taken = {*datasets, *(one.name for one in broken)}
-        broken.append(broken_file(path, error, read[path].names, taken))
+        broken.append(broken_file(path, wrong[path], claimed[path] or read[path].names, taken))
     return Declarations(datasets, files, tuple(broken))
 
 
-def _used_twice(usable: Mapping[Path, Sequence[GeneratedDatasetSpec]]) -> Iterator[tuple[Path, SpecError]]:
+def _claimed(path: Path, found: FileContents) -> tuple[str, ...]:
+    """Names that no other file may take: of a broken file those that it had, and its folder's if it says so itself."""
+    if found.error is None:
+        return found.names
+    known = read_file(copy_of(path)).names
+    return known or tuple(name for name in found.names if name == path.parent.name)
+
+
+def _used_twice(claimed: Mapping[Path, Sequence[str]]) -> Iterator[tuple[Path, SpecError]]:
     """Files with a name that another dataset has, too. The one whose folder has that name, too, keeps it: whoever
     copies a folder and forgets to rename the dataset in it breaks the copy only."""
     users: dict[str, list[Path]] = defaultdict(list)
-    for path, specs in usable.items():
-        for spec in specs:
-            users[spec.name].append(path)
+    for path, names in claimed.items():
+        for name in names:
+            users[name].append(path)
     for name, paths in users.items():
         owners = [path for path in paths if path.parent.name == name]
         kept = owners[0] if len(owners) == 1 else None
@@ -146,8 +171,8 @@ def read_file(file: Path) -> FileContents:
     """What is in a file. One that did not change is not read again."""
     try:
         about = file.stat()
-    except OSError:
-        return _read(file)
+    except OSError as error:
+        return FileContents((), SpecError(file, [Problem("this file", "a readable file", said(error))]))
     return _read_kept(file, about.st_mtime_ns, about.st_size, about.st_ino, about.st_mode)
 
 

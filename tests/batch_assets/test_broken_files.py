@@ -11,9 +11,8 @@ from support.defs_folders import WRONG, own_folder, write, write_text
 
 from batch_assets.definitions import defs
 from batch_assets.orchestration.broken_files import CHECK, broken_key
-from batch_assets.spec.discovery import declarations
+from batch_assets.spec.discovery import declarations, known_datasets
 from batch_assets.spec.errors import SpecError
-from batch_assets.spec.last_known import known_datasets
 
 pytestmark = pytest.mark.filterwarnings("ignore::dagster.BetaWarning")
 
@@ -200,13 +199,36 @@ def test_a_dataset_whose_file_is_broken_goes_on_as_it_was_last_known_and_reads_n
     assert known_datasets()["good"][0].budget_usd == 4.5
 
 
-def test_what_was_last_known_gives_way_to_a_dataset_that_has_the_name_now(folder: Path):
+def test_a_copy_does_not_take_the_place_of_a_dataset_whose_file_is_broken(folder: Path):
+    write(folder, "good", budget_usd=3.5)
+    WRONG["a name used twice"][0](folder)
+    before = loaded()
+    assert broken_now(before) == {"bad"}
+    write_text(folder / "good", "- broken\n")
+    assert broken_now(loaded()) == {"good", "bad"}
+    assert (known_datasets()["good"][0].budget_usd, known_datasets()["good"][1]) == (3.5, folder.resolve() / "good")
+    assert declarations().datasets == {}
+
+
+def test_nor_does_it_where_nothing_is_known_of_before(folder: Path):
+    WRONG["a name used twice"][0](folder)
+    write_text(folder / "good", "type: batch_assets.GeneratedDataset\nattributes:\n  name: good\n")
+    assert [one.name for one in declarations().broken] == ["good", "bad"]
+    assert declarations().datasets == {} == known_datasets()
+
+
+def test_a_broken_file_takes_no_name_from_a_dataset_that_had_it_before(folder: Path):
+    """It stands in the file, but neither was it this dataset, nor is it in the folder of that name."""
+    write_text(folder / "draft", "attributes:\n  name: good\n")
+    found = declarations()
+    assert (found.datasets.keys(), [one.name for one in found.broken]) == ({"good"}, ["draft"])
+
+
+def test_a_dataset_that_was_moved_is_declared_at_its_new_place(folder: Path):
     loaded()
     (folder / "good").rename(folder / "moved")
-    write_text(folder / "good", "type: [\n")
-    found = loaded()
     assert known_datasets()["good"][1] == folder.resolve() / "moved"
-    assert broken_now(found) == {"good_2"} or broken_now(found) == {"good"}
+    assert broken_now(loaded()) == set()
 
 
 def test_nothing_is_kept_where_there_is_no_home(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,8 +22,8 @@ from batch_assets.catalog.publications import publish_job
 from batch_assets.definitions import platform
 from batch_assets.orchestration.reconcile import Findings, Reconciler
 from batch_assets.sensors import catalog_changes, many_datasets, round_robin
-from batch_assets.spec.discovery import declarations
-from batch_assets.spec.last_known import keep, known_datasets
+from batch_assets.spec.discovery import declarations, known_datasets
+from batch_assets.spec.last_known import keep
 from batch_assets.tags import CANCELED_TAG, PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore
@@ -162,7 +162,7 @@ def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_
     (tmp_path / "home").mkdir()
     for number in range(200):
         write(tmp_path / "defs", f"d{number}")
-    keep(declarations())
+    keep(declarations().files)
     for number in (3, 50, 199):
         write_text(tmp_path / "defs" / f"d{number}", "type: [\n")
     assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
