@@ -242,7 +242,7 @@ def current(site: Platform) -> int:
     return len(entries) - len(missing(entries, ledger_versions(site.instance, site.name)))
 
 
-@pytest.mark.parametrize("remedy", ["all batches", "the job"])
+@pytest.mark.parametrize("remedy", [pytest.param("all batches", marks=pytest.mark.soak("dagster")), "the job"])
 def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: str
 ) -> None:

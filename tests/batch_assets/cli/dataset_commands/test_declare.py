@@ -168,7 +168,7 @@ def test_a_file_of_a_component_of_others_declares_no_dataset(defs: Path):
     assert ask("check").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak("dagster")
 def test_dg_scaffold_says_where_datasets_are_read_from_and_leaves_nothing(defs: Path):
     project = Path(__file__).parents[4]
     command = [str(Path(sys.executable).parent / "dg"), "scaffold", "defs", "batch_assets.GeneratedDataset", "zzz"]
