@@ -61,3 +61,4 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases benchmarks
 	$(BIN)/lint-imports
+	@$(BIN)/python benchmarks/sizes.py
