@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from batch_assets.catalog.publications import publish_job
 from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
-from batch_assets.spec.discovery import external_defs
+from batch_assets.spec.defs_files import file_in
+from batch_assets.spec.discovery import external_defs, spec_in
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.spec.scaffold import first_attributes
@@ -78,8 +79,12 @@ class GeneratedDataset(dg.Component):
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
+        """The file is read again: Dagster's loader reads words by YAML 1.1, in which `no` is false."""
+        place = context.component_path
+        folder, number = Path(context.path), place.instance_key if place is not None else None
+        if (file := file_in(folder)) is not None and isinstance(number, int):
+            return cls(spec_in(file, number), folder)
         written = attributes.model_dump() if attributes is not None else {}
-        folder = Path(context.path)
         return cls(load_spec(written, folder / "defs.yaml"), folder)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:

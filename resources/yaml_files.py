@@ -1,14 +1,20 @@
 """YAML that people write, read within bounds: bytes, values (each alias counts as all that it stands for) and depth.
 
 PyYAML builds an alias without a copy, so a file of a kilobyte can hold a billion values for whoever walks through them.
+
+Words without quotes are read by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), where only
+`true` and `false` are truth values: `no`, `12:30` and `2026-01-31` are text. Two things are otherwise: a whole number
+with a leading zero (`01234`) is text, as it is a label more often than a number; and merge keys (`<<`) work.
 """
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -33,8 +39,33 @@ class YamlProblem(Exception):
         self.expected, self.found, self.line, self.column = expected, found, line, column
 
 
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: its value, and its nodes with the text as it was written."""
+
+    value: Any
+    node: Any
+
+
+_TAG = "tag:yaml.org,2002:"
+_CORE = (  # kind, what it looks like, its first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|(?:0|[1-9][0-9]*)(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", "<<", "<"),
+)
+
+
 class _Loader(_BASE):  # type: ignore[misc,valid-type]
-    """PyYAML's safe loader, with a place for values that cannot be what they look like (a 13th month)."""
+    """PyYAML's safe loader with the core schema, and a place for values that cannot be what they look like."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -43,6 +74,42 @@ class _Loader(_BASE):  # type: ignore[misc,valid-type]
             kind = node.tag.rpartition(":")[2]
             place = node.start_mark.line + 1, node.start_mark.column + 1
             raise YamlProblem(f"a {kind}", "text that looks like one and is none; put it in quotes", *place) from error
+
+
+def _whole_number(loader: Any, node: Any) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+def _number(loader: Any, node: Any) -> float:
+    return float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes what any version of YAML would read as something else than text."""
+
+
+for _kind, _pattern, _first in _CORE:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern})\\Z"), list(_first))
+_Loader.add_constructor(f"{_TAG}int", _whole_number)
+_Loader.add_constructor(f"{_TAG}float", _number)
+
+
+def dump(value: Any) -> str:
+    """A document that `load`, and readers of YAML 1.1 like Dagster's, read as this value."""
+    options = {"sort_keys": False, "default_flow_style": None, "width": 120, "allow_unicode": True}
+    return str(yaml.dump(value, Dumper=_Dumper, **options))
+
+
+def older_reading(node: Any) -> Any:
+    """A word without quotes as YAML 1.1 reads it; its text where that cannot be built."""
+    try:
+        loader = _BASE("")
+        tag = loader.resolve(yaml.ScalarNode, node.value, (True, False))
+        return loader.construct_object(yaml.ScalarNode(tag, node.value), deep=True)
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return node.value
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
@@ -72,9 +139,14 @@ def load(text: str) -> Any:
 
 def load_all(text: str) -> list[Any]:
     """All documents of a text. Raises YamlProblem."""
+    return [document.value for document in load_documents(text)]
+
+
+def load_documents(text: str) -> list[Document]:
+    """The same, with their nodes. Raises YamlProblem."""
     try:
         _check(text)
-        return list(yaml.load_all(text, _Loader))
+        return list(_documents(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # never the line itself: it may hold a secret
         said = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
@@ -82,6 +154,16 @@ def load_all(text: str) -> list[Any]:
         raise YamlProblem("YAML", str(said), *place) from None
     except RecursionError:
         raise YamlProblem(f"at most {MAX_DEPTH} levels", "more") from None
+
+
+def _documents(text: str) -> Iterator[Document]:
+    loader = _Loader(text)
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            yield Document(loader.construct_document(node), node)
+    finally:
+        loader.dispose()
 
 
 def read_settings(path: Path, model: type[Settings], error: type[UserFacingError]) -> Settings:
@@ -106,7 +188,7 @@ def read_settings(path: Path, model: type[Settings], error: type[UserFacingError
 
 def compose(text: str) -> Any:
     """The nodes of a text that `load` has read, with their lines."""
-    return yaml.compose(text, Loader=_BASE)
+    return yaml.compose(text, Loader=_Loader)
 
 
 def _check(text: str) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "hardware",
     "last_known",
     "models",
+    "plain_words",
     "request_options",
     "scaffold",
     "source",

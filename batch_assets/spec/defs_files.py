@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from batch_assets.spec.errors import Problem, SpecError
-from resources.yaml_files import YamlProblem, load_all, read_text
+from resources.yaml_files import Document, YamlProblem, load_documents, read_text
 
 YAML_FILES = ("defs.yaml", "defs.yml", "component.yaml")  # the first one in a folder counts
 MAX_FOLDERS = 20_000
@@ -77,10 +76,15 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
         return True
 
 
-def read_documents(file: Path) -> list[Any]:
+def file_in(folder: Path) -> Path | None:
+    """The file of a folder that declares something."""
+    return next((folder / name for name in YAML_FILES if (folder / name).exists()), None)
+
+
+def read_documents(file: Path) -> list[Document]:
     """The documents of a file. Raises SpecError."""
     try:
-        return load_all(read_text(file))
+        return load_documents(read_text(file))
     except YamlProblem as error:
         where = f"line {error.line}, column {error.column}" if error.line else "this file"
         raise SpecError(file, [Problem(where, error.expected, error.found)]) from None

@@ -22,7 +22,8 @@ from batch_assets.spec.defs_files import YAML_FILES, defs_files, read_documents,
 from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, show
 from batch_assets.spec.last_known import copy_of
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
-from resources.yaml_files import YamlProblem, read_text
+from batch_assets.spec.plain_words import ambiguous_words
+from resources.yaml_files import Document, YamlProblem, read_text
 
 COMPONENT = "batch_assets.GeneratedDataset"
 KEPT_FILES = 2_000
@@ -183,15 +184,37 @@ def _read_kept(file: Path, *_of_the_same_file: int) -> FileContents:
 
 def _read(file: Path) -> FileContents:
     try:
-        documents = read_documents(file) or [None]
-        ours = [one for one in documents if _is_ours(one, file)]
-        specs = tuple(load_spec(document.get("attributes") or {}, file) for document in ours)
+        documents = read_documents(file) or [Document(None, None)]
+        ours = [one for one in documents if _is_ours(one.value, file)]
+        specs = tuple(_load(document, file) for document in ours)
     except SpecError as error:
         return FileContents((), error, _names_in(file))
     except Exception as error:  # of one file: the others are declared all the same
         found = f"one at which the reader failed: {type(error).__name__}: {error!s:.200}"
         return FileContents((), SpecError(file, [Problem("this file", "a file that can be read", found)]))
     return FileContents(specs, None, tuple(spec.name for spec in specs))
+
+
+def _load(document: Document, file: Path) -> GeneratedDatasetSpec:
+    attributes = document.value.get("attributes") or {}
+    problems = ambiguous_words(document.node)
+    try:
+        spec = load_spec(attributes, file)
+    except SpecError as error:
+        raise SpecError(file, [*error.problems, *problems]) from None
+    if problems:
+        raise SpecError(file, problems)
+    return spec
+
+
+def spec_in(file: Path, number: int) -> GeneratedDatasetSpec:
+    """The dataset that a document of a file declares. Raises SpecError."""
+    documents = read_documents(file)
+    if number >= len(documents) or not _is_ours(documents[number].value, file):
+        raise SpecError(
+            file, [Problem("this file", f"a dataset as document {number + 1}", "none: it has just changed")]
+        )
+    return _load(documents[number], file)
 
 
 def _names_in(file: Path) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 MAX_PROBLEM = 1000
+_QUOTE = "Put it in quotes to make it text."
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -146,7 +147,8 @@ def _problem(detail: dict[str, Any], model: type[BaseModel], data: object) -> Pr
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         return Problem(key, f"{words} {context[name]}", found)
-    return Problem(key, _KINDS.get(kind, str(detail["msg"])), _with_type(detail["input"]))
+    hint = _QUOTE if kind == "string_type" and isinstance(detail["input"], bool | int | float) else ""
+    return Problem(key, _KINDS.get(kind, str(detail["msg"])), _with_type(detail["input"]), hint)
 
 
 def _near_choice(value: object, choices: str) -> str:

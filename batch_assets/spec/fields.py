@@ -193,6 +193,12 @@ def _finite(value: Any) -> bool:
     return True
 
 
+def _flag(value: Any) -> Any:
+    """Files of before may have truth values of YAML 1.1, where nothing else can be meant."""
+    word = value.lower() if isinstance(value, str) else value
+    return word in ("yes", "on") if word in ("yes", "on", "no", "off") else value
+
+
 def _scalar(value: Any) -> Any:
     if value is not None and not isinstance(value, str | int | float | bool):
         raise Unusable("text, a number, true/false or null", show(value), "Quote what YAML takes for a date.")
@@ -206,6 +212,7 @@ def _scalar(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=1 << 20), AfterValidator(_template)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Column = Annotated[str, Field(min_length=1, max_length=255)]
 Scalar = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from batch_assets.spec.fields import Strict
+from batch_assets.spec.fields import Flag, Strict
 from gpu_runner.market.offers import OfferFilter
 from gpu_runner.market.speed import GIB, ModelFacts
 from resources.pricing.model_catalog import DeclaredModel
@@ -29,7 +29,7 @@ class ModelFactsSpec(Strict):
     tensor_parallel: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
         default=[1, 2, 4, 8], description="Over how many GPUs one engine may be split."
     )
-    fp8: bool = Field(default=False, description="Whether weights and activations are FP8.")
+    fp8: Flag = Field(default=False, description="Whether weights and activations are FP8.")
 
     def declared(self, model: str) -> DeclaredModel:
         """The facts of the model of this name."""
@@ -52,7 +52,7 @@ class HardwareSpec(Strict):
     gpus: Words | None = Field(
         default=None, description="Only these GPUs, e.g. H100 or RTX 4090; only letters and digits count."
     )
-    spot: bool = Field(default=False, description="Whether instances that can be taken away may be rented.")
+    spot: Flag = Field(default=False, description="Whether instances that can be taken away may be rented.")
     max_price_per_hour: float | None = Field(default=None, gt=0, description="Most US dollars per hour and instance.")
     min_reliability: float = Field(
         default=0.0, ge=0, le=1, description="Least chance that an instance starts and stays for an hour."

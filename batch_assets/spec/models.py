@@ -24,6 +24,7 @@ from batch_assets.spec.fields import (
     Cron,
     Deadline,
     Encodable,
+    Flag,
     JsonSchema,
     Model,
     Name,
@@ -58,7 +59,7 @@ def _reuse_kind(value: Any) -> str:
 
 
 Reuse = Annotated[
-    Annotated[bool, Tag("flag")] | Annotated[list[Name], Field(max_length=100), Tag("list")], Discriminator(_reuse_kind)
+    Annotated[Flag, Tag("flag")] | Annotated[list[Name], Field(max_length=100), Tag("list")], Discriminator(_reuse_kind)
 ]
 
 
@@ -167,16 +168,16 @@ class GeneratedDatasetSpec(Strict):
     keep_columns: list[Column] = Field(
         default=[], max_length=200, description="Source columns to carry into the table."
     )
-    include_prompt: bool = Field(
+    include_prompt: Flag = Field(
         default=True,
         description="Put the rendered prompt into the table. A change counts from the next table on.",
     )
-    show_samples: bool = Field(
+    show_samples: Flag = Field(
         default=True,
         description="Show ten rows of the table in Dagster's UI, and three on its card. false: no event, log or tag "
         "holds anything of a row.",
     )
-    dedupe: bool | None = Field(
+    dedupe: Flag | None = Field(
         default=None, description="Ask each distinct prompt once. Default: on when the temperature is 0, off otherwise."
     )
     reuse: Reuse = Field(

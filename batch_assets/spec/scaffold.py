@@ -6,11 +6,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from batch_assets.spec.discovery import COMPONENT, declarations, defs_folder
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
+from resources.yaml_files import dump
 
 
 def first_attributes(name: str) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def write_dataset(name: str) -> Path:
     if taken := declarations().datasets.get(name):
         raise SpecError(file, [Problem("name", "one that no dataset has", f"{name!r}, which lies in {taken[1]}")])
     document = {"type": COMPONENT, "attributes": attributes}
-    text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
+    text = dump(document)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x") as new:

@@ -366,7 +366,7 @@ def test_what_names_no_other_datasets_is_refused() -> None:
         "reuse.0: expected other datasets, found the dataset"
     )
     assert problem(sampling=sampling, reuse=["../api"]).startswith("reuse.0: expected 1 to 63 characters")
-    assert problem(sampling=sampling, reuse="yes").startswith("reuse: expected true or false")
+    assert problem(sampling=sampling, reuse="maybe").startswith("reuse: expected true or false")
     assert problem(sampling=sampling, reuse=["a"] * 101).startswith("reuse: expected at most")
 
 

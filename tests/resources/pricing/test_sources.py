@@ -204,8 +204,7 @@ YAML_ERRORS = {
         "{path}, line 2: price_per_hour: expected US dollars per hour for the whole instance, found nothing"
     ),
     "offers:\n  - provider: us\n    gpu: L4\n    price_per_hour: 1\n    observed_at: 2026-03-01T09:00:00\n": (
-        "{path}, line 5: observed_at: expected a time with its zone, 2026-08-18T12:00:00Z, "
-        "found datetime.datetime(2026, 3, 1, 9, 0)"
+        "{path}, line 5: observed_at: expected a time with its zone, 2026-08-18T12:00:00Z, found '2026-03-01T09:00:00'"
     ),
     "offers:\n  - L4\n": "{path}, line 2: expected a mapping of fields, found 'L4'",
     "offers: 3\n": "{path}: expected one key `offers` with a list, found keys offers, offers: int",
