@@ -1,4 +1,4 @@
-"""The command line: `batch-assets new | check | preview | run | status | offers | plan | fleet | verify | demo | ui …`.
+"""The command line: `batch-assets new | check | preview | run | show | status | plan | fleet | verify | demo | ui …`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
 are imported by the commands that need them, so that `--help` answers at once.
@@ -226,6 +226,29 @@ def preview(
         found = engine_named(engine) if engine is not None else engine_at(url, of_environment) if url else None
         wanted = spec.model_copy(update={"model": model}) if model else spec
         raise typer.Exit(show_preview(wanted, folder, rows, found, json=as_json))
+
+
+@app.command()
+def show(
+    name: Name,
+    rows: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 10,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            help="SQL over state, prompt, the source's kept columns and the table's: \"output LIKE '%sorry%'\"."
+        ),
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Only rows without an answer: dead letters.")] = False,
+    key: Annotated[str | None, typer.Option(help="Only the row with this id.")] = None,
+    first: Annotated[str | None, typer.Option("--from", help="Key of the batch to begin with.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show rows with prompt and output, as they are now: also those of open batches, and dead letters."""
+    with user_errors():
+        known_dataset(name)
+        from batch_assets.cli.dataset_commands.show import Wanted, show_rows
+
+        raise typer.Exit(show_rows(name, Wanted(rows, where, errors, key, first), as_json=as_json))
 
 
 @app.command()

@@ -1,11 +1,13 @@
 """From batch objects to one table with a dataset card, and whether everything agrees.
 
 `publish` writes the table, `dead_letters` the rows without a completion, `dataset_card` its README; `quality` measures
-it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte.
+it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte. `current_rows` reads rows
+as they are now, also those of open batches.
 """
 
 __all__ = [
     "batch_reader",
+    "current_rows",
     "dataset_card",
     "dead_letters",
     "differences",

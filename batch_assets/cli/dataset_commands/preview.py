@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from batch_assets.cli.dataset_commands.row_text import indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
@@ -26,8 +27,6 @@ from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
-
-SHOWN_LETTERS = 4000  # of one message or answer
 
 
 class PreviewError(UserFacingError):
@@ -150,7 +149,7 @@ def _print(found: Preview, *, asked: bool) -> None:
     console = Console()
 
     def say(text: str = "", style: str = "") -> None:
-        console.print(Text(_plain(text), style=style), soft_wrap=True)
+        console.print(Text(plain(text), style=style), soft_wrap=True)
 
     for number, row in enumerate(found.rows, 1):
         _print_row(say, number, row, found.counter)
@@ -172,16 +171,14 @@ def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) ->
         say()
         return
     prompt = row.decoded()
-    for message in [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt:
-        say(f"  {message['role']}", "cyan")
-        say(_indented(message["content"]))
+    say_prompt(say, prompt)
     answer = row.answer
     completion = answer.completion if answer is not None else None
     if answer is None or completion is None:
         say(f"  {counter.of(prompt):,} prompt tokens", "dim")
     if completion is not None and answer is not None:
         say("  answer", "green")
-        say(_indented(_output_text(completion.output)))
+        say(indented(output_text(completion.output)))
         if completion.parts.tool_calls:
             say(f"  {len(completion.parts.tool_calls)} tool calls", "green")
         say(
@@ -216,19 +213,3 @@ def _whole_lines(found: Preview) -> list[str]:
             f"on this engine: at most {duration(here)}, at the speed of these rows; a run keeps more in flight"
         )
     return lines
-
-
-def _output_text(output: Any) -> str:
-    if isinstance(output, str):
-        return output or "(empty)"
-    return f"[{', '.join(f'{number:.4g}' for number in output[:5])}, …] {len(output):,} numbers"
-
-
-def _indented(text: str) -> str:
-    cut = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}… ({len(text):,} characters)"
-    return "\n".join(f"    {line}" for line in cut.splitlines()) or "    "
-
-
-def _plain(text: str) -> str:
-    """Without what could steer a terminal: texts of sources and models are not to be trusted."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

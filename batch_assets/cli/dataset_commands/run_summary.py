@@ -47,6 +47,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         }
         print_json(status.as_json() | extra)
     elif ending.trial is not None:
+        show_trial(request.dataset, ending.trial.batches)
         print("\n".join(trial_done(status, runner, ending.trial)), flush=True)
     elif ending.ok:
         print("\n".join(success(status, runner)))
@@ -70,6 +71,15 @@ def _verified(dataset: str, ending: RunResult) -> str:
     return f"{verified(dataset, ending.verification)} (verified in {duration(ending.verify_seconds)})"
 
 
+def show_trial(dataset: str, batches: int) -> None:
+    """A few rows of a trial."""
+    from batch_assets.cli.dataset_commands.show import TRIAL_LETTERS, printer, say_row, trial_sample
+
+    say = printer()
+    for row in trial_sample(dataset, batches).rows:
+        say_row(say, row, TRIAL_LETTERS)
+
+
 def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[str]:
     """The last lines of a trial that ended well and left batches over."""
     made = f"{runner.generated:,} rows generated in {duration(runner.seconds)}" if runner.generated else "all there"
@@ -78,6 +88,7 @@ def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[st
     return [
         f"{status.dataset}: trial of {trial.rows:,} rows, {batches} of {status.batches:,}: {made}",
         f"{trial.ok:,} ok, {trial.dead:,} dead, {tokens}",
+        f"batch-assets show {status.dataset}: shows more rows, --errors those without an answer",
         f"batch-assets run {status.dataset}: generates the other {status.rows - trial.rows:,} rows and publishes the "
         "table; these are not asked again",
     ]

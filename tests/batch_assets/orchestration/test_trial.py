@@ -118,7 +118,7 @@ def test_the_summary_says_what_is_left() -> None:
     said = trial_done(status, runner, trial)  # type: ignore[arg-type]
     assert said[0] == "d: trial of 250 rows, the first batch of 20: 250 rows generated in 12 s"
     assert "249 ok, 1 dead" in said[1]
-    assert "the other 4,750 rows" in said[2]
+    assert "the other 4,750 rows" in said[3]
 
 
 def test_runs_of_a_trial_are_over_its_own_batches(site: Site) -> None:

@@ -1,0 +1,112 @@
+"""`batch-assets show`: rows with prompt and output, dead letters, and rows of batches that are still open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.snapshots import commit, outcome, questions, write_snapshot
+from typer.testing import CliRunner, Result
+
+from batch_assets.cli.dataset_commands.run_summary import show_trial
+from batch_assets.cli.main import app
+from resources.objects.opening import open_objects
+from resources.store.dataset_store import DatasetStore
+
+SPEC = {
+    "name": "sums",
+    "source": {"path": "sums.jsonl"},
+    "prompt": {"user": "{{ question }}"},
+    "model": "tiny",
+    "on_bad_row": "skip",
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetStore:
+    """25 rows: ten committed, one of them dead, two finished in an open batch, the others wait."""
+    for name, folder in {"DAGSTER_HOME": "home", "BATCH_ASSETS_STORE": "store", "BATCH_ASSETS_DEFS": "defs"}.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    for name in ("BATCH_ASSETS_FLEET_DB", "BATCH_ASSETS_FLEET"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "defs" / "sums" / "defs.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump({"type": "batch_assets.GeneratedDataset", "attributes": SPEC}))
+    store = DatasetStore(open_objects(str(tmp_path / "store")), "sums")
+    manifest = write_snapshot(store, questions(25))
+    commit(store, manifest, keys=["00000"], dead=["id-000003"])
+    entries = store.entries(manifest.snapshot)
+    (_, rows), *_ = store.rows(manifest, entries[1:2])
+    finished = [outcome(row, number, output="\x1b[2Jnearly done") for number, row in enumerate(rows[:2])]
+    store.journal.append(("00001", "00002"), "", "run-2", 1, {"00001": finished}, "chat")
+    return store
+
+
+def ask(*words: str) -> Result:
+    return CliRunner().invoke(app, ["show", "sums", *words], env={"COLUMNS": "200"})
+
+
+def ids(found: Result) -> list[str]:
+    assert found.exit_code == 0, found.output
+    return [row["row_id"] for row in json.loads(found.stdout)["rows"]]
+
+
+def test_rows_are_shown_with_prompt_answer_and_state(store: DatasetStore) -> None:
+    found = ask("--rows", "12")
+    assert found.exit_code == 0, found.output
+    for words in (
+        "row id-000000  batch 00000, committed",
+        "topic: topic 0, level: 0",
+        "What is 2 plus 2?",
+        "answer 2 to id-000002",
+        "row id-000003  batch 00000, dead",
+        "prompt_too_long: the prompt has 9000 tokens",
+        "row id-000010  batch 00001, finished",
+        "nearly done",
+        "12 rows shown, 25 in the snapshot",
+    ):
+        assert words in found.stdout, words
+    assert "\x1b[2J" not in found.stdout  # nothing of a text steers the terminal
+    assert "id-000012" not in found.stdout
+
+
+def test_errors_one_row_a_condition_and_a_place_to_begin(store: DatasetStore) -> None:
+    assert ids(ask("--errors", "--json")) == ["id-000003"]
+    assert ids(ask("--key", "id-000010", "--json")) == ["id-000010"]
+    assert ids(ask("--key", "id-000020", "--json")) == ["id-000020"]  # nobody has answered it yet
+    assert ids(ask("--where", "level = 4 AND state = 'committed'", "--json")) == ["id-000004", "id-000009"]
+    assert ids(ask("--where", "state = 'waiting'", "--rows", "1", "--json")) == ["id-000012"]
+    assert ids(ask("--from", "00001", "--json")) == ["id-000010", "id-000011"]
+    row = json.loads(ask("--key", "id-000003", "--json").stdout)["rows"][0]
+    assert (row["state"], row["error"], row["output"]) == ("dead", "prompt_too_long", None)
+    assert row["prompt"] == [{"role": "user", "content": "What is 3 plus 3?"}]
+    assert row["origin"]["model"] == "simulated/tiny"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--key", "id-000099"), "--key: no row of the current snapshot has the id 'id-000099'"),
+        (("--where", "lvl = 1"), "--where: no column is called 'lvl'. Columns: row_id, batch, state"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(store: DatasetStore, words: tuple[str, ...], said: str) -> None:
+    found = ask(*words)
+    assert found.exit_code == 2
+    assert said in found.stderr
+
+
+def test_without_a_snapshot_the_command_that_makes_one_is_named(store: DatasetStore) -> None:
+    store.objects.delete([f"{store.dataset}/snapshots/CURRENT"])
+    found = ask()
+    assert found.exit_code != 0
+    assert "run `batch-assets run sums`" in found.stderr
+
+
+def test_a_trial_shows_some_of_its_rows(store: DatasetStore, capsys: pytest.CaptureFixture[str]) -> None:
+    show_trial("sums", 1)
+    said = capsys.readouterr().out
+    assert "row id-000002  batch 00000, committed" in said and "answer 2 to id-000002" in said
+    assert "id-000004" not in said
