@@ -204,7 +204,8 @@ def preview(
         str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="An engine of fleet.yaml of kind endpoint, in place of --endpoint.")
+        str | None,
+        typer.Option(help="An engine of fleet.yaml, in place of --endpoint; one that does not run is started."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
     as_json: Json = False,
@@ -223,7 +224,13 @@ def preview(
         check_model(model)
         from batch_assets.cli.dataset_commands.preview import engine_at, engine_named, show_preview
 
-        found = engine_named(engine) if engine is not None else engine_at(url, of_environment) if url else None
+        found = (
+            engine_named(engine, model or spec.model)
+            if engine is not None
+            else engine_at(url, of_environment)
+            if url
+            else None
+        )
         wanted = spec.model_copy(update={"model": model}) if model else spec
         raise typer.Exit(show_preview(wanted, folder, rows, found, json=as_json))
 

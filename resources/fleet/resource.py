@@ -42,6 +42,7 @@ from resources.pricing.sources import PriceHistory, PricingConfig, provider_name
 
 __all__ = [
     "EngineConfig",
+    "EngineHeld",
     "EngineStartError",
     "FleetConfig",
     "FleetConfigError",
@@ -54,6 +55,10 @@ ENDPOINT_SECONDS = 600.0
 DOWN_ROUNDS = 8
 SETTLE_SECONDS = MISSING_SECONDS + 5.0  # until what its provider does not list counts as gone, and one more sweep
 SIMULATED_CONTEXT = 16_384
+
+
+class EngineHeld(Exception):
+    """Somebody else has the engine: says who."""
 
 
 class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's generic has no use here
@@ -140,6 +145,30 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
             yield leased
         finally:
             renter.release(leased)
+
+    @contextlib.contextmanager
+    def engine_held(self, engine: EngineConfig, need: Requirement, run_id: str) -> Iterator[StaticEngine]:
+        """One engine of fleet.yaml, held and, where it is a process, started, while the body runs: for no Dagster run.
+
+        Raises EngineHeld when somebody else has it, EngineStartError, FleetConfigError.
+        """
+        with self.open_database() as fleet_db:
+            heart = self.heart(fleet_db, run_id)
+            with heart.beating(need.dataset, "", ""):
+                asked_at = heart.now()
+                lease = fleet_db.try_lease(engine.name, run_id, need.dataset, self.ttl)
+                if lease is None:
+                    raise EngineHeld(f"engine {engine.name} is held by run {fleet_db.holder(engine.name)}")
+                heart.hold(lease, asked_at)
+                try:
+                    standing = self._start(run_id, engine, need, time.sleep)
+                    try:
+                        yield standing
+                    finally:
+                        standing.close()
+                finally:
+                    heart.stop_renewing(lease)
+                    fleet_db.release(lease)
 
     def sweep(self, fleet_db: FleetDatabase) -> list[str]:
         """One round of the reaper: end what is expired, idle, unknown or gone. Returns what was done."""

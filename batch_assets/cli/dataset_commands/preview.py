@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from batch_assets.cli.dataset_commands.row_text import indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
+from batch_assets.cli.user_errors import error_console
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.planner_input import FleetView, Proposal, propose
@@ -27,6 +30,7 @@ from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
+from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
 
 
 class PreviewError(UserFacingError):
@@ -37,11 +41,12 @@ class PreviewError(UserFacingError):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Where the rows are asked, and the key to send there."""
+    """Where the rows are asked, and the key to send there. `starts`: it is started for them, and has no URL before."""
 
     url: str
     api_key: str | None
     tls: TlsFiles | None = None
+    starts: EngineConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +61,47 @@ class Preview:
     proposal: Proposal | None = None
 
 
-def engine_named(name: str) -> Engine:
-    """An engine of fleet.yaml that runs already. Raises PreviewError when there is none of this name."""
-    engines = {engine.name: engine for engine in the_fleet().config().engines if engine.url}
+def engine_named(name: str, model: str) -> Engine:
+    """An engine of fleet.yaml. Raises PreviewError when there is none of this name, or it does not serve the model."""
+    engines = {engine.name: engine for engine in the_fleet().config().engines}
     if name not in engines:
         known = ", ".join(sorted(engines)) or "none"
-        raise PreviewError(
-            f"--engine: expected an engine of kind endpoint in fleet.yaml, found {name!r}; known: {known}"
-        )
+        raise PreviewError(f"--engine: expected an engine of fleet.yaml, found {name!r}; known: {known}")
     engine = engines[name]
-    return Engine(str(engine.url), engine.api_key, engine.tls_files)
+    if engine.models and model not in engine.models:
+        raise PreviewError(f"--engine: expected one that serves {model}, found {name}: {', '.join(engine.models)}")
+    return Engine(engine.url or "", engine.api_key, engine.tls_files, engine if engine.url is None else None)
+
+
+def engines_of(model: str) -> list[str]:
+    """Names of the engines of fleet.yaml that serve a model; none where that file cannot be used."""
+    try:
+        engines = the_fleet().config().engines
+    except FleetConfigError:
+        return []
+    return [engine.name for engine in engines if not engine.models or model in engine.models]
+
+
+@contextlib.contextmanager
+def _running(engine: Engine, spec: GeneratedDatasetSpec) -> Iterator[Engine]:
+    """The engine while it answers. Raises PreviewError when it does not start, or a run has it."""
+    if engine.starts is None:
+        yield engine
+        return
+    hardware, settings = spec.hardware, spec.generation()
+    need = Requirement(
+        f"preview/{spec.name}",
+        settings.model,
+        settings.task,
+        max_model_len=hardware.max_model_len,
+        declared=hardware.declared(settings.model),
+    )
+    error_console().print(f"Starting {engine.starts.name} for these rows; it ends with this command", highlight=False)
+    try:
+        with the_fleet().engine_held(engine.starts, need, str(uuid.uuid4())) as standing:
+            yield dataclasses.replace(engine, url=standing.endpoint)
+    except (EngineHeld, EngineStartError) as error:
+        raise PreviewError(f"--engine {engine.starts.name}: {error}") from None
 
 
 def engine_at(url: str, of_environment: str | None) -> Engine:
@@ -94,7 +130,8 @@ def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine 
         counter = token_counter(spec.model)
         if engine is None:
             return Preview(spec.name, spec.model, found, counter)
-        asked, seconds = ask_rows(found, spec.generation(), engine.url, engine.api_key, engine.tls)
+        with _running(engine, spec) as running:
+            asked, seconds = ask_rows(found, spec.generation(), running.url, running.api_key, running.tls)
         work = measured_work(work_of_source(spec, folder), asked)
     except (SourceError, EngineError) as error:
         raise PreviewError(f"{spec.name}: {error}") from None
@@ -160,7 +197,8 @@ def _print(found: Preview, *, asked: bool) -> None:
     for line in _whole_lines(found):
         say(line)
     if not asked:
-        say(f"nothing was asked. With an engine: batch-assets preview {found.dataset} --endpoint URL")
+        engine = next((f"--engine {name}" for name in engines_of(found.model)), "--endpoint URL")
+        say(f"nothing was asked. With an engine: batch-assets preview {found.dataset} {engine}")
     say("nothing was written: these answers are in no batch and no catalog")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from support import tiny_gguf
 from support.simulated_engine import simulated_engine
 from typer.testing import CliRunner, Result
 
+from batch_assets import settings
 from batch_assets.cli.main import app
 from batch_assets.planning.preview_rows import first_rows
 from batch_assets.planning.token_count import token_counter, tokenizer_file
 from batch_assets.spec.models import load_spec
+from gpu_runner.fleet.database import FleetDatabase
 
 SPEC = {
     "name": "haiku",
@@ -184,3 +188,44 @@ def test_a_tokenizer_counts_words_of_its_vocabulary(tmp_path: Path) -> None:
     assert counter.basis == f"by {tmp_path / 'tokenizer.json'}"
     assert counter.of("a b a") == 3
     assert counter.of([{"role": "user", "content": "a b"}]) == 6
+
+
+def declare_engines(home: Path, *engines: object) -> None:
+    (home / "home").mkdir(exist_ok=True)
+    (home / "home" / "fleet.yaml").write_text(yaml.safe_dump({"engines": engines}))
+
+
+def test_an_engine_that_does_not_run_is_started_for_the_rows_and_ended(home: Path) -> None:
+    declare_engines(home, {"name": "sim", "kind": "simulated", "models": ["tiny"], "speed": 50})
+    named = ask("--rows", "1")
+    assert "batch-assets preview haiku --engine sim" in named.stdout
+    found = ask("--rows", "2", "--engine", "sim", "--json")
+    assert found.exit_code == 0, found.output
+    assert all(row["answer"]["output"] for row in json.loads(found.stdout)["rows"])
+    with contextlib.closing(FleetDatabase(settings.fleet_database())) as fleet_db:
+        assert fleet_db.holder("sim") is None and not fleet_db.runs()
+    assert nothing_is_written(home)
+
+
+def test_an_engine_that_a_run_has_or_that_serves_another_model_or_does_not_start_is_told(home: Path) -> None:
+    broken = {"name": "broken", "kind": "process", "command": ["false"], "start_seconds": 20}
+    declare_engines(
+        home, {"name": "sim", "kind": "simulated"}, broken, {**broken, "name": "other", "models": ["large"]}
+    )
+    with contextlib.closing(FleetDatabase(settings.fleet_database())) as fleet_db:
+        assert fleet_db.try_lease("sim", "run-1", "haiku", 60.0) is not None
+    held, other, ended = (ask("--engine", name) for name in ("sim", "other", "broken"))
+    assert (held.exit_code, other.exit_code, ended.exit_code) == (2, 2, 2)
+    assert "--engine sim: engine sim is held by run run-1" in held.stderr
+    assert "expected one that serves tiny, found other: large" in other.stderr
+    assert "--engine broken: the engine ended with status" in ended.stderr and ".log" in ended.stderr
+
+
+def test_the_llama_cpp_engine_answers(home: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    tiny_gguf.write_llama(home / "tiny.gguf")
+    engine = {"name": "cpu", "kind": "llama_cpp", "gguf": str(home / "tiny.gguf"), "models": ["tiny"], "threads": 1}
+    declare_engines(home, engine)
+    found = ask("--rows", "1", "--engine", "cpu", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["rows"][0]["answer"]["prompt_tokens"] > 0
