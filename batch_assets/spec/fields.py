@@ -112,13 +112,16 @@ def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
 
     from gpu_runner.client.json_schemas.output_schema import compile_check
     from gpu_runner.client.json_schemas.schema_limits import SchemaProblem, check_schema
+    from gpu_runner.client.json_schemas.schema_mistakes import check_mistakes, unwrapped
 
+    value = dict(unwrapped(value))
     try:
         check_schema(value)
         size = len(orjson.dumps(value))
         if size > MAX_SCHEMA_BYTES:
             raise Unusable(f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes", f"{size} bytes")
         compile_check(value)
+        check_mistakes(value)
     except SchemaProblem as error:
         raise Unusable(error.expected, error.found, error.hint) from error
     except TypeError as error:

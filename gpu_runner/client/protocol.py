@@ -19,6 +19,7 @@ import orjson
 from gpu_runner.answers import NO_PARTS, AnswerParts
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.answers.answer_parts import at_index_0, chat_parts, completion_parts
+from gpu_runner.client.json_schemas.openai_strict import strict_takes
 from gpu_runner.rows import Generation, Output, Task
 
 MESSAGE_LENGTH = 500
@@ -152,9 +153,10 @@ class Requests:
     def _encode(self, sampling: Mapping[str, Any]) -> bytes:
         fields: dict[str, Any] = {"model": self._generation.model, **sampling}
         if self._generation.json_schema is not None:
+            schema = dict(self._generation.json_schema)
             fields["response_format"] = {
                 "type": "json_schema",
-                "json_schema": {"name": "output", "schema": dict(self._generation.json_schema), "strict": True},
+                "json_schema": {"name": "output", "schema": schema, "strict": strict_takes(schema)},
             }
         return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
 

@@ -1,3 +1,6 @@
-"""JSON schemas of structured outputs: `output_schema` holds answers against them, `schema_limits` bounds them."""
+"""JSON schemas of structured outputs: `output_schema` holds answers against them, `schema_limits` bounds them.
 
-__all__ = ["output_schema", "schema_limits"]
+`schema_mistakes` says what a user cannot have meant, `openai_strict` which ones OpenAI takes in its strict mode.
+"""
+
+__all__ = ["openai_strict", "output_schema", "schema_limits", "schema_mistakes"]

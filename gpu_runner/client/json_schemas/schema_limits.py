@@ -51,7 +51,7 @@ class SchemaProblem(ValueError):
 def check_schema(schema: Mapping[str, Any]) -> int:
     """How deep an answer may be nested so that its check ends soon. Raises SchemaProblem."""
     _check_size(schema)
-    found = list(_subschemas(schema))
+    found = list(subschemas(schema))
     for place, node in found:
         _check_words(place, node)
     patterns = sum("pattern" in node for _, node in found) + sum(
@@ -96,7 +96,7 @@ def _check_size(schema: Any) -> None:
         level = inner
 
 
-def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every schema in a schema with its JSON pointer; values of enum and const are data."""
     if not isinstance(schema, Mapping):
         return
@@ -110,7 +110,7 @@ def _subschemas(schema: Any, place: str = "#") -> Iterator[tuple[str, Mapping[st
             inner = [("", value)] if key in (*_HERE_ONE, *_WITHIN_ONE) else ()
         for name, one in inner:
             word = str(name).replace("~", "~0").replace("/", "~1")
-            yield from _subschemas(one, f"{place}/{key}/{word}".rstrip("/"))
+            yield from subschemas(one, f"{place}/{key}/{word}".rstrip("/"))
 
 
 def _check_words(place: str, schema: Mapping[str, Any]) -> None:
@@ -137,13 +137,40 @@ def _map(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+class References:
+    """What references lead to, within one schema; `found` are its subschemas."""
+
+    def __init__(self, root: Mapping[str, Any], found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        self.root = root
+        schemas = [schema for _, schema in found]
+        self.anchors = {f"#{schema[key]}": schema for schema in schemas for key in _ANCHORS if key in schema}
+        self.anchors |= {str(s[key]): s for s in schemas for key in ("$id", "id") if str(s.get(key)).startswith("#")}
+
+    def target(self, reference: str, key: str) -> Any:
+        """The schema that a reference of this keyword names. Raises SchemaProblem when there is none."""
+        if reference in ("#", "#/"):
+            return self.root
+        if reference in self.anchors:
+            return self.anchors[reference]
+        node: Any = self.root
+        for word in reference[2:].split("/") if reference.startswith("#/") else [reference]:
+            word = word.replace("~1", "/").replace("~0", "~")
+            step = int(word) if isinstance(node, list) and word.isdecimal() and len(word) < 6 else word
+            try:
+                node = node[step]
+            except (LookupError, TypeError):
+                raise SchemaProblem(
+                    "references within the schema", f"{key} {reference!r:.80}, which is not there"
+                ) from None
+        return node
+
+
 class _Work:
     """Steps of a check, as a graph of schemas."""
 
     def __init__(self, root: Mapping[str, Any], found: list[tuple[str, Mapping[str, Any]]]) -> None:
         self.root = root
-        self.anchors = {f"#{schema[key]}": schema for _, schema in found for key in _ANCHORS if key in schema}
-        self.anchors |= {str(s[key]): s for _, s in found for key in ("$id", "id") if str(s.get(key)).startswith("#")}
+        self._references = References(root, found)
         self.here: dict[int, list[int]] = {}
         self.within: dict[int, list[list[int]]] = {}
         stack: list[Any] = [root]
@@ -160,7 +187,7 @@ class _Work:
         found = [schema[key] for key in _HERE_ONE if key in schema]
         found += [one for key in _HERE_MANY if isinstance(schema.get(key), list) for one in schema[key]]
         found += [one for key in (*_HERE_NAMED, "dependencies") for one in _map(schema, key).values()]
-        return found + [self._target(schema[key], key) for key in _REFERENCES if key in schema]
+        return found + [self._references.target(schema[key], key) for key in _REFERENCES if key in schema]
 
     def _within(self, schema: Mapping[str, Any]) -> list[list[Any]]:
         """Groups of schemas that may apply to one and the same part of an answer."""
@@ -169,23 +196,6 @@ class _Work:
         each = [*_map(schema, "properties").values()]
         each += [one for key in _WITHIN_MANY if isinstance(schema.get(key), list) for one in schema[key]]
         return [[*always, one] for one in each] or [always]
-
-    def _target(self, reference: str, key: str) -> Any:
-        if reference in ("#", "#/"):
-            return self.root
-        if reference in self.anchors:
-            return self.anchors[reference]
-        node: Any = self.root
-        for word in reference[2:].split("/") if reference.startswith("#/") else [reference]:
-            word = word.replace("~1", "/").replace("~0", "~")
-            step = int(word) if isinstance(node, list) and word.isdecimal() and len(word) < 6 else word
-            try:
-                node = node[step]
-            except (LookupError, TypeError):
-                raise SchemaProblem(
-                    "references within the schema", f"{key} {reference!r:.80}, which is not there"
-                ) from None
-        return node
 
     def depth(self) -> int:
         """The deepest answer whose check is bounded. Raises SchemaProblem when not even a flat one is."""

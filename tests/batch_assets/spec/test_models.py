@@ -381,6 +381,16 @@ def test_labels_that_dagster_would_refuse_are_refused_here() -> None:
     assert dataset_definitions(made, Path()).assets
 
 
+def test_a_wrapper_of_openai_around_a_schema_is_understood_and_mistakes_in_it_are_named() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    wrapped = {"json_schema": {"name": "n", "strict": True, "schema": schema}}
+    assert spec(output=wrapped).generation() == spec(output={"json_schema": schema}).generation()
+    wrong = {"json_schema": {"name": "n", "schema": {"type": "object", "propertes": {}}}}
+    assert problem(output=wrong) == (
+        "output.json_schema: expected known keywords of JSON schema, found 'propertes' at #. Did you mean 'properties'?"
+    )
+
+
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         load_spec({"name": "A", "batch_rows": 0, "source": {"pth": "x"}, "prompt": {"user": "{{"}}, FILE)

@@ -41,11 +41,17 @@ def test_a_text_task_sends_the_prompt_in_its_own_field(task: Any, field: str) ->
     assert orjson.loads(body) == {"model": "m", field: "text"}
 
 
-def test_a_schema_is_sent_as_structured_output() -> None:
-    body = orjson.loads(Requests(Generation("chat", "m", json_schema=SCHEMA)).body(orjson.dumps(MESSAGES)))
+@pytest.mark.parametrize(
+    ("schema", "strict"),
+    [(SCHEMA, False), (SCHEMA | {"properties": {"a": {"type": "string"}}, "additionalProperties": False}, True)],
+)
+def test_a_schema_is_sent_as_structured_output_and_as_strict_where_openai_takes_it(
+    schema: dict[str, Any], strict: bool
+) -> None:
+    body = orjson.loads(Requests(Generation("chat", "m", json_schema=schema)).body(orjson.dumps(MESSAGES)))
     assert body["response_format"] == {
         "type": "json_schema",
-        "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
+        "json_schema": {"name": "output", "schema": schema, "strict": strict},
     }
 
 
