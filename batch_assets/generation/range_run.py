@@ -21,7 +21,6 @@ from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, W
 from batch_assets.generation.range_source import RangeSource, RunClaims
 from batch_assets.generation.vector_length import vector_length
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineRefused, TimeOuts
-from gpu_runner.client.protocol import is_rejection
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import Origin, Outcome
@@ -34,7 +33,6 @@ __all__ = ["Intent", "RangePlan", "RangeRun", "RunClaims", "RunIdentity", "Work"
 
 log = logging.getLogger(__name__)
 
-ALL_REFUSED = 200
 UNDECIDED_SECONDS = 0.05
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
@@ -73,7 +71,6 @@ class RangeRun:
         self.epoch = 0
         self._work = {work.entry.key: work for work in plan.todo}
         self._rows = sum(work.entry.rows for work in plan.todo)
-        self._refused: int | None = 0 if not plan.done and not identity.intent.purpose else None
         self._answer_bytes = settings.max_answer_bytes()
         self._journal_seconds = journal_seconds
         self._fence = fence
@@ -101,7 +98,7 @@ class RangeRun:
             self.source.batches(),
             on_row=self._on_row,
             on_batch=self._on_batch,
-            policy=self._enough_memory(self._enough_backlog(policy or FeedPolicy())),
+            policy=self._enough_memory(policy or FeedPolicy()),
             rng=rng or random.Random(),
             vectors=VectorLength(vector_length(store, manifest, reuse)),
         )
@@ -203,12 +200,8 @@ class RangeRun:
             )
 
     async def flush(self) -> None:
-        """Write what waits for the journal; called often, and once more when a run stands down.
-
-        Nothing is written while every row was refused: those may be no outcomes at all (see `_count_refusals`).
-        """
-        if not self._refused:
-            await self._journal.flush(self._committed_keys)
+        """Write what waits for the journal; called often, and once more when a run stands down."""
+        await self._journal.flush(self._committed_keys)
 
     async def write_again(self) -> None:
         """After a write that failed: one more, of what waits for the journal, else of something small.
@@ -271,39 +264,12 @@ class RangeRun:
 
     def _on_row(self, key: str, outcome: Outcome) -> None:
         self._journal.waiting[key].append(outcome)
-        if self._refused is not None:
-            self._count_refusals(outcome)
-
-    def _count_refusals(self, outcome: Outcome) -> None:
-        """An engine that refuses every row from the first on means a wrong request, not so many bad rows."""
-        assert self._refused is not None
-        self._refused = self._refused + 1 if is_rejection(outcome.error) else None
-        if self._refused is not None and self._refused >= ALL_REFUSED:
-            self._journal.waiting.clear()
-            raise EngineRefused(
-                f"the engine refused each of the first {ALL_REFUSED} rows ({outcome.error}): expected a request that "
-                "it takes; check sampling and output.json_schema against the engine's log"
-            )
-
-    def _enough_backlog(self, policy: FeedPolicy) -> FeedPolicy:
-        """Small batches that wait for `_undecided` must not end the reading before so many rows are answered."""
-        enough = 2 * ALL_REFUSED * len(self._work) // max(1, self._rows) + 1
-        return replace(policy, commit_backlog=max(policy.commit_backlog, enough))
 
     def _enough_memory(self, policy: FeedPolicy) -> FeedPolicy:
         factor = VECTOR_MEMORY if self.generation.task == "embedding" else 1
         return replace(policy, open_bytes=factor * policy.open_bytes)
 
-    def _undecided(self) -> bool:
-        """Every row so far was refused, and an engine is there to show with the next ones what that means."""
-        if not self._refused:
-            return False
-        progress = self._feed.progress()
-        return self._refused >= ALL_REFUSED or (progress.window > 0 and progress.rows_done < self._rows)
-
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
-        while self._undecided():  # noqa: ASYNC110  (progress has no event)
-            await asyncio.sleep(UNDECIDED_SECONDS)
         try:
             footer = await self._committed(key, outcomes)
         except Exception as error:

@@ -139,6 +139,7 @@ class EngineClient:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._api_key = (api_key or "").encode()
         if priority is not None:
             self._headers[PRIORITY_HEADER] = str(priority)
         ssl_of(tls)  # raises for files that cannot be used, before anything is asked
@@ -220,6 +221,13 @@ class EngineClient:
         """
         await self._ask(self._requests.canary(prompt), None, self._completion)
 
+    async def probe(self, prompt: bytes, *, content: bool) -> None:
+        """Asks for a row's prompt with all settings of a row, or for short texts in its place. Raises like `generate`.
+
+        What is refused for its settings is refused at once: the answer itself need not be waited for.
+        """
+        await self._ask(self._requests.probe(prompt, content=content), None, self._completion)
+
     async def _ask(self, body: bytes, admit: Admit | None, read: ReadAnswer[T]) -> T:
         if self._session is None or self._fresh is None:
             raise RuntimeError("EngineClient is not open: use `async with`")
@@ -274,12 +282,12 @@ class EngineClient:
             raise RequestDenied("content_encoding", _encoded(error)) from error
         return found
 
-    @staticmethod
-    async def _body_of(answer: aiohttp.ClientResponse, limit: int, admit: Admit | None = None) -> bytes:
-        """The body of an answer, or the beginning of an error's."""
+    async def _body_of(self, answer: aiohttp.ClientResponse, limit: int, admit: Admit | None = None) -> bytes:
+        """The body of an answer, or the beginning of an error's, without our key: its words are shown."""
         if answer.status == 200:
             return await read_body(answer, limit, admit)
-        return await read_beginning(answer, ERROR_BYTES)
+        found = await read_beginning(answer, ERROR_BYTES)
+        return found.replace(self._api_key, b"[API key]") if self._api_key else found
 
     async def info(self) -> EngineInfo:
         """Asks who serves here. Raises EngineRefused when the wanted model is not served, EngineLost when

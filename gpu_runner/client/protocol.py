@@ -41,6 +41,11 @@ _TOO_LONG = re.compile(
 )
 
 
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`""")
+_FIGURES = re.compile(r"[\d.,]*\d")
+# So many messages of a row are enough to know which roles it has.
+PROBE_MESSAGES = 8
+
 # llama.cpp's status for it is 500 where a text to embed is longer than what it computes in one step.
 _REJECTED = "rejected_"
 _TOO_LONG_TO_EMBED = re.compile(r"input \(\d+ tokens\) is too large to process", re.IGNORECASE)
@@ -94,15 +99,25 @@ class EngineRefused(EngineError):
 
 
 class RequestDenied(EngineRefused):
-    """One request was answered as if nothing could be had here: 401, 403, 404, 405, a redirect.
+    """One request was refused by its status: 400, 401, 402, 403, 404 and all other 4xx, or a redirect.
 
-    Whether that is so, or meant for this row alone (a gateway that moderates), only another request shows. The text
-    is for the case that it is so; `code` and `message` are those of the row's dead letter otherwise.
+    Whether every request is refused (key, credit, model, settings of the request), or this row alone (moderation, an
+    invalid text), only another request shows. The text is for the case that all are; `code` and `message` are those of
+    the row's dead letter otherwise.
     """
 
     def __init__(self, code: str, refusal: str, message: str = "") -> None:
         super().__init__(refusal)
         self.code, self.message = code, message[:MESSAGE_LENGTH]
+
+    def like(self, other: EngineRefused) -> bool:
+        """Whether both were refused for one reason, as far as status and message tell.
+
+        What denies access does so in many words, and before a request is read: there the status is enough.
+        """
+        if not isinstance(other, RequestDenied) or (self.code in _OF_ACCESS and other.code in _OF_ACCESS):
+            return True
+        return self.code == other.code and _kind_of_message(self.message) == _kind_of_message(other.message)
 
 
 class EngineLost(EngineError):
@@ -175,6 +190,13 @@ class Requests:
         """The body for several texts to embed."""
         return self._head + b"[" + b",".join(prompts) + b"]}"
 
+    def probe(self, prompt: bytes, *, content: bool) -> bytes:
+        """A row's request again; without its content: same settings and roles, each text "ping"."""
+        if content or self._generation.task != "chat":
+            return self.body(prompt if content else b'"ping"')
+        roles = [message.get("role") for message in orjson.loads(prompt)[:PROBE_MESSAGES]]
+        return self.body(orjson.dumps([{"role": role, "content": "ping"} for role in roles]))
+
     def canary(self, prompt: bytes | None = None) -> bytes:
         """The smallest request that makes the engine generate: one token, no schema. `prompt` as in `body`."""
         head = {"model": self._generation.model}
@@ -234,17 +256,15 @@ def _usage(answer: Any) -> tuple[int, int]:
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
     """What an HTTP status other than 200 means for the row or the engine."""
     message, code = _error_text(body)
-    if status in (401, 403, 404, 405) or 300 <= status < 400:
-        return RequestDenied(rejected(status), _refusal(status), message)
     if status == 500 and _TOO_LONG_TO_EMBED.search(message):
         return RowRejected("context_length_exceeded", message)
     if status in (408, 425, 429) or status >= 500 or status < 200:
         return Transient(f"http_{status}", message, retry_after=retry_after(headers), taken=status != 429)
-    if status < 300:
+    if 200 <= status < 300:
         return Transient("garbage_body", f"status {status} without an answer")
-    if _TOO_LONG.search(f"{code} {message}"):
+    if status not in _ACCESS and _TOO_LONG.search(f"{code} {message}"):
         return RowRejected("context_length_exceeded", message)
-    return RowRejected(rejected(status), message)
+    return RequestDenied(rejected(status), _refusal(status), message)
 
 
 def rejected(status: int) -> str:
@@ -252,9 +272,13 @@ def rejected(status: int) -> str:
     return f"{_REJECTED}{status}"
 
 
-def is_rejection(code: str | None) -> bool:
-    """Whether a row's error code says that the engine refused the request by its status (rejected_400)."""
-    return code is not None and code.startswith(_REJECTED)
+_ACCESS = frozenset({401, 403, 404, 405, *range(300, 400)})
+_OF_ACCESS = frozenset(map(rejected, _ACCESS))
+
+
+def _kind_of_message(message: str) -> str:
+    """What messages of one kind have in common: figures and what is quoted differ from row to row."""
+    return _FIGURES.sub("0", _QUOTED.sub("''", message.lower()))
 
 
 def _refusal(status: int) -> str:
@@ -262,6 +286,13 @@ def _refusal(status: int) -> str:
         return f"expected the API key to be accepted, found status {status}: check the engine's key"
     if status in (404, 405):
         return f"expected an OpenAI-compatible endpoint with the wanted model, found status {status}: check both"
+    if status == 402:
+        return "expected an account with credit, found status 402: look at its billing page"
+    if status >= 400:
+        return (
+            f"expected requests of this dataset to be taken, found them refused with status {status}, a short one with "
+            "the same settings too: check sampling and output.json_schema against what the server allows"
+        )
     return f"expected an answer, found a redirect (status {status}), which is never followed: use the final address"
 
 

@@ -82,6 +82,10 @@ class VerbatimClient(EngineClient):
             body = {name: value for name, value in body.items() if name != "max_completion_tokens"} | {"max_tokens": 1}
         await self._ask(orjson.dumps(body), None, self._completion)
 
+    async def probe(self, prompt: bytes, *, content: bool) -> None:
+        """One token, to a row's own body or to none: each row has its own settings. Raises like `generate`."""
+        await self.canary(prompt if content else None)
+
     async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
         return read_whole(await self._body(answer, self._limit, admit))
 
@@ -108,7 +112,7 @@ def refusal(answer: aiohttp.ClientResponse, body: bytes) -> EngineError:
     """
     status = answer.status
     error = error_of(status, answer.headers, body)
-    if isinstance(error, RequestDenied) and (status == 401 or 300 <= status < 400 or _is_of_model(status, body)):
+    if isinstance(error, RequestDenied) and (status in (401, 402) or 300 <= status < 400 or _is_of_model(status, body)):
         return EngineRefused(str(error))
     if isinstance(error, RowRejected | RequestDenied):
         error = RowRejected(rejected(status))

@@ -27,7 +27,7 @@ from gpu_runner.client.protocol import (
     Transient,
 )
 from gpu_runner.http.bounded_read import Admit
-from gpu_runner.inference.failures.denials import Denials, Evidence
+from gpu_runner.inference.failures.denials import Denials, Evidence, told
 from gpu_runner.inference.failures.retry import LivenessEvidence, backoff
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.windows.concurrency_window import Window
@@ -36,6 +36,12 @@ from gpu_runner.rows import Generation
 
 # How often an engine is asked for its health while it fails: a dead one is to be noticed within seconds.
 UNEASY_SECONDS = 0.3
+# So long is a request waited for that is only to show whether it is refused.
+PROBE_SECONDS = 20.0
+
+
+class _Admitted(Exception):
+    """A request was not refused; its answer was not waited for."""
 
 
 class Engine(Protocol):
@@ -47,6 +53,7 @@ class Engine(Protocol):
         self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None
     ) -> Completion: ...
     async def canary(self, prompt: bytes | None = None) -> None: ...
+    async def probe(self, prompt: bytes, *, content: bool) -> None: ...
     async def load(self) -> EngineLoad | None: ...
     async def healthy(self) -> bool: ...
     def reachability(self) -> Reachability: ...
@@ -255,18 +262,24 @@ class Watchdog:
 
     async def _canary(self) -> None:
         self.canaries += 1
-        sent, denials = self._loop.time(), self._worker.failures.denials
-        answered_row = self._worker.failures.evidence_wanted(sent) == "answered_row"
+        sent = self._loop.time()
+        evidence = self._worker.failures.evidence_wanted(sent)
         try:
-            async with asyncio.timeout(self._policy.stall_seconds):
-                await self._engine.canary(denials.answered_prompt if answered_row else None)
+            if evidence is None:
+                async with asyncio.timeout(self._policy.stall_seconds):
+                    await self._engine.canary()
+            else:
+                await self._probe(evidence == "answered_row")
         except RowRejected:
-            self.canary_useless, self._next_canary = True, sent + self._policy.poll_seconds
-            self._admitted(sent, answered_row)  # it was read, so it got past what denies
-            self._worker.failures.judge()
+            self.canary_useless = self.canary_useless or evidence is None
+            self._next_canary = sent + self._policy.poll_seconds
+            self._admitted(sent, evidence)  # it was read, so it got past what denies
+        except _Admitted:
+            self._next_canary = self._loop.time() + self._policy.poll_seconds
+            self._admitted(sent, evidence)
         except EngineRefused as error:
             self._next_canary = sent + self._policy.poll_seconds
-            self._canary_denied(sent, error, answered_row)
+            self._canary_denied(sent, error, evidence)
         except (Transient, TimeoutError) as error:
             self._canary_failed(sent, error.retry_after if isinstance(error, Transient) else None)
         except EngineLost as error:
@@ -278,24 +291,36 @@ class Watchdog:
             self._next_canary = now + self._policy.poll_seconds
             self._tokens = None  # the canary's own token is no progress of rows
             self.succeeded(sent, now)
-            self._admitted(sent, answered_row)
-            self._worker.failures.judge()
+            self._admitted(sent, evidence)
 
-    def _admitted(self, sent: float, answered_row: bool) -> None:
-        if answered_row:
+    def _admitted(self, sent: float, evidence: Evidence | None) -> None:
+        """A canary that no refused row asked for has other settings than rows: it shows nothing of their refusal."""
+        if evidence == "answered_row":
             self._worker.failures.denials.answered_row_answered(sent)
-        else:
+        elif evidence == "canary":
             self._worker.failures.denials.canary_answered(sent)
+        self._worker.failures.judge()
 
-    def _canary_denied(self, sent: float, error: EngineRefused, answered_row: bool) -> None:
+    async def _probe(self, answered_row: bool) -> None:
+        """Evidence for refused rows. Raises _Admitted where the answer takes long: a refusal comes at once."""
+        denials = self._worker.failures.denials
+        prompt = denials.answered_prompt if answered_row else denials.oldest_prompt
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._engine.probe(prompt or b'"ping"', content=answered_row)
+        except TimeoutError:
+            raise _Admitted from None
+
+    def _canary_denied(self, sent: float, error: EngineRefused, evidence: Evidence | None) -> None:
         """A row that was answered before and is denied now: the engine denies. Else only the canary may be meant."""
-        if answered_row:
-            self._worker.end(error)
+        denials = self._worker.failures.denials
+        if evidence == "answered_row":
+            self._worker.end(told(error, denials.answered_prompt))
             return
-        self.canary_useless = True
-        denied_at = self._worker.failures.denials.oldest
+        self.canary_useless = self.canary_useless or evidence is None
+        denied_at = denials.oldest
         if denied_at is not None and denied_at <= sent:
-            self._worker.failures.denials.canary_denied(error)
+            denials.canary_denied(error)
             self.suspect()
             self._worker.failures.judge()
 

@@ -147,6 +147,9 @@ class FakeEngine:
             raise self.outage
         self.tokens += 1
 
+    async def probe(self, prompt: bytes, *, content: bool) -> None:
+        await self.canary(prompt if content else None)
+
     async def load(self) -> EngineLoad | None:
         if not self.alive:
             raise Transient("connect_failed", taken=False)

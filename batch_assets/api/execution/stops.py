@@ -130,6 +130,10 @@ class StoppableEngine:
         """One token, to a row's request if there is one."""
         await self._client.canary(None if prompt is None else prompt.partition(b" ")[2])
 
+    async def probe(self, prompt: bytes, *, content: bool) -> None:
+        """As of the client."""
+        await self._client.probe(prompt.partition(b" ")[2], content=content)
+
     async def load(self) -> EngineLoad | None:
         """As of the client."""
         return await self._client.load()

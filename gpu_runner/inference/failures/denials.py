@@ -1,12 +1,14 @@
-"""Rows that a server answered with 401, 403, 404, 405 or a redirect: is it this row, or the engine?
+"""Rows that a server refused with a 4xx or a redirect: is it this row, or what all rows have in common?
 
-Evidence decides, from the weakest to the strongest:
+In common they have key, credit, model and address, and the settings of the request (sampling, output.json_schema).
+What says itself that it is the row's (a prompt that is too long) is no case for this module. Evidence decides, from the
+weakest to the strongest:
 
-- A canary, a request for one token, is answered: key, model and address are right. The denied rows are set aside and
-  the engine goes on with others.
+- A canary is answered: a request with the settings and roles of a denied row, and "ping" for its texts. The denied rows
+  are set aside and the engine goes on with others.
 - Rows that were sent after a denial are answered while few are denied: the denied rows become dead letters.
-- Many rows are denied while few are answered, or the canary itself is denied: the engine is asked for one token with
-  the prompt of a row that it answered before. If that is answered, the denials were the rows' own. If not, or if no
+- Many rows are denied while few are answered, or the canary itself is denied as the rows are: the engine is asked once
+  more for a row that it answered before. If that is not refused, the denials were the rows' own. If it is, or if no
   row was ever answered, the engine denies everything, and no row is charged.
 
 What "many" means is a cumulative sum (Page, Continuous Inspection Schemes, 1954): a denied row adds 1, an answered one
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu_runner.client.protocol import EngineRefused, RequestDenied
+from gpu_runner.client.server_sentence import says
 from gpu_runner.inference.row_state import Item
 
 # A canary is sent for so many denials as a share of the window, or for one that waited so long: other rows may prove
@@ -68,6 +71,11 @@ class Denials:
         """Since when a denied row waits for a request that is answered."""
         return self._fresh[0].at if self._fresh else None
 
+    @property
+    def oldest_prompt(self) -> bytes | None:
+        """The prompt of that row."""
+        return self._fresh[0].item.row.prompt if self._fresh else None
+
     def slots(self, window: int) -> int:
         """How many slots the denied rows keep: those set aside keep none, unless too many were denied."""
         return len(self) if self._too_many(window) else len(self._fresh)
@@ -112,8 +120,19 @@ class Denials:
             self._aside.append(denial)
 
     def canary_denied(self, error: EngineRefused) -> None:
-        """The canary is denied as well: no use to ask it again."""
-        self._canary_error = error
+        """The canary is denied as well: no use to ask it again.
+
+        Rows that are denied for another reason got past that one, or are not denied for it: they are set aside.
+        """
+        alike, others = deque[Denial](), deque[Denial]()
+        for denial in self._fresh:
+            (alike if denial.error.like(error) else others).append(denial)
+        for denial in others:
+            denial.item.set_aside()
+        self._aside += others
+        self._fresh = alike
+        if alike:
+            self._canary_error = error
 
     def answered_row_answered(self, sent: float) -> None:
         """A prompt that was answered before is answered again, sent at `sent`: the engine denies rows one by one."""
@@ -143,8 +162,8 @@ class Denials:
         if not self or in_flight or self.answered_prompt is not None:
             return None
         if self._fresh:
-            return self._canary_error
-        return self._all_denied() if self._too_many(window) else None
+            return None if self._canary_error is None else told(self._canary_error)
+        return self._all_denied() if self._sum >= MANY_DENIED else None
 
     def give_up(self) -> list[Item]:
         """Takes out all rows: nothing was proved."""
@@ -163,7 +182,18 @@ class Denials:
         return self._sum >= max(MANY_DENIED, MANY_WINDOWS * window)
 
     def _all_denied(self) -> EngineRefused:
+        last = self._aside[-1]
         return EngineRefused(
-            f"expected rows to be answered, found {self._sum} denied ({self._aside[-1].error.code}) and none answered, "
-            "though a short request without their content was: check what the server, or the gateway before it, allows"
+            f"expected rows to be answered, found {self._sum} refused ({last.error.code}) and none answered, "
+            "though a short request without their content was: check the prompt template against what the server, or "
+            f"the gateway before it, allows.{says(last.error.message, last.item.row.prompt)}"
         )
+
+
+def told(error: EngineRefused, prompt: bytes | None = None) -> EngineRefused:
+    """The refusal of a whole engine, with the server's sentence. `prompt`: what that may repeat; None where it was
+    asked for nothing of a row.
+    """
+    if not isinstance(error, RequestDenied):
+        return error
+    return EngineRefused(f"{error}.{says(error.message, prompt)}")

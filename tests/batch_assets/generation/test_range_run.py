@@ -64,7 +64,7 @@ def test_an_engine_that_refuses_every_row_fails_the_run_and_buries_none(
     with simulated_engine("--speed", "200", "--faults", faults, model=MODEL) as engine:
         broken = manifest.model_copy(update={"generation": manifest.generation | {"sampling": {"temperature": -1}}})
         run = a_run(store, broken, "run-2")
-        with pytest.raises(EngineRefused, match="each of the first 200 rows"):
+        with pytest.raises(EngineRefused, match=r"refused with status 400.*The server says: .*temperature"):
             asyncio.run(generate(run, engine.url))
         run.close()
     assert not list(local_objects.list("d/journal/"))

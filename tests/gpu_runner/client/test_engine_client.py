@@ -16,7 +16,7 @@ from gpu_runner.client.engine_client import (
     EngineClient,
     EngineLost,
     EngineRefused,
-    RowRejected,
+    RequestDenied,
     TimeOuts,
     Transient,
 )
@@ -150,8 +150,8 @@ def test_the_api_key_is_sent_and_stays_out_of_errors() -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [(400, RowRejected), (413, RowRejected), (422, RowRejected), (403, EngineRefused), (404, EngineRefused),
-     (429, Transient), (500, Transient), (503, Transient)],
+    [(400, RequestDenied), (402, RequestDenied), (413, RequestDenied), (422, RequestDenied), (403, RequestDenied),
+     (404, RequestDenied),     (429, Transient), (500, Transient), (503, Transient)],
 )  # fmt: skip
 def test_each_status_has_its_class_and_no_exception_shows_the_body(code: int, kind: type[Exception]) -> None:
     async def main() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts, divide, read_vectors
-from gpu_runner.client.protocol import Requests, RowRejected, Transient
+from gpu_runner.client.protocol import RequestDenied, Requests, Transient
 from gpu_runner.rows import Generation
 
 
@@ -54,7 +54,7 @@ def test_an_answer_that_is_not_one_vector_for_each_input_is_garbage(data: Any) -
 
 
 def test_a_refusal_is_that_of_the_list() -> None:
-    with pytest.raises(RowRejected, match="rejected_400"):
+    with pytest.raises(RequestDenied, match="400"):
         read([], [1, 1], status=400)
 
 

@@ -12,6 +12,7 @@ from gpu_runner.client.protocol import (
     Completion,
     EngineRefused,
     Repair,
+    RequestDenied,
     Requests,
     RowRejected,
     Transient,
@@ -148,10 +149,10 @@ def test_a_prompt_beyond_the_context_has_its_own_code(message: str) -> None:
     assert error.message == message
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_other_refusals_of_a_row_name_their_status(status: int) -> None:
+@pytest.mark.parametrize("status", [400, 402, 409, 413, 418, 422, 451])
+def test_other_refusals_name_their_status(status: int) -> None:
     error = error_of(status, {}, b'{"detail":"bad"}')
-    assert isinstance(error, RowRejected)
+    assert isinstance(error, RequestDenied)
     assert (error.code, error.message) == (f"rejected_{status}", "bad")
 
 
@@ -163,9 +164,39 @@ def test_openai_s_code_says_too_long_without_the_words() -> None:
 
 def test_what_a_server_says_is_cut_and_stays_out_of_the_exception_s_text() -> None:
     error = error_of(400, {}, orjson.dumps({"error": {"message": "prompt: " + "secret " * 500}}))
-    assert isinstance(error, RowRejected)
+    assert isinstance(error, RequestDenied)
     assert len(error.message) == 500
     assert "secret" not in f"{error} {error!r}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ((400, "max_tokens 5000 is above 4,096"), (400, "max_tokens 16 is above 4096"), True),
+        ((400, "invalid text 'ab'"), (400, "invalid text 'c d'"), True),
+        ((400, "invalid text"), (400, "unsupported parameter: temperature"), False),
+        ((400, "no"), (422, "no"), False),
+        ((402, "no credit"), (401, "no credit"), False),
+        ((401, "wrong key"), (403, "key is blocked"), True),
+        ((403, "flagged"), (400, "flagged"), False),
+    ],
+)
+def test_which_refusals_are_alike(one: tuple[int, str], other: tuple[int, str], alike: bool) -> None:
+    first, second = (error_of(status, {}, words.encode()) for status, words in (one, other))
+    assert isinstance(first, RequestDenied) and isinstance(second, RequestDenied)
+    assert first.like(second) is second.like(first) is alike
+    assert first.like(EngineRefused("no certificate"))
+
+
+def test_a_probe_has_the_settings_and_roles_of_a_row_and_none_of_its_text() -> None:
+    requests = Requests(Generation("chat", "m", {"temperature": 9}, SCHEMA))
+    prompt = orjson.dumps([{"role": "system", "content": "secret"}, {"role": "user", "content": [{"text": "secret"}]}])
+    probe = orjson.loads(requests.probe(prompt, content=False))
+    ping = [{"role": "system", "content": "ping"}, {"role": "user", "content": "ping"}]
+    assert probe == orjson.loads(requests.body(prompt)) | {"messages": ping}
+    assert requests.probe(prompt, content=True) == requests.body(prompt)
+    texts = Requests(Generation("completion", "m", {"max_tokens": 7}))
+    assert orjson.loads(texts.probe(b'"secret"', content=False)) == {"model": "m", "max_tokens": 7, "prompt": "ping"}
 
 
 @pytest.mark.parametrize(
