@@ -17,6 +17,7 @@ import orjson
 from batch_assets.snapshot.ingest import Prompts
 from batch_assets.snapshot.row_filter import Where
 from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.client.engine_client import (
@@ -70,7 +71,7 @@ def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[Pre
     columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
     most = min(count, spec.source.limit or count)
     found: list[PreviewRow] = []
-    for block in read_source(spec.source, columns, folder, set(columns) - prompts.required):
+    for block in read_source(spec.source, columns, folder, Unseen(set(columns) - prompts.required)):
         found += _rendered(prompts, where, block, most - len(found))
         if len(found) >= most:
             break

@@ -22,6 +22,7 @@ import orjson
 from batch_assets.snapshot.ingest import Prompts
 from batch_assets.snapshot.row_filter import Where
 from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -178,7 +179,7 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
     prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
     columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
     rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
-    for number, block in enumerate(read_source(spec.source, columns, folder, set(columns) - prompts.required)):
+    for number, block in enumerate(read_source(spec.source, columns, folder, Unseen(set(columns) - prompts.required))):
         if number >= COUNTED_BLOCKS:
             whole = False
             break

@@ -19,7 +19,7 @@ from batch_assets.snapshot.json_types import ColumnKinds, arrow_type, to_arrow
 from batch_assets.snapshot.row_filter import Where
 from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError
+from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, Unseen
 from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -196,7 +196,7 @@ class _Reading:
         self._where = Where(spec.source.where) if spec.source.where else None
         wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
         self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
-        self.unseen = set(self.columns) - self._prompts.required - {spec.id}
+        self.unseen = Unseen(set(self.columns) - self._prompts.required - {spec.id})
         self._kinds = ColumnKinds(spec.keep_columns)
         self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
         self._index = index_file(workdir / "index.parquet", with_id=spec.id is not None)
@@ -204,12 +204,13 @@ class _Reading:
         self._typed = False
         self._keep_types: list[pa.Field] = []
         self._files: dict[str, int] = {}
-        self._source_rows = 0
+        self._read_rows = self._source_rows = 0  # before and after `where`
         self._content = (0, 0)
         self._row_bytes = 0
 
     def take(self, block: Block) -> bool:
         """Take in a block; False when the limit is reached."""
+        self._read_rows += len(block.lines)
         if self._where is not None:
             passing, refused = self._where.split(block)
             rejects = [Reject(block.file, block.lines[i], reason) for i, reason in refused.items()]
@@ -319,9 +320,8 @@ class _Reading:
         self._index.close()
         if self._stage is not None:
             self._stage.close()
-        if self._source_rows and self.unseen:
-            missing = ", ".join(map(repr, sorted(self.unseen)))
-            raise SourceError(f"{source_name(self._spec)}: expected column {missing}, found it in no row")
+        if self._read_rows:
+            self.unseen.refuse(source_name(self._spec))
         self._rejects.close()
         if self._stage is None:
             why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""

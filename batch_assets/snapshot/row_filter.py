@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batch_assets.snapshot.json_types import ColumnKinds, to_arrow
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.errors import SourceError, shown
 from batch_assets.snapshot.source.parquet import plain
 
 
@@ -31,13 +31,26 @@ class Where:
         refused = {} if block.arrow is not None else self._kinds.learn(block.columns)
         judged = [i for i in range(len(block.lines)) if i not in refused]
         part = block.take(judged) if refused else block
+        frame = self._fitting_frame(part)
         try:
-            mask = self._mask(self._frame(part))
+            mask = self._mask(frame)
         except pl.exceptions.PolarsError as error:
-            mask, failed = self._each(part, error)
+            mask, failed = self._each(part.file, frame, error)
             refused |= {judged[i]: reason for i, reason in failed.items()}
         self._worked = True
         return [judged[i] for i, passes in enumerate(mask) if passes], refused
+
+    def _fitting_frame(self, block: Block) -> pl.DataFrame:
+        """The columns; those that have no value so far as text or, where the condition then fails, as nothing."""
+        frame = self._frame(block)
+        empty = [name for name in self.columns if block.arrow is None and self._kinds.kinds.get(name) is None]
+        if not empty:
+            return frame
+        try:
+            self._mask(frame)
+        except pl.exceptions.PolarsError:
+            return frame.with_columns(pl.lit(None, pl.Null).alias(name) for name in empty)
+        return frame
 
     def _frame(self, block: Block) -> pl.DataFrame:
         arrays: Mapping[str, Any] = {
@@ -57,9 +70,8 @@ class Where:
         mask: list[bool | None] = result.to_list()
         return mask if len(mask) == frame.height else mask * frame.height
 
-    def _each(self, block: Block, error: Exception) -> tuple[list[bool | None], dict[int, str]]:
+    def _each(self, file: str, frame: pl.DataFrame, error: Exception) -> tuple[list[bool | None], dict[int, str]]:
         """Row by row, when some value of the block makes the condition fail."""
-        frame = self._frame(block)
         mask: list[bool | None] = []
         failed: dict[int, str] = {}
         for row in range(frame.height):
@@ -71,8 +83,8 @@ class Where:
         if len(failed) == frame.height and not self._worked:
             # The message of a failed conversion ends with the values themselves.
             reason_text = str(error).splitlines()[0].partition(" for ")[0]
-            raise SourceError(
-                f"source.where: {self._text!r} does not fit the columns: {reason_text}. "
-                "Columns of a CSV file are text: write CAST(column AS DOUBLE)."
-            ) from error
+            texts = [name for name, kind in frame.schema.items() if kind == pl.String]
+            hint = f" In text: {', '.join(map(shown, texts))}; for numbers write CAST({texts[0]} AS DOUBLE)."
+            said = f"{file}: source.where: {self._text!r} does not fit the columns: {reason_text}."
+            raise SourceError(said + (hint if texts else "")) from error
         return mask, failed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 LISTED = 20
 SHOWN_NAME = 64
+MOST_NAMES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,40 @@ def no_column(file: str, wanted: Sequence[str], there: Sequence[str]) -> None:
     known = set(there)
     missing = [name for name in wanted if name not in known]
     if missing:
-        names = ", ".join(map(shown, there[:50])) + (f" and {len(there) - 50} more" if len(there) > 50 else "")
-        plural = "columns" if len(missing) > 1 else "column"
-        raise SourceError(f"{file}: expected {plural} {', '.join(map(repr, missing))}, found {names or 'no columns'}")
+        raise SourceError(f"{file}: expected {_columns(missing)}, found {_names(there)}{_meant(missing, there)}")
+
+
+class Unseen(set[str]):
+    """Wanted columns that no row had so far; `there` are the columns that rows have, at most MOST_NAMES."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        super().__init__(names)
+        self.there: dict[str, None] = {}
+
+    def look(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Take in rows of a source without a header."""
+        if self:
+            if len(self.there) < MOST_NAMES:
+                self.there |= dict.fromkeys(key for row in rows for key in row)
+            self -= {name for name in self if any(name in row for row in rows)}
+
+    def refuse(self, file: str) -> None:
+        """Raise SourceError when a column was in no row; it names those that were."""
+        if self:
+            missing, there = sorted(self), list(self.there)
+            said = f"expected {_columns(missing)}, found it in no row, but {_names(there)}"
+            raise SourceError(f"{file}: {said}{_meant(missing, there)}")
+
+
+def _columns(names: Sequence[str]) -> str:
+    return f"column{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
+
+
+def _names(there: Sequence[str]) -> str:
+    more = f" and {len(there) - 50} more" if len(there) > 50 else ""
+    return ", ".join(map(shown, there[:50])) + more or "no columns"
+
+
+def _meant(missing: Sequence[str], there: Sequence[str]) -> str:
+    near = [match for name in missing for match in difflib.get_close_matches(name, there[:MOST_NAMES], n=1)]
+    return f". Did you mean {', '.join(map(shown, dict.fromkeys(near)))}?" if near else ""

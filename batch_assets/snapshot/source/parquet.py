@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import Reject, SourceError, no_column
+from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
@@ -31,7 +31,7 @@ class ParquetReader:
         self._columns = list(columns)
         self._types: dict[str, tuple[str, pa.DataType]] = {}
 
-    def read(self, file: str, stream: BinaryIO, optional: set[str]) -> Iterator[Block]:
+    def read(self, file: str, stream: BinaryIO, optional: Unseen) -> Iterator[Block]:
         """All rows of one file; `line` counts rows from 1."""
         try:
             with pq.ParquetFile(stream) as first:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.errors import SourceError, no_column
+from batch_assets.snapshot.source.errors import SourceError, Unseen, no_column
 from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
 from batch_assets.spec.source import GridColumn, SourceSpec
 
@@ -24,7 +24,7 @@ MAX_GRID_ROWS = 200_000_000
 
 
 def read_source(
-    source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str] | None = None
+    source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen | None = None
 ) -> Iterator[Block]:
     """All rows of the source, before `where` and `limit`. Relative paths are looked up below `base`.
 
@@ -34,13 +34,13 @@ def read_source(
     Raises SourceError for what makes the whole source unusable: no file, no such column, types that differ between
     files, a file that is broken or that changes while it is read.
     """
-    optional = set() if optional is None else optional
+    optional = Unseen() if optional is None else optional
     if source.grid is not None:
         return _grid(source, columns, base, optional)
     return _files(source, columns, base, optional)
 
 
-def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
+def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen) -> Iterator[Block]:
     from batch_assets.snapshot.source.parquet import ParquetReader
     from batch_assets.snapshot.source.text import read_csv, read_jsonl
 
@@ -75,7 +75,7 @@ def _readable(file: SourceFile) -> Iterator[None]:
         raise SourceError(f"{file.name}: changed while it was read; run again when its writer has finished")
 
 
-def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[str]) -> Iterator[Block]:
+def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen) -> Iterator[Block]:
     """One row per combination. The lists are held, the product never is."""
     assert source.grid is not None
     no_column("grid", columns, list(source.grid))
@@ -100,7 +100,7 @@ def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: set[
 
 def _csv_values(where: GridColumn, base: Path) -> list[Any]:
     values: list[Any] = []
-    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base, set()):
+    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base, Unseen()):
         if block.rejects:
             raise SourceError.of_rows(block.rejects, len(block.rejects))
         values += block.columns[where.column]

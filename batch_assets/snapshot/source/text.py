@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.errors import Reject, SourceError, no_column, shown
+from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
         yield [None if skipping else rest]
 
 
-def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
+def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
     """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null.
 
     Columns that are not optional must be somewhere in the first block of each file.
@@ -75,7 +75,7 @@ def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: se
             there = dict.fromkeys(key for row in rows for key in row)
             no_column(file, [name for name in columns if name not in optional], list(there))
             checked = True
-        optional -= {name for name in optional if any(name in row for row in rows)}
+        optional.look(rows)
         yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
 
 
@@ -132,7 +132,7 @@ class _CsvLines:
             return line.decode(errors="replace") + "\n"
 
 
-def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: set[str]) -> Iterator[Block]:
+def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
     """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null.
 
     A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than

@@ -279,6 +279,35 @@ def test_a_where_that_never_fits_stops_the_snapshot(bench: Bench, where: str, me
     assert "CANARY" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "where", ["scroe IS NULL", "scroe > 3", "scroe LIKE 'a%'", "CAST(scroe AS INT) > 3", "scroe IS NULL AND score > 3"]
+)
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_a_where_over_a_column_that_is_not_there_names_it_and_what_was_meant(
+    bench: Bench, where: str, ending: str
+) -> None:
+    rows = [{"q": f"q{i}", "score": i} for i in range(8)]
+    bench.write(rows)
+    (bench.folder / "a.csv").write_text("q,score\n" + "".join(f"{row['q']},{row['score']}\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), bench.folder / "a.parquet")
+    with pytest.raises(SourceError) as caught:
+        bench.build(source={"path": f"a.{ending}", "where": where})
+    for words in (f"a.{ending}: expected column 'scroe', found", "'q', 'score'", "Did you mean 'score'?"):
+        assert words in str(caught.value)
+    assert "CSV" not in str(caught.value)
+
+
+def test_a_where_waits_for_a_key_that_comes_late(bench: Bench) -> None:
+    rows: list[dict[str, Any] | str] = [{"q": f"{i} " + "x" * 80} for i in range(15_000)]
+    manifest = bench.build([*rows, {"q": "a", "score": 5}], source={"path": "a.jsonl", "where": "score > 3"})
+    assert (manifest.rows, manifest.rejected) == (1, 0)
+
+
+def test_a_where_that_does_not_fit_json_says_which_columns_are_text(bench: Bench) -> None:
+    with pytest.raises(SourceError, match=r"a\.jsonl: source\.where: 'q > 3' does not fit .* CAST\(q AS DOUBLE\)"):
+        bench.build([{"q": "a"}], source={"path": "a.jsonl", "where": "q > 3"})
+
+
 # Bad rows
 
 
