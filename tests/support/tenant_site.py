@@ -89,7 +89,8 @@ def tenant_site(home: Path) -> Iterator[Site]:
     (home / "limits.yaml").write_text(
         "default: {requests_per_minute: 1000000}\n"
         "tenants: {small: {requests_per_minute: 1000000, open_batches: 1, storage_bytes: 1000},\n"
-        "  single: {requests_per_minute: 1000000, open_batches: 1}}"
+        "  single: {requests_per_minute: 1000000, open_batches: 1},\n"
+        "  queue: {requests_per_minute: 1000000, queued_lines: 5}}"
     )
     private = rsa.generate_private_key(65537, 2048)
     key_set = {"keys": [{**RSAAlgorithm.to_jwk(private.public_key(), as_dict=True), "kid": "one"}]}
@@ -121,7 +122,7 @@ def tenant_site(home: Path) -> Iterator[Site]:
 def make_keys(database: str) -> dict[str, str]:
     clock = [time.time()]
     with contextlib.closing(KeyStore(database, lambda: clock[0])) as store:
-        keys = {name: store.create(name, SCOPES)[1] for name in ("victim", "attacker", "small", "single")}
+        keys = {name: store.create(name, SCOPES)[1] for name in ("victim", "attacker", "small", "single", "queue")}
         revoked, keys["revoked"] = store.create("victim", SCOPES)
         store.revoke(revoked.key_id)
         keys["unscoped"] = store.create("victim", frozenset({Scope.MODELS_READ}))[1]

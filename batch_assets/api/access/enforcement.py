@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import ParamSpec
+from functools import partial
 
 import sqlalchemy as sa
 from fastapi import Request
 
-from batch_assets.api.access.quotas import Quotas
+from batch_assets.api.access.quotas import Quotas, check_stored
 from batch_assets.api.access.rate_limiter import RateLimiter
 from batch_assets.api.access.rate_limits import Limits, TenantLimits, rate_headers, too_many
 from batch_assets.api.access.request_access import RequestAccess, access_of
+from batch_assets.api.records.database import Check
 from batch_assets.api.requests.callers import Authenticate, Caller
 from batch_assets.api.requests.errors import ApiError
 
 log = logging.getLogger(__name__)
-
-UPLOAD = "/v1/files"
-P = ParamSpec("P")
 
 
 class LimitedAuthenticator:
@@ -34,21 +32,28 @@ class LimitedAuthenticator:
         caller = await self._authenticate(request)
         access = access_of(request)
         access.caller = caller
-        limits = self.limits.of(caller.tenant)
-        await self._ask(access, caller.tenant, "requests", limits.requests_per_minute, 1)
-        if request.method == "POST" and request.url.path == UPLOAD:  # before the file is read
-            await self._look(self._quotas.check_file, caller.tenant, limits, _said_bytes(request))
+        await self._ask(access, caller.tenant, "requests", self.of(caller.tenant).requests_per_minute, 1)
         return caller
 
-    async def check_new_batch(self, tenant: str) -> None:
-        """Refuse a batch that was not made before and would be too much. Raises ApiError 429, 503."""
-        await self._look(self._quotas.check_batch, tenant, self.of(tenant))
+    def of_new_batch(self, tenant: str, lines: int) -> Check:
+        """For the transaction that adds a batch of so many lines. It raises ApiError 429."""
+        return self._quotas.of_new_batch(tenant, self.of(tenant), lines)
 
-    async def _look(self, check: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> None:
+    def of_new_file(self, tenant: str, size: int) -> Check:
+        """For the transaction that adds a file of `size` bytes. It raises ApiError 429."""
+        return self._quotas.of_new_file(tenant, self.of(tenant), size)
+
+    async def room_for_file(self, request: Request, tenant: str) -> Callable[[int], None]:
+        """Refuse an upload that says that it is too long, and return what refuses a file by the bytes that have come.
+
+        Both raise ApiError 429; 503 while limits cannot be looked up.
+        """
+        limits = self.of(tenant)
         try:
-            await asyncio.to_thread(check, *arguments, **named)
+            held = await asyncio.to_thread(self._quotas.check_stored, tenant, limits, _said_bytes(request))
         except sa.exc.SQLAlchemyError:
             raise _unknown_limits() from None
+        return partial(check_stored, limits, held)
 
     def of(self, tenant: str) -> TenantLimits:
         """The limits of a tenant."""

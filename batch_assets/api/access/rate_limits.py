@@ -1,6 +1,7 @@
 """How much a tenant may do: requests and tokens a minute, and what its work may hold. `limits.yaml` says it.
 
-The answer to a request that is too much is 429, with the headers that OpenAI sends (x-ratelimit-…) and Retry-After.
+The answer to a request that is too much is 429, with the headers that OpenAI sends (x-ratelimit-…) and Retry-After;
+where waiting does not help, `x-should-retry: false` in its place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from resources.yaml_files import read_settings
 
 FILE = "limits.yaml"
 LONGEST_WAIT = 60.0
+NO_RETRY = {"x-should-retry": "false"}  # the stock clients do not send such a request again
 
 
 class LimitsError(UserFacingError):
@@ -80,7 +82,7 @@ def too_many(kind: str, per_minute: int, amount: int, decision: Decision) -> Api
     headers = rate_headers(kind, per_minute, decision)
     if math.isinf(decision.wait_seconds):
         message = f"Request too large: limit {per_minute} {kind} per min (TPM), requested {amount}."
-        return ApiError(429, message, code="rate_limit_exceeded", kind=kind, headers=headers)
+        return ApiError(429, message, code="rate_limit_exceeded", kind=kind, headers={**headers, **NO_RETRY})
     headers |= retry_after(decision.wait_seconds)
     unit = "RPM" if kind == "requests" else "TPM"
     message = (
@@ -90,21 +92,22 @@ def too_many(kind: str, per_minute: int, amount: int, decision: Decision) -> Api
     return ApiError(429, message, code="rate_limit_exceeded", kind=kind, headers=headers)
 
 
-def over_quota(what: str, limit: int, held: int, asked: int) -> ApiError:
-    """The 429 for work that would hold more than a tenant may: it can be sent again when other work has ended."""
-    return ApiError(
+def check_quota(what: str, limit: int, held: int, asked: int = 1, *, ends_by_itself: bool = True) -> None:
+    """Refuse what would hold more than a tenant may. Raises ApiError 429.
+
+    What is held by work that `ends_by_itself` is less after a while, so that the same may be sent again. Files stay
+    until somebody deletes them, and more than the limit alone is never granted: waiting does not help.
+    """
+    if held + asked <= limit:
+        return
+    later = ends_by_itself and asked <= limit
+    raise ApiError(
         429,
         f"You exceeded your quota of {what}: limit {limit:,}, held {held:,}, requested {asked:,}.",
         code="quota_exceeded",
         kind="insufficient_quota",
-        headers=retry_after(LONGEST_WAIT),
+        headers=retry_after(LONGEST_WAIT) if later else NO_RETRY,
     )
-
-
-def check_quota(what: str, limit: int, held: int, asked: int = 1) -> None:
-    """Refuse work that would hold more than a tenant may. Raises ApiError 429."""
-    if held + asked > limit:
-        raise over_quota(what, limit, held, asked)
 
 
 def retry_after(seconds: float) -> Mapping[str, str]:

@@ -72,7 +72,7 @@ class BatchRedrive:
                 parts = self._write_lines(old, keys, path)
                 if not any(part.lines for part in parts):
                     return Redrive(parts, None)
-                made = self._made(old, source, request, path, now)
+                made = self._made(old, source, request, path, now, sum(part.lines for part in parts))
         except FileNotFoundError:
             raise RedriveRefused(f"batch {batch_id}: it is being deleted with its files") from None
         if made.state in TERMINAL and made.state is not BatchStatus.COMPLETED:
@@ -112,7 +112,9 @@ class BatchRedrive:
                         lines[entry.key] += 1
         return [Part(footer, lines[footer.key]) for footer in footers]
 
-    def _made(self, old: BatchRecord, source: FileRecord, request: str, path: Path, now: int) -> BatchRecord:
+    def _made(
+        self, old: BatchRecord, source: FileRecord, request: str, path: Path, now: int, lines: int
+    ) -> BatchRecord:
         """The new batch, or the one that the same request has made before. Its input lives no longer than `source`."""
         wanted = _record(old, request, now)
         if (before := self._batches.made_before(wanted)) is not None:
@@ -120,7 +122,7 @@ class BatchRedrive:
         if self._files.get(old.tenant, wanted.input_file_id, now) is None:
             until = now + LONGEST_LIFE if source.expires_at is None else min(now + LONGEST_LIFE, source.expires_at)
             name, size = f"{old.id}_redrive.jsonl", path.stat().st_size
-            file = FileRecord(wanted.input_file_id, old.tenant, Purpose.BATCH, name, size, now, until)
+            file = FileRecord(wanted.input_file_id, old.tenant, Purpose.BATCH, name, size, now, until, lines)
             self._objects.upload(file.path, path)
             self._files.add(file)
         return self._batches.create(wanted)

@@ -14,12 +14,14 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.batches.create import CreateBatch
 from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
-from batch_assets.api.files.routes import listed
+from batch_assets.api.files.contents import count_lines
+from batch_assets.api.files.routes import listed, threads_of
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, KeyReused, new_batch_id
-from batch_assets.api.records.files import Purpose, UnknownCursor
+from batch_assets.api.records.database import Check, unchecked
+from batch_assets.api.records.files import FileRecord, FileRecords, Purpose, UnknownCursor
 from batch_assets.api.records.states import BatchStatus
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.errors import ApiError, not_found
+from batch_assets.api.requests.errors import ApiError, not_found, store_calls
 from batch_assets.api.requests.json_body import json_body
 
 RETRY_SECONDS = 900  # longer than the stock clients' time-out of ten minutes
@@ -107,9 +109,8 @@ async def create_batch(
     try:
         if (before := await asyncio.to_thread(records.made_before, batch, retried_since=since)) is not None:
             return shown(before)
-        await _check_quota(request, caller)
-        await _check_file(request, caller, body.input_file_id)
-        made = await asyncio.to_thread(lambda: records.create(batch, retried_since=since))
+        check = await _quota(request, await _input_file(request, caller, body.input_file_id))
+        made = await asyncio.to_thread(lambda: records.create(batch, retried_since=since, check=check))
     except KeyReused:
         said = "This idempotency key was used for another request."
         raise ApiError(400, said, param="Idempotency-Key", code="idempotency_key_reused") from None
@@ -117,11 +118,26 @@ async def create_batch(
     return shown(made)
 
 
-async def _check_quota(request: Request, caller: Caller) -> None:
-    """A new batch is held to the tenant's limits; one that was made before is not, whatever it holds now."""
+async def _quota(request: Request, file: FileRecord) -> Check:
+    """What holds a new batch of this file to its tenant's limits, in the transaction that adds it. One that was made
+    before is not held to them. Raises as the store.
+    """
     limits = request.app.state.authenticate
-    if isinstance(limits, LimitedAuthenticator):
-        await limits.check_new_batch(caller.tenant)
+    if not isinstance(limits, LimitedAuthenticator):
+        return unchecked
+    lines = await _counted(request, file) if file.lines is None else file.lines
+    return limits.of_new_batch(file.tenant, min(lines, request.app.state.settings.limits.lines + 1))
+
+
+async def _counted(request: Request, file: FileRecord) -> int:
+    """The lines of a file that was uploaded by a version that did not count them."""
+    try:
+        with store_calls():
+            lines = await count_lines(threads_of(request), request.app.state.objects, file)
+    except FileNotFoundError:
+        return 0  # the batch's validation says so
+    await asyncio.to_thread(request.app.state.files.set_lines, file.id, lines)
+    return lines
 
 
 def _repeats(retry_count: str | None) -> bool:
@@ -129,14 +145,16 @@ def _repeats(retry_count: str | None) -> bool:
     return retry_count not in (None, "0")
 
 
-async def _check_file(request: Request, caller: Caller, file_id: str) -> None:
-    """Raises ApiError 400 for what is no input file of this caller."""
-    file = await asyncio.to_thread(request.app.state.files.get, caller.tenant, file_id, time.time())
+async def _input_file(request: Request, caller: Caller, file_id: str) -> FileRecord:
+    """An input file of this caller. Raises ApiError 400 for what is none."""
+    files: FileRecords = request.app.state.files
+    file = await asyncio.to_thread(files.get, caller.tenant, file_id, time.time())
     if file is None:
         raise ApiError(400, f"No such File object: {file_id[:80]}", param="input_file_id", code="invalid_value")
     if file.purpose != Purpose.BATCH:
         said = f"Invalid input file: expected one of purpose 'batch', found '{file.purpose}'."
         raise ApiError(400, said, param="input_file_id", code="invalid_value")
+    return file
 
 
 @router.get("")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from batch_assets.api.files.upload import LineCount
 from batch_assets.api.records.files import FileRecord
 from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects
@@ -46,7 +48,7 @@ async def open_content(threads: StoreThreads, objects: Objects, file: FileRecord
     return await threads.call_soon(WAIT_SECONDS, opened)
 
 
-async def parts_of(threads: StoreThreads, content: OpenContent) -> AsyncIterator[bytes]:
+async def parts_of(threads: StoreThreads, content: OpenContent) -> AsyncGenerator[bytes]:
     """The content, part by part; closes it."""
     try:
         part = content.first
@@ -55,3 +57,12 @@ async def parts_of(threads: StoreThreads, content: OpenContent) -> AsyncIterator
             part = await threads.call(content.rest.read, PART_BYTES)
     finally:
         await threads.call(content.rest.close)
+
+
+async def count_lines(threads: StoreThreads, objects: Objects, file: FileRecord) -> int:
+    """How many lines a file has, without blank ones at its end. Raises as `open_content`."""
+    count = LineCount()
+    async with contextlib.aclosing(parts_of(threads, await open_content(threads, objects, file))) as parts:
+        async for part in parts:
+            count.add(part)
+    return count.lines

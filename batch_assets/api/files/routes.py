@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -12,8 +15,10 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
+from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.files.contents import expiry, now, open_content, parts_of
-from batch_assets.api.files.upload import Upload, read_upload
+from batch_assets.api.files.upload import CLOSE, Upload, check_file_size, read_upload
+from batch_assets.api.records.database import unchecked
 from batch_assets.api.records.files import (
     LONGEST_LIFE,
     SHORTEST_LIFE,
@@ -26,7 +31,7 @@ from batch_assets.api.records.files import (
 )
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError, not_found, store_away, store_calls
-from batch_assets.api.settings import ApiSettings
+from batch_assets.api.settings import ApiLimits, ApiSettings
 from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects, temporary_folder
 
@@ -78,18 +83,51 @@ async def upload_file(request: Request, caller: Writer) -> dict[str, Any]:
     with temporary_folder() as folder:
         target = Path(folder) / "upload"
         content_type = request.headers.get("content-type", "")
-        upload = await read_upload(content_type, request.stream(), target, settings.limits.file_bytes)
-        file = _checked(upload, caller.tenant, settings.limits.batch_file_days)
+        check_size = await _size_check(request, caller.tenant)
+        upload = await read_upload(content_type, request.stream(), target, check_size)
+        file = _checked(upload, caller.tenant, settings.limits)
         with store_calls():
             try:
                 await threads_of(request).call_soon(WAIT_SECONDS, objects.upload, file.path, target)
             except FileNotFoundError:  # a folder of the store
                 raise store_away() from None
-    await asyncio.to_thread(records_of(request).add, file)
+    await _add(request, file)
     return shown(file)
 
 
-def _checked(upload: Upload, tenant: str, days: float) -> FileRecord:
+async def _size_check(request: Request, tenant: str) -> Callable[[int], None]:
+    """What refuses an upload by the bytes of its file that have come. Raises ApiError 429, 503."""
+    most, limits = request.app.state.settings.limits.file_bytes, request.app.state.authenticate
+    if not isinstance(limits, LimitedAuthenticator):
+        return partial(check_file_size, most)
+    has_room = await limits.room_for_file(request, tenant)
+
+    def check(size: int) -> None:
+        check_file_size(most, size)
+        try:
+            has_room(size)
+        except ApiError as error:
+            error.headers |= CLOSE
+            raise
+
+    return check
+
+
+async def _add(request: Request, file: FileRecord) -> None:
+    """Write the record of a file whose content is in the store. Raises ApiError 429: others came meanwhile."""
+    limits = request.app.state.authenticate
+    limited = isinstance(limits, LimitedAuthenticator)
+    check = limits.of_new_file(file.tenant, file.bytes) if limited else unchecked
+    objects: Objects = request.app.state.objects
+    try:
+        await asyncio.to_thread(records_of(request).add, file, check)
+    except ApiError:
+        with contextlib.suppress(Exception):  # it belongs to nobody; the caller is to hear of the limit
+            await threads_of(request).call(objects.delete, [file.path])
+        raise
+
+
+def _checked(upload: Upload, tenant: str, limits: ApiLimits) -> FileRecord:
     """The record of what was uploaded. Raises ApiError."""
     if upload.filename is None:
         raise ApiError(400, "Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
@@ -109,8 +147,9 @@ def _checked(upload: Upload, tenant: str, days: float) -> FileRecord:
         said = f"Invalid file format for Batch API: expected .jsonl, found {extension[:20]}."
         raise ApiError(400, said, param="file", code="invalid_file_format")
     created = now()
-    expires = expiry(created, _life(upload.fields), days)
-    return FileRecord(new_file_id(), tenant, purpose, upload.filename, upload.bytes, created, expires)
+    expires = expiry(created, _life(upload.fields), limits.batch_file_days)
+    name, size = upload.filename, upload.bytes
+    return FileRecord(new_file_id(), tenant, purpose, name, size, created, expires, upload.lines)
 
 
 def _life(fields: dict[str, str]) -> int | None:

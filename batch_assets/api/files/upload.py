@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -18,24 +18,29 @@ FIELD_BYTES = 4096
 MOST_FIELDS = 20
 HEADER_BYTES = 8192
 NAME_LENGTH = 500
+CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 @dataclass(slots=True)
 class Upload:
-    """What came: the form's small fields, and the file's name and size. `filename` None: there was no file."""
+    """What came: the form's small fields, and the file's name and size. `filename` None: there was no file.
+
+    `lines`: of the file, without blank ones at its end.
+    """
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
     bytes: int = 0
+    lines: int = 0
 
 
 class _Reader:
     """The parser's callbacks. Bytes of the file gather in `pending` until they are written."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, check_size: Callable[[int], None]) -> None:
         self.upload = Upload()
         self.pending = bytearray()
-        self._most = most_bytes
+        self._check_size, self._lines = check_size, LineCount()
         self._headers: dict[bytes, bytes] = {}
         self._header, self._value = bytearray(), bytearray()
         self._name, self._text, self._is_file = "", bytearray(), False
@@ -72,15 +77,10 @@ class _Reader:
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
             self.upload.bytes += end - start
-            if self.upload.bytes > self._most:
-                raise ApiError(
-                    413,
-                    f"The file is too large: expected at most {self._most:,} bytes.",
-                    param="file",
-                    code="file_too_large",
-                    headers={"Connection": "close"},
-                )
-            self.pending += data[start:end]
+            self._check_size(self.upload.bytes)
+            part = data[start:end]
+            self.upload.lines = self._lines.add(part)
+            self.pending += part
         else:
             self._text += data[start:end]
             self._check(len(self._text), FIELD_BYTES)
@@ -105,15 +105,40 @@ def shown_name(sent: bytes) -> str:
     return "".join(letter for letter in name if letter.isprintable())[:NAME_LENGTH] or "upload"
 
 
-async def read_upload(content_type: str, parts: AsyncIterator[bytes], target: Path, most_bytes: int) -> Upload:
-    """Read a multipart body, its file into `target`. Raises ApiError 400, 413."""
+class LineCount:
+    """How many lines a file has, without blank ones at its end: those that a batch of it has."""
+
+    def __init__(self) -> None:
+        self.lines = self._ends = 0
+
+    def add(self, part: bytes) -> int:
+        """The next part of the file; returns the lines up to here."""
+        if text := part.rstrip():
+            self.lines = self._ends + text.count(b"\n") + 1
+        self._ends += part.count(b"\n")
+        return self.lines
+
+
+def check_file_size(most_bytes: int, size: int) -> None:
+    """Refuse a file of `size` bytes or more that is too large for anybody. Raises ApiError 413."""
+    if size > most_bytes:
+        said = f"The file is too large: expected at most {most_bytes:,} bytes."
+        raise ApiError(413, said, param="file", code="file_too_large", headers=CLOSE)
+
+
+async def read_upload(
+    content_type: str, parts: AsyncIterator[bytes], target: Path, check_size: Callable[[int], None]
+) -> Upload:
+    """Read a multipart body, its file into `target`. `check_size` hears how many bytes of the file have come, and
+    raises what ends the upload. Raises ApiError 400.
+    """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data":
         raise unsupported_type(kind.decode("latin-1"), "multipart/form-data")
     if not boundary:
         raise ApiError(400, "Expected a body of multipart/form-data with a boundary.")
-    reader = _Reader(most_bytes)
+    reader = _Reader(check_size)
     names = ("on_part_begin", "on_header_field", "on_header_value", "on_header_end", "on_headers_finished")
     callbacks = {name: getattr(reader, name) for name in (*names, "on_part_data", "on_part_end", "on_end")}
     with target.open("wb") as file:

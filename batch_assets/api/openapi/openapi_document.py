@@ -68,7 +68,7 @@ _WORDS = {
     404: "There is no such object, or it is another tenant's.",
     408: "The body did not come in time.",
     413: "The body is too large.",
-    429: "Over a limit a minute (`rate_limit_exceeded`) or over a quota (`quota_exceeded`); see `Retry-After`.",
+    429: "Over a limit a minute (`rate_limit_exceeded`) or over a quota (`quota_exceeded`); see its headers.",
     502: "The engine was lost, or its answer could not be read.",
     503: "No engine, database or store now, no engine within the latency target, or overloaded; see `Retry-After`.",
     504: "The engine did not answer in time.",

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from batch_assets.api.records.database import Records
+from batch_assets.api.records.database import Check, Records, unchecked
 from batch_assets.api.records.files import FileRecord, UnknownCursor, add_file
 from batch_assets.api.records.states import CANCEL, OPEN, TERMINAL, UNDER_WAY, BatchStatus, Transition
 from batch_assets.api.records.tables import BATCHES, FILES, is_id
@@ -116,17 +116,22 @@ class BatchRecords:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def create(self, batch: BatchRecord, *, retried_since: float | None = None) -> BatchRecord:
+    def create(
+        self, batch: BatchRecord, *, retried_since: float | None = None, check: Check = unchecked
+    ) -> BatchRecord:
         """Add a batch, or return the one that the same request made before.
 
         The same: of the same idempotency key, or, where `retried_since` says that a client repeats itself, with the
         same digest since then and still under way, or ended by itself within QUICK_SECONDS of its creation: a small
         batch is done before its client repeats itself. Raises KeyReused.
+
+        `check`: of a batch that is to be added, in the same transaction; what it raises ends it.
         """
         try:
             with self._records.writing() as connection:
                 if (before := self._before(connection, batch, retried_since)) is not None:
                     return before
+                check(connection)
                 connection.execute(sa.insert(BATCHES).values(**asdict(batch)))
         except IntegrityError:  # at the same time, of the same key
             with self._records.reading() as connection:

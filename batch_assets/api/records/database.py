@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +20,13 @@ from gpu_runner.sqlite_files import use_write_ahead_log
 BUSY_MILLISECONDS = 10_000
 POOL_SECONDS = 5.0  # how long a caller waits for one of the connections, when all are taken
 PSYCOPG2 = "psycopg2"
+
+
+Check = Callable[[sa.Connection], None]  # within a transaction; what it raises ends it, and nothing is written
+
+
+def unchecked(connection: sa.Connection) -> None:
+    """No check."""
 
 
 class RecordsError(UserFacingError):

@@ -9,7 +9,7 @@ from typing import Literal
 
 import sqlalchemy as sa
 
-from batch_assets.api.records.database import Records
+from batch_assets.api.records.database import Check, Records, unchecked
 from batch_assets.api.records.tables import BATCHES, FILES, is_id
 
 Order = Literal["asc", "desc"]
@@ -25,7 +25,10 @@ class Purpose(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file. Times are Unix seconds; `expires_at` None: it stays until it is deleted."""
+    """One file. Times are Unix seconds; `expires_at` None: it stays until it is deleted.
+
+    `lines`: of an uploaded file, without blank ones at its end; None: not counted.
+    """
 
     id: str
     tenant: str
@@ -34,6 +37,7 @@ class FileRecord:
     bytes: int
     created_at: int
     expires_at: int | None = None
+    lines: int | None = None
 
     @property
     def path(self) -> str:
@@ -63,7 +67,7 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(12)}"
 
 
-_COLUMNS = [FILES.c[name] for name in ("id", "tenant", "purpose", "filename", "bytes", "created_at", "expires_at")]
+_COLUMNS = [FILES.c[name] for name in FileRecord.__dataclass_fields__]
 
 
 class FileRecords:
@@ -72,10 +76,16 @@ class FileRecords:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def add(self, file: FileRecord) -> None:
-        """A file whose content is in the store."""
+    def add(self, file: FileRecord, check: Check = unchecked) -> None:
+        """A file whose content is in the store. `check`: in the same transaction, before it; what it raises ends it."""
         with self._records.writing() as connection:
+            check(connection)
             add_file(connection, file)
+
+    def set_lines(self, file_id: str, lines: int) -> None:
+        """How many lines a file has that was uploaded before they were counted."""
+        with self._records.writing() as connection:
+            connection.execute(sa.update(FILES).where(FILES.c.id == file_id).values(lines=lines))
 
     def get(self, tenant: str, file_id: str, now: float) -> FileRecord | None:
         """One file of this tenant."""

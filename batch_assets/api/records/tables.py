@@ -20,6 +20,7 @@ def is_id(name: str) -> bool:
     return len(name) <= ID_LENGTH and name.isascii() and name.isprintable()
 
 
+# `lines`: of an uploaded file, without blank ones at its end; null: not counted yet.
 FILES = sa.Table(
     "api_files",
     METADATA,
@@ -31,6 +32,7 @@ FILES = sa.Table(
     sa.Column("bytes", sa.BigInteger, nullable=False),
     sa.Column("created_at", sa.Integer, nullable=False),
     sa.Column("expires_at", sa.Integer),
+    sa.Column("lines", sa.BigInteger),
     sa.Index("api_files_by_tenant", "tenant", "number"),
     sa.Index("api_files_by_expiry", "expires_at"),
 )

@@ -6,8 +6,10 @@ One application for all of them. Every way to show who one is meets every call t
 from __future__ import annotations
 
 import base64
+import contextlib
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +187,7 @@ def test_quotas_refuse_one_tenant_and_not_the_others(site: Site) -> None:
     big = {"file": ("in.jsonl", b"x" * 5000)}
     answer = site.ask("POST", "/v1/files", small, files=big, data={"purpose": "batch"})
     assert answer.status_code == 429 and answer.json()["error"]["code"] == "quota_exceeded"
-    assert "retry-after" in answer.headers
+    assert answer.headers["x-should-retry"] == "false" and "retry-after" not in answer.headers
     files = {"file": ("in.jsonl", jsonl([line("a")]))}
     own = site.ask("POST", "/v1/files", small, files=files, data={"purpose": "batch"}).json()["id"]
     body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "input_file_id": own}
@@ -211,6 +213,38 @@ def test_a_repeat_is_answered_when_the_quota_is_used_up_and_a_new_batch_is_not(s
     for headers in ({**key, "Idempotency-Key": "other"}, key):
         assert site.ask("POST", "/v1/batches", headers, json=body).status_code == 429
     assert len(site.ask("GET", "/v1/batches", key).json()["data"]) == 1
+
+
+def test_a_file_that_comes_in_chunks_is_cut_off_at_the_quota_of_its_tenant(site: Site) -> None:
+    sent = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+        for number in range(50):
+            sent.append(number)
+            yield b"x" * 500
+        yield b'\r\n--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+
+    headers = {**bearer(site.keys["small"]), "Content-Type": "multipart/form-data; boundary=x"}
+    answer = site.ask("POST", "/v1/files", headers, content=chunks())
+    assert answer.status_code == 429 and "bytes of files: limit 1,000" in answer.json()["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false" and len(sent) < 5
+    headers["Authorization"] = bearer(site.keys["queue"])["Authorization"]
+    assert site.ask("POST", "/v1/files", headers, content=chunks()).status_code == 200 and len(sent) > 50
+
+
+def test_a_batch_counts_with_all_its_lines_from_its_creation(site: Site) -> None:
+    key = bearer(site.keys["queue"])
+    form = {"files": {"file": ("in.jsonl", jsonl([line(name) for name in "abc"]))}, "data": {"purpose": "batch"}}
+    file = site.ask("POST", "/v1/files", key, **form).json()
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "input_file_id": file["id"]}
+    with contextlib.closing(sqlite3.connect(site.home / "api.db")) as connection, connection:
+        assert connection.execute("SELECT lines FROM api_files WHERE id = ?", (file["id"],)).fetchone() == (3,)
+        connection.execute("UPDATE api_files SET lines = NULL WHERE id = ?", (file["id"],))  # of the version before
+    assert site.ask("POST", "/v1/batches", key, json=body).status_code == 200
+    refused = site.ask("POST", "/v1/batches", key, json={**body, "metadata": {"n": "2"}})
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+    assert "queued lines: limit 5, held 3, requested 3" in refused.json()["error"]["message"]
 
 
 def test_the_audit_log_names_the_refused_and_no_secret(site: Site) -> None:

@@ -125,11 +125,35 @@ def test_too_many_requests_are_told_when_to_come_again(callers: Mapping[str, Bat
     assert answers[1].headers["x-ratelimit-remaining-requests"] == "0"
 
 
-def test_more_than_a_quota_is_told_when_to_come_again(callers: Mapping[str, BatchApi]) -> None:
-    small = callers["small"]
+def test_what_waiting_does_not_help_is_not_sent_again_by_the_stock_client(callers: Mapping[str, BatchApi]) -> None:
+    import openai
+
+    small, asked = callers["small"], []
     answer = small.upload(b"x" * 1_001)
     is_error(answer, 429, None, "quota_exceeded", "insufficient_quota")
-    assert int(answer.headers["retry-after"]) > 0
+    assert "retry-after" not in answer.headers
+    counted = httpx.Client(event_hooks={"request": [asked.append]})
+    with (
+        openai.OpenAI(base_url=f"{small.base}/v1", api_key=small.key, http_client=counted) as stock,
+        pytest.raises(openai.RateLimitError, match="bytes of files"),
+    ):
+        stock.files.create(file=("in.jsonl", b"x" * 1_001), purpose="batch")
+    assert len(asked) == 1
+
+
+def test_a_long_file_in_chunks_is_cut_off_and_its_sender_told_why(callers: Mapping[str, BatchApi]) -> None:
+    sent = []
+
+    def chunks() -> Iterator[bytes]:
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+        for number in range(400):
+            sent.append(number)
+            yield b"x" * 100_000
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    answer = callers["small"].client.post("/v1/files", content=chunks(), headers=kind)
+    is_error(answer, 429, None, "quota_exceeded", "insufficient_quota")
+    assert answer.headers["x-should-retry"] == "false" and len(sent) < 400
 
 
 def is_typed(kind: Any, found: Mapping[str, Any]) -> bool:
