@@ -10,6 +10,7 @@ REFRESH_TAG = "batch/refresh"
 REDRIVE_TAG = "batch/redrive"
 REQUEST_TAG = "batch/request"
 ENDPOINT_TAG = "batch/endpoint"
+SIMULATE_TAG = "batch/simulate"  # "true": made-up texts of simulated providers will do, where there is no fleet.yaml
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole batches
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by

@@ -155,7 +155,9 @@ def measure(folder: Path, dataset: str, endpoint: str | None) -> Start:
     given = {"DAGSTER_HOME": str(home), "BATCH_ASSETS_STORE": str(folder / "data")}
     words = ["--endpoint", endpoint] if endpoint else []
     if not endpoint:
-        fleet = FleetConfig.embedded().model_dump(mode="json", exclude_defaults=True)
+        fleet = FleetConfig.embedded().model_dump(
+            mode="json", exclude_defaults=True, exclude={"simulate_only_if_asked"}
+        )
         fleet["simulated"]["arguments"] = ["--request-log", "{home}/{name}.requests"]
         (home / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     watch, load = Watch(home), os.getloadavg()[0]

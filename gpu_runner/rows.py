@@ -16,6 +16,7 @@ import orjson
 from gpu_runner.answers import NO_PARTS, AnswerParts
 
 Task = Literal["chat", "completion", "embedding"]
+SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
 Output = str | tuple[float, ...]
 
 
@@ -57,6 +58,16 @@ class Origin:
     instance_type: str
     spot: bool
     run_id: str
+
+    @property
+    def simulated(self) -> bool:
+        """Whether an engine simulator wrote the row."""
+        return is_simulated(self.model, self.engine)
+
+
+def is_simulated(model: str, engine: str) -> bool:
+    """Whether rows of this model and engine, as their provenance names them, are a simulator's."""
+    return model.endswith(f"({SIMULATED})") or SIMULATED in engine.lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, 
 
 CODE_VERSION = "1"
 EMPTY_VERSION = "no-rows"
-_VOID = "void-"
-_OURS = re.compile(rf"({_VOID})?[0-9a-f]{{16}}(-g\d+)?|{EMPTY_VERSION}")
+_VOID, _ANEW = "void-", "anew-"
+_OURS = re.compile(rf"({_VOID}|{_ANEW})?[0-9a-f]{{16}}(-g\d+)?|{EMPTY_VERSION}")
 
 
 RETRY_SECONDS = 60.0  # Dagster starts a promised retry within some 5 s
@@ -59,13 +59,19 @@ class LedgerVersion:
         """The object of this generation is gone or not as it was written: no snapshot asks for such a version."""
         return self.data_version.startswith(_VOID)
 
+    @property
+    def anew(self) -> bool:
+        """All rows of the batch are to be asked again, whatever was answered up to this generation."""
+        return self.data_version.startswith(_ANEW)
+
     def voided(self) -> LedgerVersion:
         """What the catalog says once the object is lost."""
         return self if self.void else LedgerVersion(_VOID + self.data_version, self.generation)
 
     def used_for(self, data_version: str) -> int:
         """Highest generation that was ever written at this data version, as far as this entry tells; -1: none."""
-        return self.generation if self.data_version.removeprefix(_VOID) == data_version else -1
+        own = self.data_version.removeprefix(_VOID).removeprefix(_ANEW)
+        return self.generation if own == data_version else -1
 
     @property
     def tag(self) -> str:
@@ -156,6 +162,26 @@ def void_event(
             **({} if sha256 is None else {"sha256": dg.MetadataValue.text(sha256)}),
         },
         tags=version_tags(dataset, version.voided().tag, snapshot),
+    )
+
+
+def anew_event(dataset: str, entry: BatchEntry, used: int, snapshot: str, reason: str) -> dg.AssetMaterialization:
+    """The entry of a batch all of whose rows are to be asked again. `used`: the highest generation that was written.
+
+    As for a lost batch, no snapshot asks for its data version. Its object stays, and no answer is taken from it.
+    """
+    version = LedgerVersion(f"{_ANEW}{entry.data_version}", max(0, used))
+    return dg.AssetMaterialization(
+        asset_key=rows_key(dataset),
+        partition=entry.key,
+        description=f"To be made anew: {reason}",
+        metadata={
+            "rows": dg.MetadataValue.int(0),
+            "dagster/partition_row_count": dg.MetadataValue.int(0),
+            "generation": dg.MetadataValue.int(version.generation),
+            "reason": dg.MetadataValue.text(reason),
+        },
+        tags=version_tags(dataset, version.tag, snapshot),
     )
 
 

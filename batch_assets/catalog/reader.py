@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from batch_assets.catalog import ledger
 from batch_assets.dagster_internals import SqlEventLogStorage, SqlEventLogStorageTable
 from batch_assets.tags import DATA_VERSION_TAG
+from gpu_runner.rows import is_simulated
 from resources.store.dataset_store import BatchEntry
 
 _CHUNK = 1000
@@ -28,6 +29,7 @@ class BatchReport:
 
     `author` is the run that wrote the object; `reporter` the run that logged this entry, which for a batch that was
     committed before is another one. `reused`: rows with the outcome of an earlier object. `reported_at`: Unix seconds.
+    `simulated`: its rows are an engine simulator's.
     """
 
     version: ledger.LedgerVersion
@@ -43,6 +45,7 @@ class BatchReport:
     reported_at: float
     bytes: int | None = None
     sha256: str | None = None
+    simulated: bool = False
 
     @property
     def fresh(self) -> bool:
@@ -138,5 +141,6 @@ def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, r
         reported_at=reported_at,
         bytes=values.get("bytes"),
         sha256=values.get("sha256"),
+        simulated=is_simulated(str(values.get("model") or ""), str(values.get("engine") or "")),
         **numbers,
     )

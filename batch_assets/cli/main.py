@@ -111,6 +111,10 @@ def run(
     rows: Annotated[
         int | None, typer.Option(min=1, help="A trial: only the first batches, which hold so many rows. They count.")
     ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Where no engine serves the model: made-up texts."),
+    ] = False,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
@@ -128,7 +132,7 @@ def run(
         from batch_assets.spec.request_options import tags_of
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances)
-        asked = Request(name, endpoint, model, request_options, verify, rows)
+        asked = Request(name, endpoint, model, request_options, verify, rows, simulate)
         raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
 
 

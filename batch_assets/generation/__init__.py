@@ -5,4 +5,4 @@
 objects; `range_source` says which batches come next.
 """
 
-__all__ = ["op", "store_wait", "vector_length"]
+__all__ = ["mixed_rows", "op", "store_wait", "vector_length"]

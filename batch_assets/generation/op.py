@@ -14,6 +14,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets.catalog import ledger
+from batch_assets.catalog.reader import Catalog, current_reports
 from batch_assets.generation.engine_session import WAITS, StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
@@ -22,7 +23,7 @@ from batch_assets.generation.store_reads import StoreReads
 from batch_assets.generation.store_wait import silence, while_store_answers
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options
+from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
 from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REQUEST_TAG, ROWS_TAG
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
@@ -30,6 +31,7 @@ from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from gpu_runner.market.offers import Objective
 from gpu_runner.market.workload import Workload
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
+from resources.fleet.simulation import is_simulation
 from resources.objects.health import Probe, StoreAway, StoreHealth
 from resources.objects.opening import self_test
 from resources.pricing.price_files import PricingError
@@ -91,6 +93,8 @@ def generate_rows(
                 fence=lambda: _may_write(fleet_db, heart),
                 claims=claims,
                 reuse=spec.reuse,
+                simulated=_is_simulation(context, fleet, manifest),
+                neighbours=_neighbours(context.instance, store, manifest),
             )
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
             _generate(context, fleet, fleet_db, heart, need, run)
@@ -117,6 +121,27 @@ def _planned(
             return while_store_answers(lambda: reads.look(plan), is_there, note=note, health=health)
         except StoreAway as error:
             raise dg.Failure(str(error), allow_retries=False) from None
+
+
+def _is_simulation(context: dg.AssetExecutionContext, fleet: GpuFleet, manifest: SnapshotManifest) -> bool | None:
+    """Whether the rows will be a simulator's; None where there is no engine to be had, which is said later."""
+    generation = manifest.settings()
+    try:
+        return is_simulation(fleet.config(), generation.model, generation.task, _endpoint(context))
+    except FleetConfigError:
+        return None
+
+
+def _endpoint(context: dg.AssetExecutionContext) -> str | None:
+    return context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
+
+
+def _neighbours(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> frozenset[bool]:
+    """Whether batches of the snapshot are simulated, and whether any that the catalog has are not."""
+    reports = Catalog(instance, store.dataset).reports()
+    current = current_reports(store.entries(manifest.snapshot), reports).values()
+    real = any(not report.simulated for report in reports.values() if report.path is not None)
+    return frozenset({True for report in current if report.simulated} | ({False} if real else set()))
 
 
 def _manifest(store: DatasetStore) -> SnapshotManifest:
@@ -198,11 +223,12 @@ def _requirement(
         dataset=run.store.dataset,
         model=run.generation.model,
         task=run.generation.task,
-        endpoint=context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"),
+        endpoint=_endpoint(context),
         accept=hardware.accept(),
         objective=objective,
         max_model_len=hardware.max_model_len,
         declared=hardware.declared(run.generation.model),
+        simulate=simulates(context.run.tags),
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
 

@@ -16,12 +16,16 @@ Purpose = str  # "" for the normal work; the root run id for a regenerate or a r
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit."""
+    """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit.
+
+    `anew`: all its rows are asked again, and of the journal only what came after this object is taken.
+    """
 
     entry: BatchEntry
     generation: int
     keep: tuple[BatchObject, ...] = ()
     keep_dead: bool = True
+    anew: BatchObject | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ def _plan_batch(
     used = -1 if said is None else said.used_for(entry.data_version)
     current = [batch for batch in objects if batch.data_version == entry.data_version]
     newest_there = current[-1].generation if current else -1
+    if said is not None and said.anew and newest_there <= used:
+        return None, Work(entry, used + 1, anew=BatchObject(entry.key, entry.data_version, used))
     void = used if said is not None and said.void else -1
     if not current or newest_there < used or newest_there == void:
         sound = tuple(batch for batch in objects if batch not in current or batch.generation != void)

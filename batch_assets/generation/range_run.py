@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from batch_assets import settings
+from batch_assets.generation.mixed_rows import mixed
 from batch_assets.generation.range_journal import RangeJournal
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.generation.range_source import RangeSource, RunClaims
@@ -23,7 +24,7 @@ from batch_assets.generation.vector_length import vector_length
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineRefused, TimeOuts
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.feed import Feed, FeedPolicy, FeedProgress
-from gpu_runner.rows import Origin, Outcome
+from gpu_runner.rows import SIMULATED, Origin, Outcome
 from resources.fleet.resource import LeasedEngine
 from resources.objects.health import StoreHealth, is_store_trouble
 from resources.objects.opening import StoreError, self_test
@@ -48,6 +49,8 @@ class RangeRun:
     itself: one that was declared dead deletes nothing, its successor does. `committed` receives the footer of every
     batch that this run committed or found committed, for the ledger. `claims` keep it from asking for rows that another
     run of these batches asks for. `reuse`: whose answers rows take, where the snapshot has some beside it.
+    `simulated`: which known answers are taken, see RangeSource. `neighbours`: True where committed batches of the
+    dataset are simulated, False where some are not: a table never has both.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class RangeRun:
         health: StoreHealth | None = None,
         rng: random.Random | None = None,
         reuse: bool | Sequence[str] = False,
+        simulated: bool | None = None,
+        neighbours: frozenset[bool] = frozenset(),
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
         self.generation = manifest.settings()
@@ -74,6 +79,7 @@ class RangeRun:
         self._answer_bytes = settings.max_answer_bytes()
         self._journal_seconds = journal_seconds
         self._fence = fence
+        self._neighbours = neighbours
         self.health = health or StoreHealth()
         self._committed_keys: set[str] = {footer.key for footer in plan.done}
         self._released: set[str] = set(self._committed_keys)
@@ -93,6 +99,7 @@ class RangeRun:
             health=self.health,
             store_is_there=self.store_is_there,
             reuse=reuse,
+            simulated=simulated,
         )
         self._feed = Feed(
             self.source.batches(),
@@ -173,8 +180,9 @@ class RangeRun:
         ) as engine:
             info = await engine.info()
             self._check_context(info)
+            self._check_alike(info)
             origin = Origin(
-                model=f"{info.model} (simulated)" if info.simulated else info.model,
+                model=f"{info.model} ({SIMULATED})" if info.simulated else info.model,
                 engine=info.version,
                 provider=leased.provider,
                 instance_type=leased.instance_type,
@@ -198,6 +206,11 @@ class RangeRun:
                 f"sampling.max_tokens: expected less than the engine's context of {info.max_model_len} tokens, "
                 f"found {wanted}; lower it in the dataset, or start the engine with a larger --max-model-len"
             )
+
+    def _check_alike(self, info: EngineInfo) -> None:
+        """Simulated rows and those of a model never stand in one table. Raises EngineRefused."""
+        if (not info.simulated) in self._neighbours:
+            raise EngineRefused(mixed(self.store.dataset, simulated=info.simulated))
 
     async def flush(self) -> None:
         """Write what waits for the journal; called often, and once more when a run stands down."""

@@ -68,7 +68,8 @@ class RangeSource:
     `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
     segment of the journal that was read. Without `claims` the run is alone. `reuse`: True, or the datasets whose
     answers are taken, where some lie beside the snapshot. `store_is_there` asks the store something small; while it is
-    away, everything that is read from it is waited for.
+    away, everything that is read from it is waited for. `simulated`: whose rows are taken where some are known, an
+    engine simulator's or a model's; None: both.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class RangeSource:
         health: StoreHealth,
         store_is_there: Callable[[], bool],
         reuse: bool | Sequence[str] = False,
+        simulated: bool | None = None,
     ) -> None:
+        self._simulated = simulated
         self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
         self._claims, self._adopted, self._segment = claims, adopted, segment
         self._reads = StoreReads(health, store_is_there)
@@ -233,12 +236,27 @@ class RangeSource:
         keys = {row.row_id: row.row_key for row in rows}
 
         def of_this_batch(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:
-            return {one.row_id: one for one in outcomes if keys.get(one.row_id) == one.row_key}
+            own = (one for one in outcomes if keys.get(one.row_id) == one.row_key)
+            return {one.row_id: one for one in own if self._simulated in (None, one.origin.simulated)}
 
-        kept = self._reusable_outcomes(work.entry, rows) | of_this_batch(self.kept(work))
-        journaled = of_this_batch(self._journaled.get(work.entry.key, {}).values())
+        elsewhere = {} if work.anew else self._reusable_outcomes(work.entry, rows)
+        kept = of_this_batch(elsewhere.values()) | of_this_batch(self.kept(work))
+        journaled = of_this_batch(self._new_in_journal(work))
         self._reused[work.entry.key] = len(kept.keys() - journaled.keys())
         return Batch(work.entry.key, rows, kept | journaled)
+
+    def _new_in_journal(self, work: Work) -> Iterable[Outcome]:
+        """What the journal has of a batch: where it is made anew, nothing that its former object has, too."""
+        found = self._journaled.get(work.entry.key, {}).values()
+        former = work.anew
+        if former is None or not found:
+            return found
+        try:
+            outcomes = self._reads.read(lambda: self._store.outcomes(former))
+        except (CorruptObject, FileNotFoundError):
+            return found
+        newest = max(outcome.started_at for outcome in outcomes)
+        return [outcome for outcome in found if outcome.started_at > newest]
 
     def reused(self, key: str) -> int:
         """Rows of an opened batch whose outcome was in an earlier object, of this dataset or another."""

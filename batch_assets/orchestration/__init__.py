@@ -3,7 +3,8 @@
 `assets` defines source, prompts, rows, dataset and dead letters; `freshness` is by when a table is due; `broken_files`
 shows what cannot be used.
 `active_request` is what is being made now, `launch_plan` what to start next, `reconcile` makes catalog and store agree
-again, `cost_report` is the table of costs. `front_door/` shows batches of the Batch API and what tenants are charged.
+again, `made_anew` marks batches that are made once more. `cost_report` is the table of costs. `front_door/` shows
+batches of the Batch API and what tenants are charged.
 """
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "freshness",
     "front_door",
     "launch_plan",
+    "made_anew",
     "reconcile",
     "repair",
     "request_summary",

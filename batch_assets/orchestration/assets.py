@@ -5,6 +5,7 @@ No postponed annotations in modules with Dagster decorators: Dagster reads the c
 
 import functools
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ from batch_assets.generation.vector_length import vector_length
 from batch_assets.metadata.asset_metadata import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
 from batch_assets.orchestration.checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness
+from batch_assets.orchestration.made_anew import settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
 from batch_assets.orchestration.trial import trial_rows
 from batch_assets.planning.clock_scale import scale_words
@@ -34,13 +36,14 @@ from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy
+from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy, simulates
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet.resource import FleetConfigError, GpuFleet
+from resources.fleet.simulation import is_simulation
 from resources.objects.health import StoreAway
 from resources.objects.opening import self_test, temporary_folder
 from resources.pricing.price_files import PricingError
@@ -160,9 +163,37 @@ def read_source(
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
             context.log.warning(sentence)
+        if REFRESH_TAG in context.run.tags:
+            settle_engine(context, spec, store, fleet, manifest)
         ensure_pool(context.instance, spec.name, fleet_db.instances(spec.name) + 1)
         planned = plan_metadata(context, spec, base, store, fleet, fleet_db)
         return manifest, planned | ({} if found is None else reuse_metadata(found))
+
+
+def settle_engine(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    manifest: SnapshotManifest,
+) -> None:
+    """Before anything is rented: is there an engine for what is missing, and does it go with the rows there are?
+
+    Raises FleetConfigError, SourceError, InvalidTag.
+    """
+    endpoint = context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
+    config, simulate = fleet.config(), simulates(context.run.tags)
+    said = settle_simulated(
+        context.instance,
+        store,
+        manifest.snapshot,
+        lambda: is_simulation(config, spec.model, spec.task, endpoint),
+    )
+    if said:
+        context.log.warning(said)
+    versions = ledger.ledger_versions(context.instance, spec.name)
+    if ledger.missing(store.entries(manifest.snapshot), versions):
+        config.check_asked(spec.model, endpoint, simulate=simulate)
 
 
 def _found_reusable(
@@ -193,7 +224,8 @@ def plan_metadata(
     A plan that cannot be made is no reason to fail: then it says why.
     """
     try:
-        work = WorkloadEstimator(spec, store, folder).look()
+        versions = ledger.ledger_versions(context.instance, spec.name)
+        work = WorkloadEstimator(spec, store, folder).look([key for key, found in versions.items() if found.anew])
         if not work.rows:
             return {"plan": "nothing is missing"}
         wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}

@@ -141,7 +141,8 @@ class StaleBatches:
         said = f"All {self.batches:,} batches are of the newest snapshot, or were never made."
         if self.keys:
             todo = "they are being made" if self.making else f"{to_go_on(dataset)} makes them"
-            said = f"{len(self.keys):,} of {self.batches:,} batches are of an earlier snapshot or lost: {todo}."
+            what = "are of an earlier snapshot, lost or to be made anew"
+            said = f"{len(self.keys):,} of {self.batches:,} batches {what}: {todo}."
         return {
             "passed": not self.keys,
             "severity": dg.AssetCheckSeverity.WARN,

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,14 +78,18 @@ class WorkloadEstimator:
         self._prompts = PromptLengths(0.0, 0.0)
         self._footers: dict[BatchObject, BatchFooter] = {}
 
-    def look(self) -> Workload:
-        """The work as it is now. Raises SourceError when there is no snapshot and the source cannot be read."""
+    def look(self, anew: Collection[str] = ()) -> Workload:
+        """The work as it is now. Raises SourceError when there is no snapshot and the source cannot be read.
+
+        `anew`: batches that are made once more, although they are there.
+        """
         snapshot = self._store.current_snapshot()
         if snapshot is None:
             return work_of_source(self._spec, self._folder)
         manifest = self._read(snapshot)
         current = self._store.current_objects(self._entries)
-        left = sum(entry.rows for entry in self._entries if entry.key not in current)
+        again = set(anew)
+        left = sum(entry.rows for entry in self._entries if entry.key not in current or entry.key in again)
         left -= sum(rows for key, rows in self._list_reusable(snapshot).items() if key not in current)
         return work_of(manifest.settings(), left, manifest.rows, self._prompts, self._measured(list(current.values())))
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.prompt_column import PROMPT, prompt_type
+from gpu_runner.rows import is_simulated
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.outcome_columns import REUSED_FROM
 from resources.store.outcome_tables import outcome_schema
@@ -147,7 +148,7 @@ class Totals:
     @property
     def simulated(self) -> bool:
         """True when any row came from the engine simulator, which says so in its name."""
-        return any("simulated" in f"{model} {engine}".lower() for model, engine, *_ in self._by_origin)
+        return any(is_simulated(model, engine) for model, engine, *_ in self._by_origin)
 
     def sources(self) -> list[Source]:
         """Who generated the rows, the largest share first."""

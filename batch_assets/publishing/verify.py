@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.catalog.reader import BatchReport
 from batch_assets.publishing.dead_letters import (
     check_dead_letters,
@@ -238,6 +239,9 @@ def _catalog_differences(
     key, path = batch.key, store.batch_path(batch)
     if said is None:
         yield Difference("missing_catalog_entry", key, path, "none", REBUILD)
+        return
+    if LedgerVersion.parse(said.data_version).anew:
+        yield Difference("missing_batch", key, f"rows asked anew, beside {path}", "none yet", store.mended_by_run)
         return
     if said.data_version != batch.data_version:
         yield Difference("wrong_data_version", key, batch.data_version, said.data_version, REBUILD)

@@ -29,6 +29,7 @@ from batch_assets.tags import (
     REFRESH_TAG,
     REQUEST_TAG,
     ROWS_TAG,
+    SIMULATE_TAG,
 )
 from gpu_runner.fleet.targets import DatasetTarget
 from resources.fleet.resource import GpuFleet
@@ -179,7 +180,9 @@ def _run_request(
     dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: dict[str, bool]
 ) -> dg.RunRequest:
     """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
-    copied = {key: asked_by.tags[key] for key in (ENDPOINT_TAG, ROWS_TAG, *OPTION_TAGS) if key in asked_by.tags}
+    copied = {
+        key: asked_by.tags[key] for key in (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS) if key in asked_by.tags
+    }
     op = ledger.rows_key(dataset).to_python_identifier()
     return dg.RunRequest(
         run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",

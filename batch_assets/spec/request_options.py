@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from batch_assets.spec.deadline import Deadline, InvalidDeadline, parse_deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.tags import BACKFILL_TAG, BUDGET_TAG, DEADLINE_TAG, INSTANCES_TAG, OBJECTIVE_TAG, REQUEST_TAG
+from batch_assets.tags import (
+    BACKFILL_TAG,
+    BUDGET_TAG,
+    DEADLINE_TAG,
+    INSTANCES_TAG,
+    OBJECTIVE_TAG,
+    REQUEST_TAG,
+    SIMULATE_TAG,
+)
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.market.offers import Objective
 
@@ -44,6 +52,14 @@ class RequestOptions:
     budget_usd: float | None = None
     objective: Objective = "cheapest"
     max_instances: int | None = None
+
+
+def simulates(tags: Mapping[str, str]) -> bool:
+    """Whether the request takes simulated providers where there is no fleet.yaml. Raises InvalidTag."""
+    text = tags.get(SIMULATE_TAG, "false")
+    if text not in ("true", "false"):
+        raise InvalidTag(SIMULATE_TAG, f"expected true or false, found {text[:80]!r}")
+    return text == "true"
 
 
 def request_options(spec: GeneratedDatasetSpec, tags: Mapping[str, str]) -> RequestOptions:

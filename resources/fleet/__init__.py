@@ -3,7 +3,7 @@
 `resource` is the Dagster resource, `providers` makes what fleet.yaml names; `client` leases and gives back;
 `warm_instances` are those that stand and may be leased, `shared_engines` those that others lease; `provisioning` orders
 and ends instances; `migration` says when a move pays; `allocation` what a dataset may lease by the controller's
-command; `engine_tls` certificates for connections to engines.
+command; `engine_tls` certificates for connections to engines; `simulation` says whether rows will be a simulator's.
 """
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "planner_options",
     "resource",
     "shared_engines",
+    "simulation",
 ]

@@ -33,6 +33,7 @@ LARGEST_FILE = 1 << 20
 LLAMA_CPP_SLOTS = 16  # 61 tokens/s of a 135M model on one thread, 20 with one slot
 RENTED = ("local", "kubernetes", "ssh", "ec2", "runpod")  # keys of providers of real machines
 RentedConfig = LocalProviderConfig | KubernetesProviderConfig | SshProviderConfig | Ec2ProviderConfig | RunPodConfig
+SIMULATOR = "gpu_runner.simulator"  # the module in the command of an engine that only plays a model
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
@@ -114,6 +115,11 @@ class EngineConfig(BaseModel):
         return os.environ.get(self.api_key_env) if self.api_key_env else None
 
     @property
+    def simulated(self) -> bool:
+        """Whether it is known to be a simulator. Of an `endpoint`, only its answers tell."""
+        return self.kind == "simulated" or (self.kind == "process" and SIMULATOR in self.command)
+
+    @property
     def slots(self) -> int | None:
         """Rows at once, where they are known."""
         return self.max_num_seqs or (LLAMA_CPP_SLOTS if self.kind == "llama_cpp" else None)
@@ -138,6 +144,9 @@ class FleetConfig(BaseModel):
     simulated: SimulatedCloudConfig | None = Field(
         default=None,
         description="providers that only play their machines; `default`: the three of a fleet without this file",
+    )
+    simulate_only_if_asked: bool = Field(
+        default=False, description="a run takes simulated providers with `--simulate` only; so it is without this file"
     )
     local: list[LocalProviderConfig] = Field(default=[], description="GPUs of this machine, a provider for each entry")
     kubernetes: list[KubernetesProviderConfig] = Field(
@@ -176,7 +185,9 @@ class FleetConfig(BaseModel):
         """A file that names no engine and no provider keeps the embedded simulated ones, as one with the word does."""
         if not isinstance(given, dict) or not given:
             return given
-        if not given.keys() & {"engines", "simulated", *RENTED} or given.get("simulated") == "default":
+        if not given.keys() & {"engines", "simulated", *RENTED}:
+            return {"simulate_only_if_asked": True, **given, "simulated": default_cloud()}
+        if given.get("simulated") == "default":
             return {**given, "simulated": default_cloud()}
         return given
 
@@ -213,8 +224,43 @@ class FleetConfig(BaseModel):
 
     @classmethod
     def embedded(cls) -> FleetConfig:
-        """Three simulated providers that compete: what a newcomer has."""
-        return cls(simulated=default_cloud(), idle_minutes=EMBEDDED_IDLE_MINUTES, move_seconds=2)
+        """Three simulated providers that compete: what a newcomer sees. A run takes them only where it is asked to."""
+        return cls(
+            simulated=default_cloud(),
+            simulate_only_if_asked=True,
+            idle_minutes=EMBEDDED_IDLE_MINUTES,
+            move_seconds=2,
+        )
+
+    def serves_really(self, model: str) -> bool:
+        """Whether an engine or provider that is no simulation may serve the model. Simulated ones then do not."""
+        return self.rents_really or any(not engine.simulated for engine in self._fitting(model))
+
+    @property
+    def rents_really(self) -> bool:
+        """Whether a provider of real machines, with real engines on them, is there."""
+        return any(not _plays(one) for one in self.rented)
+
+    def leaves_out(self, provider: str, model: str) -> bool:
+        """Whether the provider only plays its machines, and something else really serves the model."""
+        played = self.simulated.providers if self.simulated is not None else ()
+        return any(one.name == provider for one in played) and self.serves_really(model)
+
+    def _fitting(self, model: str) -> list[EngineConfig]:
+        return [engine for engine in self.engines if not engine.models or model in engine.models]
+
+    def check_asked(self, model: str, endpoint: str | None, *, simulate: bool) -> None:
+        """Raises FleetConfigError where there is no engine but a simulation that nobody asked for."""
+        if endpoint or simulate or not self.simulate_only_if_asked or self.serves_really(model):
+            return
+        raise FleetConfigError(
+            f"no engine for {model}: expected one in fleet.yaml, a provider there, or an address, found none of these. "
+            "What can be had: llama.cpp on this computer's CPU (kind: llama_cpp, docs/operations.md#llamacpp); a "
+            "server with OpenAI's API (--endpoint http://HOST:PORT, or BATCH_ASSETS_ENDPOINT); GPUs of this machine, "
+            "of a cluster or of a cloud as a provider in fleet.yaml (docs/fleet.md). To see how it works with made-up "
+            "texts: `batch-assets run NAME --simulate`, the tag batch/simulate: true, or `simulated: default` in "
+            "fleet.yaml"
+        )
 
     def engines_for(self, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
         """Engines that may serve the model, or the one at this address. Raises FleetConfigError.
@@ -224,13 +270,14 @@ class FleetConfig(BaseModel):
         """
         if endpoint:
             return [self._engine_at(endpoint)]
-        fitting = [engine for engine in self.engines if not engine.models or model in engine.models]
+        fitting = self._fitting(model)
         if not fitting and self.simulated is None and not self.rented:
             raise FleetConfigError(
                 f"fleet.yaml: expected an engine that serves {model}, found engines for "
                 f"{', '.join(sorted({model for engine in self.engines for model in engine.models}))}"
             )
-        return fitting
+        really = self.serves_really(model)
+        return [engine for engine in fitting if not (really and engine.simulated)]
 
     def _engine_at(self, endpoint: str) -> EngineConfig:
         try:
@@ -288,6 +335,12 @@ class FleetConfig(BaseModel):
             raise FleetConfigError(f"{path}: {error}") from None
         except OSError as error:
             raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
+
+
+def _plays(provider: RentedConfig) -> bool:
+    """Whether a provider of real machines starts the simulator on them: by its command, or an image of this name."""
+    image = getattr(provider, "engine_image", "") or ""
+    return SIMULATOR in getattr(provider, "command", ()) or image.partition("@")[0] == SIMULATOR
 
 
 def _below(engine: EngineConfig, folder: Path) -> EngineConfig:

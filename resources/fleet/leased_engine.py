@@ -24,7 +24,10 @@ UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`."""
+    """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`.
+
+    `simulate`: the simulated providers of a fleet without a file will do.
+    """
 
     dataset: str
     model: str
@@ -34,6 +37,7 @@ class Requirement:
     objective: Objective = "cheapest"
     max_model_len: int | None = None
     declared: DeclaredModel | None = None
+    simulate: bool = False
     work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
 
     @property

@@ -118,12 +118,13 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         """What these providers offer. Raises PricingError for a history that cannot be read."""
         played = [] if config.simulated is None else [one.name for one in config.simulated.providers]
         own = [*(one.name for one in config.local), *(one.name for one in config.ssh)]
-        real = {model for engine in config.engines if engine.kind != "simulated" for model in engine.models}
-        return Market(tuple(providers.values()), config.prices, simulated=played, trusted=own, real_models=real)
+        real = config.serves_really
+        return Market(tuple(providers.values()), config.prices, simulated=played, trusted=own, really=real)
 
     def renter(self, fleet_db: FleetDatabase, heart: Heartbeat, need: Requirement) -> FleetClient:
         """A run's hand in the fleet. Raises FleetConfigError, and PricingError for a history that cannot be read."""
         config = self.config()
+        config.check_asked(need.model, need.endpoint, simulate=need.simulate)
         providers = self.providers(config, need)
         market = self.market(config, providers)
         return FleetClient(config, providers, market, fleet_db, heart, lambda *words: self._start(heart.run_id, *words))

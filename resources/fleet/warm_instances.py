@@ -54,6 +54,7 @@ class WarmInstances:
         waits = {name for name, one in self._unreached.items() if now - one.tried < RETRY_SECONDS}
         warm = [one for one in self._fleet_db.warm(need.engine_key) if one.name not in waits]
         found = [one for one in warm if one.provider in self._providers]
+        found = [one for one in found if not self._orders.config.leaves_out(one.provider, need.model)]
         found.sort(key=lambda one: (len(one.draining), one.price_per_hour))
         found = [one for one in found if not need.accept.reasons(instance_offer(one))]
         return [one for one in found if self._takes_rows(one, need)]

@@ -59,23 +59,23 @@ class Market:
         *,
         simulated: Collection[str] | None = None,
         trusted: Collection[str] = (),
-        real_models: Collection[str] = (),
+        really: Callable[[str], bool] = lambda _: False,
         models: Models | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`simulated`: names of providers that only play their machines; by default those whose clock is not 1.
 
         They serve any model: one of which nothing is known is taken for an 8B. `trusted`: providers that are the
-        user's own machines: who sets one up knows what fits, and its speed shows once it works. `real_models`: models
-        that a real engine of fleet.yaml serves; simulated providers do not play those. `clock`: Unix seconds.
-        Raises PricingError when the recorded history cannot be read.
+        user's own machines: who sets one up knows what fits, and its speed shows once it works. `really`: whether
+        something in fleet.yaml serves a model that is no simulation; simulated providers do not play those. `clock`:
+        Unix seconds. Raises PricingError when the recorded history cannot be read.
         """
         self._clock = clock
         self._models = models or Models()
         names = [one.name for one in providers if one.clock != 1.0] if simulated is None else simulated
         self._simulated = {provider_name(name) for name in names}
         self._trusted = {provider_name(name) for name in trusted}
-        self._real_models = frozenset(real_models)
+        self._really = really
         self._hub = any(provider_name(one.name) not in self._simulated for one in providers)
         self._sanity = prices.sanity()
         self._own = {one.name: _Kept(one.offers, (ProviderError, ProviderUnclear)) for one in providers}
@@ -174,8 +174,8 @@ class Market:
         max_model_len: int | None,
     ) -> Speed | NoSpeed:
         """Speed of an offer: measured as it is; an estimate only where the model is known and fits."""
-        if known.name in self._real_models and self.simulates(offer.provider):
-            return NoSpeed(f"an engine of fleet.yaml serves {known.name}; simulated texts would mix with its own")
+        if self.simulates(offer.provider) and self._really(known.name):
+            return NoSpeed(f"fleet.yaml has what really serves {known.name}; simulated texts would mix with its own")
         facts = known.facts(mix.tokens)
         found = throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
         if isinstance(found, Speed) and found.basis != "estimate":

@@ -149,7 +149,7 @@ def test_the_commands_of_the_readme_on_a_dataset_of_your_own(tmp_path: Path) -> 
     declared_in_readme = {block.yaml()["attributes"]["name"]: block for block in blocks("spec")}
     for block in blocks("project"):
         if "dg launch" in block.text:
-            run(block, copy, tmp_path, "batch-assets run example", PYTHONPATH=str(copy))
+            run(block, copy, tmp_path, "batch-assets run example --simulate", PYTHONPATH=str(copy))
         printed = run(block, copy, tmp_path, PYTHONPATH=str(copy))
         for file in (copy / "batch_assets" / "defs").glob("*/defs.yaml"):
             if file.parent.name in declared_in_readme:

@@ -101,7 +101,10 @@ class DatasetSite:
 
 @contextlib.contextmanager
 def dataset_site(folder: Path, home: Path | None = None, **attributes: Any) -> Iterator[DatasetSite]:
-    """An empty dataset of questions with the id column `id`. `home`: where events and logs are kept as files."""
+    """An empty dataset of questions with the id column `id`, and simulated providers unless there is a fleet.yaml.
+
+    `home`: where events and logs are kept as files.
+    """
     spec = {
         "name": "d",
         "source": {"path": "questions.jsonl"},
@@ -112,6 +115,8 @@ def dataset_site(folder: Path, home: Path | None = None, **attributes: Any) -> I
         "batch_rows": BATCH,
         **attributes,
     }
+    if not (folder / "fleet.yaml").exists():
+        (folder / "fleet.yaml").write_text("simulated: default\n")
     database = f"sqlite:///{folder}/fleet.db"
     kept = dg.DagsterInstance.ephemeral() if home is None else dg.DagsterInstance.local_temp(str(home))
     with kept as instance, contextlib.closing(FleetDatabase(database)) as fleet_db:

@@ -13,10 +13,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets import settings
+from batch_assets.catalog import ledger
 from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
+from batch_assets.monitoring.dataset_status import observing
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.planner_input import FleetView, Proposal, propose
 from batch_assets.planning.workload_estimate import WorkloadEstimator
@@ -24,8 +25,6 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.planner.types import Candidate, Interval, Plan, Target
-from resources.objects.opening import open_objects
-from resources.store.dataset_store import DatasetStore
 
 CURVE_LINES = 12
 
@@ -74,7 +73,10 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str],
 def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) -> Proposal:
     """Look at the work, the fleet's database and the market, and plan."""
     try:
-        work = WorkloadEstimator(spec, DatasetStore(open_objects(settings.store_root()), spec.name), folder).look()
+        with observing([spec.name]) as (seen,):
+            versions = ledger.ledger_versions(seen.instance, spec.name)
+            anew = [key for key, found in versions.items() if found.anew]
+            work = WorkloadEstimator(spec, seen.store, folder).look(anew)
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()

@@ -36,7 +36,7 @@ class Request:
     """What `run` was asked for. `endpoint` and `model` override fleet.yaml and the spec; `request_options`: tags.
 
     `verifies`: read everything at the end, as `verify` does; without, compare names and sizes.
-    `rows`: only the first batches, which hold so many (trial.py).
+    `rows`: only the first batches, which hold so many (trial.py). `simulate`: made-up texts will do.
     """
 
     dataset: str
@@ -45,6 +45,7 @@ class Request:
     request_options: Mapping[str, str] = field(default_factory=dict)
     verifies: bool = True
     rows: int | None = None
+    simulate: bool = False
 
     @property
     def job(self) -> str:
@@ -53,9 +54,10 @@ class Request:
 
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
-        from batch_assets.tags import ROWS_TAG
+        from batch_assets.tags import ROWS_TAG, SIMULATE_TAG
 
         trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
+        trial |= {SIMULATE_TAG: "true"} if self.simulate else {}
         return {**self.request_options, **trial, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
 
     def run_config(self) -> Mapping[str, object]:

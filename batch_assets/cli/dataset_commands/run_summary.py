@@ -51,7 +51,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         print("\n".join(trial_done(status, runner, ending.trial)), flush=True)
     elif ending.ok:
         print("\n".join(success(status, runner)))
-        print(_verified(request.dataset, ending), flush=True)
+        print("\n".join([_verified(request.dataset, ending), *simulated_line(status)]), flush=True)
     for warning in ending.warnings:
         console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not ending.ok:
@@ -110,3 +110,10 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
         f"{rows:,} rows in {batches}{same}: {counts}",
         f"table: {status.table}",
     ]
+
+
+def simulated_line(status: DatasetStatus) -> list[str]:
+    """The last line of all, as long as one row of the table is simulated."""
+    if not status.simulated:
+        return []
+    return [f"{status.dataset}: simulated: its texts are made up by an engine simulator, not by a language model"]

@@ -158,6 +158,8 @@ def _reported(store: DatasetStore, footer: BatchFooter, report: BatchReport | No
     """Whether the catalog says exactly this of the batch."""
     if report is None:
         return False
+    if report.version.anew and report.version.used_for(footer.data_version) >= footer.generation:
+        return True  # it is to be replaced, and says so
     batch = BatchObject(footer.key, footer.data_version, footer.generation)
     return (report.version, report.path, report.rows, report.ok, report.dead) == (
         ledger.LedgerVersion(footer.data_version, footer.generation),

@@ -157,7 +157,7 @@ def gpu_engine(gpu: Gpu) -> dict[str, Any]:
 
 
 def cpu_fleet(weights: Path) -> dict[str, Any]:
-    """llama.cpp for its own model; for every other the simulated providers of a fleet without a file."""
+    """llama.cpp for its own model; for every other, if asked, the simulated providers of a fleet without a file."""
     engine = {
         "name": "llama-cpp",
         "kind": "llama_cpp",
@@ -172,6 +172,7 @@ def cpu_fleet(weights: Path) -> dict[str, Any]:
     return {
         "engines": [engine],
         "simulated": "default",
+        "simulate_only_if_asked": True,
         "idle_minutes": embedded.idle_minutes,
         "move_seconds": embedded.move_seconds,
     }

@@ -101,6 +101,6 @@ def test_simulated_providers_play_every_model_but_that_of_a_real_engine(fleet: G
     market = fleet.market(config, fleet.providers(config))
     own, other = (market.ranking(model, "chat", LengthMix(100, 100), 1e6) for model in ("tiny", "Qwen/Qwen3-0.6B"))
     assert other.ranked and not own.ranked
-    assert {"an engine of fleet.yaml serves tiny; simulated texts would mix with its own"} <= {
+    assert {"fleet.yaml has what really serves tiny; simulated texts would mix with its own"} <= {
         one.reason for one in own.refused
     }

@@ -46,7 +46,7 @@ class FleetSupply:
     @contextlib.asynccontextmanager
     async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         """Wait for an engine, and hold it while the body runs. Raises EngineAway."""
-        need = Requirement(fleet_name(model), model, task)
+        need = Requirement(fleet_name(model), model, task, simulate=True)
         lease = _Lease(self._fleet, need, asyncio.get_running_loop(), self._reserve.get(model, 1))
         lease.thread.start()
         running: list[tuple[str, ServingEngine]] = []
