@@ -8,6 +8,7 @@ from __future__ import annotations
 # A request: a run of `prompts` that asks for its dataset, or a backfill.
 REFRESH_TAG = "batch/refresh"
 REDRIVE_TAG = "batch/redrive"
+REDRIVE_ERROR_TAG = "batch/redrive_error"  # of a re-drive: the error code of the dead letters that it is for
 REQUEST_TAG = "batch/request"
 ENDPOINT_TAG = "batch/endpoint"
 SIMULATE_TAG = "batch/simulate"  # "true": made-up texts of simulated providers will do, where there is no fleet.yaml

@@ -137,6 +137,37 @@ def run(
 
 
 @app.command()
+def redrive(
+    name: Name,
+    error: Annotated[
+        str, typer.Option(help="Only dead letters of this error code, as rejected_402; all without.")
+    ] = "",
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="At the end read everything again, or compare names and sizes.")
+    ] = True,
+    simulate: Annotated[bool, typer.Option("--simulate", help="As of `run`: for rows that were made up.")] = False,
+    as_json: Json = False,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
+) -> None:
+    """Try the dead letters of a dataset again, and nothing else; then publish the table anew."""
+    with user_errors():
+        known_dataset(name)
+        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+        endpoint = engine_address("--endpoint", endpoint)
+        if endpoint is not None:
+            check_endpoint(endpoint)
+            allow_endpoint(endpoint, of_environment)
+        from batch_assets.cli.dataset_commands.run import Request
+        from batch_assets.cli.dataset_commands.run_summary import carry_out
+
+        asked = Request(name, endpoint, verifies=verify, simulate=simulate, redrive_error=error)
+        raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
+
+
+@app.command()
 def status(
     name: Annotated[
         str | None,

@@ -51,6 +51,7 @@ class RowsConfig(dg.Config):
 
     regenerate: bool = False
     redrive: bool = False
+    redrive_error: str = ""  # only dead letters of this error
 
 
 def generate_rows(
@@ -75,7 +76,9 @@ def generate_rows(
         fleet_db = stack.enter_context(fleet.open_database())
         heart = fleet.heart(fleet_db, context.run.run_id)
         stack.enter_context(heart.beating(store.dataset, keys[0], keys[-1]))
-        intent = Intent(context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive)
+        intent = Intent(
+            context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive, config.redrive_error
+        )
         # Before the store is listed: what the catalog has by now is there, or it is lost.
         versions = ledger.ledger_versions(context.instance, spec.name)
         plan = _planned(store, manifest, heart, lambda: plan_range(store, entries, intent, versions))

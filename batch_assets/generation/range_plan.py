@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.publishing.verify import check_object
+from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
 
@@ -26,6 +27,12 @@ class Work:
     keep: tuple[BatchObject, ...] = ()
     keep_dead: bool = True
     anew: BatchObject | None = None
+    dropped_error: str = ""
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether an earlier outcome stands: not that of a dead letter that is to be tried again."""
+        other = bool(self.dropped_error) and outcome.error != self.dropped_error
+        return outcome.ok or self.keep_dead or other
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class Intent:
     root_run_id: str
     regenerate: bool = False
     redrive: bool = False
+    redrive_error: str = ""
 
     @property
     def purpose(self) -> Purpose:
@@ -106,13 +114,14 @@ def _plan_batch(
     if intent.regenerate:
         return None, Work(entry, newest.generation + 1)
     if intent.redrive and footer.dead:
-        return None, Work(entry, newest.generation + 1, (newest,), keep_dead=False)
+        return None, Work(entry, newest.generation + 1, (newest,), False, dropped_error=intent.redrive_error)
     return footer, None
 
 
 def _again(entry: BatchEntry, generation: int, sound: tuple[BatchObject, ...], intent: Intent) -> Work:
     """A batch without a current object that can be used: made anew, from what is sound as far as the intent allows."""
-    return Work(entry, generation, () if intent.regenerate else sound, keep_dead=not intent.redrive)
+    kept = () if intent.regenerate else sound
+    return Work(entry, generation, kept, not intent.redrive, dropped_error=intent.redrive_error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,7 @@ class RangeSource:
                 outcomes += self._reads.read(partial(self._store.outcomes, batch))
             except (CorruptObject, FileNotFoundError):
                 continue  # verify names it; its rows are generated again
-        kept = (outcome for outcome in outcomes if outcome.ok or work.keep_dead)
+        kept = (outcome for outcome in outcomes if work.keeps(outcome))
         return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
 
     def _read_journal(self) -> None:

@@ -15,7 +15,7 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import latest_request, open_backfill, range_runs
-from batch_assets.catalog.progress import Figures, Meter, dead_end
+from batch_assets.catalog.progress import Figures, Meter, dead_end, named
 from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, publish_runs
 from batch_assets.catalog.ranges import RangeRunRecord
 from batch_assets.catalog.run_errors import failed_checks, failure_text
@@ -23,6 +23,7 @@ from batch_assets.local_dagster.dagster_client import DagsterClient, OwnDagster
 from batch_assets.monitoring.dataset_status import DatasetObservation, Observer, unfinished
 from batch_assets.monitoring.final_check import FinalChecker
 from batch_assets.orchestration.trial import wanted_entries
+from batch_assets.publishing.dead_letters import dead_batches
 from batch_assets.publishing.verify import Verification
 from batch_assets.tags import (
     CANCELED_TAG,
@@ -75,7 +76,7 @@ class RequestMonitor:
     """Follows the refresh that the run `request` asks for.
 
     `progress` is told where a verification is, in this thread: raising ends it. `verifies`: without, the end is checked
-    by names and sizes only.
+    by names and sizes only. `redrive_error`: the request is a re-drive, of dead letters of this error; "": of all.
     """
 
     def __init__(
@@ -86,8 +87,11 @@ class RequestMonitor:
         *,
         progress: Callable[[ProgressUpdate], None] = lambda _: None,
         verifies: bool = True,
+        redrive_error: str | None = None,
     ) -> None:
         self.observer, self.request = observer, request
+        self._redrive_error, self._dead = redrive_error, list[str]()
+        self._redrive_seen = False
         self._progress = progress
         self._checker = FinalChecker(observer, self._verifying) if verifies else None
         self._figures: Figures | None = None
@@ -112,10 +116,14 @@ class RequestMonitor:
             return _ended(RunResult(False, failure_text(self._instance, run.run_id), (run.run_id,)))
         if run.status != dg.DagsterRunStatus.SUCCESS:
             waits = run.status in (dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING)
-            return ProgressUpdate("source", "starting" if waits else "reading the source")
-        newest = latest_request(self._instance, REFRESH_TAG, self._dataset)
+            reading = "reading the source" if self._redrive_error is None else "listing the dead letters"
+            return ProgressUpdate("source", "starting" if waits else reading)
         try:
-            moment = self._look_at_rows(newest or run)
+            if self._redrive_error is not None:
+                moment = self._look_at_redrive(run, self._redrive_error)
+            else:
+                newest = latest_request(self._instance, REFRESH_TAG, self._dataset)
+                moment = self._look_at_rows(newest or run)
         except CorruptObject as error:
             return _ended(RunResult(False, str(error)))
         except Exception as error:
@@ -157,6 +165,32 @@ class RequestMonitor:
             return _ended(self._failed(reason, request.run_id, runs), sight.figures)
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
 
+    def _look_at_redrive(self, request: dg.DagsterRun, error: str) -> ProgressUpdate:
+        """A re-drive ends with its runs: each batch that held dead letters at its start is tried once."""
+        sight = self.observer.look()
+        if sight.snapshot is None:
+            raise self._without_snapshot()
+        if not self._redrive_seen:
+            if sight.missing:
+                said = f"{named(sight.missing)} not committed: `batch-assets run {self._dataset}` first"
+                return _ended(RunResult(False, said), sight.figures)
+            self._dead, self._redrive_seen = dead_batches(self.observer.store, error), True
+        self._meter.note(self._clock(), sight.figures.rows_done)
+        runs = range_runs(self._instance, self._dataset, request.run_id)
+        own = [run for run in runs if run.request == request.run_id]
+        done = [run for run in own if run.outcome == "succeeded"]
+        left = [key for key in self._dead if not any(key in run.keys for run in done)]
+        if not left and not _busy(own):
+            newest = latest_request(self._instance, REFRESH_TAG, self._dataset)
+            return self._look_at_rows(newest or request) if sight.missing else self._look_at_table(sight)
+        backfill = open_backfill(self._instance, self._dataset)
+        reason = dead_end(left, runs, request.run_id, backfill_open=backfill)
+        if CANCELED_TAG in request.tags and not reason and not _busy(own):
+            reason = f"canceled: {len(left)} batches are not tried again"
+        if reason:
+            return _ended(self._failed(reason, request.run_id, runs), sight.figures)
+        return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
+
     def _without_snapshot(self) -> StoreError | CorruptObject:
         """The request has made a snapshot, and there is none: a store whose mount is gone is empty, too."""
         store = self.observer.store
@@ -182,7 +216,8 @@ class RequestMonitor:
     def _failed(self, reason: str, request: str, runs: Sequence[RangeRunRecord]) -> RunResult:
         own = [run for run in runs if run.request == request and run.outcome in ("failed", "canceled")]
         texts = list(dict.fromkeys(failure_text(self._instance, run.run_id) for run in own if run.outcome == "failed"))
-        reason += f": `batch-assets run {self._dataset}` goes on from there"
+        command = "run" if self._redrive_error is None else "redrive"
+        reason += f": `batch-assets {command} {self._dataset}` goes on from there"
         return RunResult(False, "\n".join([reason, *texts[:3]]), tuple(run.run_id for run in own[:3]))
 
     def _look_at_table(self, sight: DatasetObservation) -> ProgressUpdate:

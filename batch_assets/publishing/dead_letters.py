@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ConfigDict
 
 from batch_assets.publishing.batch_reader import CommittedRows, pieces, table_name
 from batch_assets.publishing.table_files import table_schema
+from gpu_runner.client.server_sentence import server_sentence
 from resources.objects.opening import CorruptObject, temporary_folder
 from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
@@ -24,6 +26,8 @@ from resources.store.integrity import Sealed, StoredFile, is_damage, read_pointe
 from resources.store.outcome_columns import PART_COLUMNS
 
 FORMAT = 1
+# Their messages may hold text of an answer.
+_OF_ANSWERS = frozenset({"schema_invalid"})
 _REASON = (
     "error",
     "error_message",
@@ -136,13 +140,60 @@ def _mended(store: DatasetStore) -> str:
     return f"materialize {store.dataset}/dead_letters: it is written anew"
 
 
-def dead_batches(store: DatasetStore) -> list[str]:
-    """Keys of the batches on the current list, in order: one small read, fit for a sensor."""
+def dead_batches(store: DatasetStore, error: str = "") -> list[str]:
+    """Keys of the batches on the current list, in order: one small read, fit for a sensor. `error`: only its rows."""
     version = current_dead_letters(store)
     if version is None:
         return []
-    table = _read(store, version, ["batch"])
+    table = _read(store, version, ["batch", "error"] if error else ["batch"])
+    if error:
+        table = table.filter(pc.equal(table.column("error"), error))
     return sorted(set(table.column("batch").to_pylist()))
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterExample:
+    """The dead letters of one error: how many, and of one of them the id and what the server said, "" where nothing.
+
+    The words are without what they repeat of the prompt; those of an answer that missed the schema are left out.
+    """
+
+    error: str
+    rows: int
+    row_id: str
+    says: str
+
+
+def dead_letter_examples(store: DatasetStore, manifest: SnapshotManifest, most: int = 10) -> list[DeadLetterExample]:
+    """One for each error of the current list, the most frequent first; none before there is a list.
+
+    Raises CorruptObject. Reads the list, and the prompts of the batches of the examples.
+    """
+    version = current_dead_letters(store)
+    if version is None:
+        return []
+    table = _read(store, version, ["row_id", "batch", "error", "error_message"])
+    found: list[DeadLetterExample] = []
+    entries = {entry.key: entry for entry in store.entries(manifest.snapshot)}
+    for error, rows in list(_counted(table.column("error")).items())[:most]:
+        line = table.filter(pc.equal(table.column("error"), error)).slice(0, 1)
+        row_id, batch, words = (
+            str(line.column(name)[0].as_py() or "") for name in ("row_id", "batch", "error_message")
+        )
+        prompt = None
+        if words and (entry := entries.get(batch)) is not None and error not in _OF_ANSWERS:
+            prompt = _prompt_of(store, manifest, entry, row_id)
+        says = "" if prompt is None else server_sentence(words, prompt)
+        found.append(DeadLetterExample(error, rows, row_id, says))
+    return found
+
+
+def _prompt_of(store: DatasetStore, manifest: SnapshotManifest, entry: BatchEntry, row_id: str) -> bytes | None:
+    for _, rows in store.rows(manifest, [entry]):
+        for row in rows:
+            if row.row_id == row_id:
+                return row.prompt
+    return None
 
 
 def dead_letter_rows(store: DatasetStore, version: str) -> int:

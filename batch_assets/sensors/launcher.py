@@ -25,6 +25,7 @@ from batch_assets.tags import (
     ENDPOINT_TAG,
     RANGE_END_TAG,
     RANGE_START_TAG,
+    REDRIVE_ERROR_TAG,
     REDRIVE_TAG,
     REFRESH_TAG,
     REQUEST_TAG,
@@ -121,9 +122,12 @@ def _look(
         else:
             looks.append(_launch(instance, spec, fleet, refresh, wanted, {}))
     if redrive is not None and not missing:
-        dead = dead_batches(data)
+        error = redrive.asked_by.tags.get(REDRIVE_ERROR_TAG, "")
+        dead = dead_batches(data, error)
         wanted = dead if dead and _asked(instance, redrive, snapshot) else []
-        found = _launch(instance, spec, fleet, redrive, wanted, {"redrive": True})
+        found = _launch(
+            instance, spec, fleet, redrive, wanted, {"redrive": True, **({"redrive_error": error} if error else {})}
+        )
         looks.append(TickOutcome(f"re-drive: {found.reason}", found.state, found.requests, found.batches))
     states = [look.state for look in looks]
     return TickOutcome(
@@ -145,7 +149,7 @@ def _launch(
     fleet: GpuFleet,
     request: Request,
     wanted: Sequence[str],
-    config: dict[str, bool],
+    config: Mapping[str, bool | str],
 ) -> TickOutcome:
     """Run requests for the wanted batches of one request, and the reason in words."""
     asked_by, runs = request.asked_by, request.runs
@@ -177,7 +181,7 @@ def _launch(
 
 
 def _run_request(
-    dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: dict[str, bool]
+    dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: Mapping[str, bool | str]
 ) -> dg.RunRequest:
     """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
     copied = {
@@ -187,7 +191,7 @@ def _run_request(
     return dg.RunRequest(
         run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",
         asset_selection=[ledger.rows_key(dataset)],
-        run_config={"ops": {op: {"config": config}}} if config else {},
+        run_config={"ops": {op: {"config": dict(config)}}} if config else {},
         tags={
             REQUEST_TAG: asked_by.run_id,
             RANGE_START_TAG: keys.first,

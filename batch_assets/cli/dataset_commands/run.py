@@ -37,6 +37,7 @@ class Request:
 
     `verifies`: read everything at the end, as `verify` does; without, compare names and sizes.
     `rows`: only the first batches, which hold so many (trial.py). `simulate`: made-up texts will do.
+    `redrive_error`: only dead letters are tried again, those of this error, or with "" all.
     """
 
     dataset: str
@@ -46,18 +47,20 @@ class Request:
     verifies: bool = True
     rows: int | None = None
     simulate: bool = False
+    redrive_error: str | None = None
 
     @property
     def job(self) -> str:
-        """Job that reads the source; the sensors do the rest."""
-        return f"{self.dataset}_refresh"
+        """Job that reads the source, or lists the dead letters; the sensors do the rest."""
+        return f"{self.dataset}_refresh" if self.redrive_error is None else f"{self.dataset}_redrive"
 
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
-        from batch_assets.tags import ROWS_TAG, SIMULATE_TAG
+        from batch_assets.tags import REDRIVE_ERROR_TAG, ROWS_TAG, SIMULATE_TAG
 
         trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
         trial |= {SIMULATE_TAG: "true"} if self.simulate else {}
+        trial |= {REDRIVE_ERROR_TAG: self.redrive_error} if self.redrive_error else {}
         return {**self.request_options, **trial, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
 
     def run_config(self) -> Mapping[str, object]:
@@ -80,6 +83,7 @@ class Runner:
     own: bool = True
     seconds: float = 0.0
     generated: int = 0
+    dead_before: int | None = None
     _last: int | None = field(default=None)
     _shown_at: float = field(default=float("-inf"))
     _first: int | None = field(default=None)
@@ -114,7 +118,13 @@ class Runner:
         began = time.monotonic()
         if self.run_id is None:
             self.run_id = self._launch_at_once() or self._launch(dagster, seen)
-        follower = RequestMonitor(seen, self.run_id, progress=self._verifying, verifies=self.request.verifies)
+        follower = RequestMonitor(
+            seen,
+            self.run_id,
+            progress=self._verifying,
+            verifies=self.request.verifies,
+            redrive_error=self.request.redrive_error,
+        )
         try:
             return self._follow(dagster, follower)
         finally:
@@ -178,6 +188,7 @@ class Runner:
                 break
             if moment.figures is not None:
                 self._count(moment.figures.rows_generated)
+                self.dead_before = moment.figures.dead if self.dead_before is None else self.dead_before
             self.display.show(moment)
             if moment.remark:
                 self.display.say(moment.remark)

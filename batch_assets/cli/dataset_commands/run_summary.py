@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,8 +16,9 @@ from batch_assets.monitoring.display import display
 
 if TYPE_CHECKING:
     from batch_assets.catalog.progress import Figures
-    from batch_assets.monitoring.dataset_status import DatasetStatus
+    from batch_assets.monitoring.dataset_status import DatasetStatus, Observer
     from batch_assets.monitoring.request_monitor import RunResult
+    from batch_assets.publishing.dead_letters import DeadLetterExample
 
 UI_PORT = 3000
 
@@ -35,6 +38,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
 
     with observing([request.dataset]) as (seen,):
         status = dataset_status(seen, time.time())
+        dead = dead_examples(seen, status)
     if as_json:
         trial = {"rows": ending.trial.rows, "batches": ending.trial.batches} if ending.trial else None
         extra = {
@@ -44,6 +48,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
             "verified": ending.verification is not None,
             "verify_seconds": round(ending.verify_seconds, 1),
             "trial": trial,
+            "dead_letters": [asdict(one) for one in dead],
         }
         print_json(status.as_json() | extra)
     elif ending.trial is not None:
@@ -52,6 +57,8 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
     elif ending.ok:
         print("\n".join(success(status, runner)))
         print("\n".join([_verified(request.dataset, ending), *simulated_line(status)]), flush=True)
+    if dead and not as_json:
+        print("\n".join(dead_lines(request.dataset, dead)), flush=True)
     for warning in ending.warnings:
         console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not ending.ok:
@@ -80,6 +87,41 @@ def show_trial(dataset: str, batches: int) -> None:
         say_row(say, row, TRIAL_LETTERS)
 
 
+def dead_examples(seen: Observer, status: DatasetStatus) -> list[DeadLetterExample]:
+    """The dead letters by error, each with an example; none where the list is not of the rows that are there now."""
+    from batch_assets.publishing.dead_letters import current_dead_letters, dead_letter_examples, dead_letter_rows
+    from resources.objects.health import is_store_trouble
+    from resources.objects.opening import CorruptObject
+
+    if not status.dead or status.snapshot is None:
+        return []
+    try:
+        version = current_dead_letters(seen.store)
+        if version is None or dead_letter_rows(seen.store, version) != status.dead:
+            return []
+        return dead_letter_examples(seen.store, seen.store.manifest(status.snapshot))
+    except (CorruptObject, FileNotFoundError):
+        return []  # `verify` says so
+    except Exception as error:
+        if not is_store_trouble(error):
+            raise
+        return []
+
+
+def dead_lines(dataset: str, dead: Sequence[DeadLetterExample]) -> list[str]:
+    """The dead letters by error, each with an example, and the command that tries them again."""
+    width = max(len(f"{one.rows:,}") for one in dead)
+    lines = []
+    for one in dead:
+        says = f": {one.says}" if one.says else ""
+        lines.append(f"  {one.rows:>{width},} {one.error}, as row {one.row_id}{says}")
+    return [
+        "dead letters:",
+        *lines,
+        f"batch-assets redrive {dataset} [--error CODE]: tries them again, and nothing else",
+    ]
+
+
 def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[str]:
     """The last lines of a trial that ended well and left batches over."""
     made = f"{runner.generated:,} rows generated in {duration(runner.seconds)}" if runner.generated else "all there"
@@ -97,7 +139,10 @@ def trial_done(status: DatasetStatus, runner: Runner, trial: Figures) -> list[st
 def success(status: DatasetStatus, runner: Runner) -> list[str]:
     """The last lines of a run that ended well."""
     engine = " by the simulated engine" if status.simulated else ""
-    if runner.generated:
+    if runner.request.redrive_error is not None:
+        before = runner.dead_before or 0
+        made = f"{max(0, before - status.dead):,} of {before:,} dead letters are answered now"
+    elif runner.generated:
         made = f"{runner.generated:,} rows generated{engine} in {duration(runner.seconds)}"
     else:
         made = "nothing to generate, the table is up to date"

@@ -103,6 +103,21 @@ def test_a_redrive_keeps_completions_and_writes_the_next_generation(local_object
     assert [footer.generation for footer in retry.done][:2] == [1, 0]
 
 
+def test_a_redrive_of_one_error_keeps_the_other_dead_letters(local_objects: Objects) -> None:
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(20), batch_rows=20)
+    poison = json.dumps([{"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}}])
+    with simulated_engine("--speed", "200", "--faults", poison, model=MODEL) as engine:
+        asyncio.run(generate(a_run(store, manifest, "run-1"), engine.url))
+    with simulated_engine("--speed", "200", model=MODEL) as engine:
+        other = a_run(store, manifest, "run-2", Intent("run-2", redrive=True, redrive_error="rejected_402"))
+        asyncio.run(generate(other, engine.url))
+        assert (other.progress().known, other.progress().requests) == (20, 0)
+        same = a_run(store, manifest, "run-3", Intent("run-3", redrive=True, redrive_error="context_length_exceeded"))
+        asyncio.run(generate(same, engine.url))
+    assert (same.progress().ok, same.progress().known) == (1, 19)
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: data[:300] + b"?" + data[301:]])
 def test_a_damaged_object_is_replaced_by_the_next_generation(
     local_objects: Objects, damage: Callable[[bytes], bytes]

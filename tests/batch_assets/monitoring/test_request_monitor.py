@@ -24,12 +24,14 @@ from batch_assets.monitoring.request_monitor import (
     give_up,
 )
 from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import publish
 from batch_assets.tags import (
     CANCELED_TAG,
     PUBLISH_TAG,
     RANGE_END_TAG,
     RANGE_START_TAG,
+    REDRIVE_TAG,
     REFRESH_TAG,
     REQUEST_TAG,
     RETRY_RUN_TAG,
@@ -80,6 +82,11 @@ class Site:
 
     def follow(self, request: str) -> RequestMonitor:
         return RequestMonitor(self.observer, request, clock=lambda: self.now)
+
+    def redrive(self, error: str = "") -> tuple[str, RequestMonitor]:
+        """A re-drive whose job has listed the dead letters, and who follows it."""
+        request = self.run(S.SUCCESS, {REDRIVE_TAG: "d"}, job_name="d_redrive")
+        return request, RequestMonitor(self.observer, request, clock=lambda: self.now, redrive_error=error)
 
     def look(self, request: str) -> ProgressUpdate:
         return self.follow(request).look()
@@ -158,6 +165,35 @@ def test_while_batches_run_the_figures_and_the_note_of_the_run_are_shown(site: S
     assert moment.said == f"run {run[:8]}: waiting: embedded is held by run x"
     assert moment.figures is not None
     assert (moment.figures.batches_done, moment.figures.rows_committed, moment.figures.open_rows) == (2, 20, 3)
+
+
+def test_a_redrive_ends_when_each_batch_with_dead_letters_was_tried_once_and_the_table_is_there(site: Site):
+    request, follower = site.redrive()
+    assert "not committed: `batch-assets run d` first" in str(follower.look().ending)
+    for footer in commit(site.store, site.manifest, dead=["id-000003", "id-000033"]).values():
+        site.instance.report_runless_asset_event(ledger.batch_event(site.store, footer, site.manifest.snapshot))
+    dead_letters(site.store, site.manifest)
+    request, follower = site.redrive()
+    assert (follower.look().phase, follower.look().said) == ("rows", "starting a run")
+    site.batches(request, S.SUCCESS, "00000", "00000")
+    assert follower.look().phase == "rows"
+    site.batches(request, S.SUCCESS, "00003", "00003")
+    assert follower.look().phase == "publish"
+    site.publish()
+    assert site.redrive("another")[1].look().phase in ("publish", "verify", "end")  # nothing to try again
+
+
+def test_a_redrive_that_fails_says_how_it_goes_on(site: Site):
+    for footer in commit(site.store, site.manifest, dead=["id-000003"]).values():
+        site.instance.report_runless_asset_event(ledger.batch_event(site.store, footer, site.manifest.snapshot))
+    dead_letters(site.store, site.manifest)
+    request, follower = site.redrive()
+    tags = {REQUEST_TAG: request, RANGE_START_TAG: "00000", RANGE_END_TAG: "00000"}
+    for _ in range(3):
+        site.failing('The server says: "no credit"', tags, job="rows")
+    ending = follower.look().ending
+    assert ending is not None and not ending.ok
+    assert "`batch-assets redrive d` goes on from there" in ending.said and "no credit" in ending.said
 
 
 def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):

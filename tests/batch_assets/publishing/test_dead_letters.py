@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 from support.snapshots import SourceRow, commit, current_path, overwrite, questions, write_snapshot
 
-from batch_assets.publishing.dead_letters import DeadLetters, dead_batches, dead_letters
+from batch_assets.publishing.dead_letters import DeadLetters, dead_batches, dead_letter_examples, dead_letters
 from resources.objects.opening import CorruptObject, LocalObjects, Objects
 from resources.store.dataset_store import BatchObject, DatasetStore
 
@@ -54,6 +55,34 @@ def test_every_row_without_a_completion_is_listed_with_its_reason(any_objects: O
     assert frame["tries"].to_list() == [3] * 4
     assert list(tmp_path.glob("*.parquet")) == []
     assert dead_batches(store) == ["00000", "00001", "00004"]
+    assert dead_batches(store, "prompt_too_long") == ["00000", "00001", "00004"] and dead_batches(store, "other") == []
+
+
+def test_each_error_has_an_example_with_the_server_s_words_and_no_text_of_a_prompt(store: DatasetStore) -> None:
+    manifest = write_snapshot(store, questions(20))
+    assert dead_letter_examples(store, manifest) == []
+    bad = {
+        "id-000003": ("rejected_402", "no credit for 'What is 3 plus 3?'"),
+        "id-000004": ("rejected_402", "no credit"),
+        "id-000012": ("schema_invalid", "'the answer' is no number"),
+    }
+    for footer in commit(store, manifest).values():
+        batch = BatchObject(footer.key, footer.data_version, 0)
+        outcomes = [
+            replace(one, output=None, finish_reason=None, error=bad[one.row_id][0], error_message=bad[one.row_id][1])
+            if one.row_id in bad
+            else one
+            for one in store.outcomes(batch)
+        ]
+        dead = sum(one.error is not None for one in outcomes)
+        again = footer.model_copy(update={"generation": 1, "dead": dead, "ok": footer.ok - dead})
+        store.commit(again, outcomes, "chat")
+    dead_letters(store, manifest)
+    found = [(one.error, one.rows, one.row_id, one.says) for one in dead_letter_examples(store, manifest)]
+    assert found == [
+        ("rejected_402", 2, "id-000003", "no credit for '[…]'"),
+        ("schema_invalid", 1, "id-000012", ""),
+    ]
 
 
 def test_a_dataset_without_dead_letters_has_an_empty_list(store: DatasetStore) -> None:

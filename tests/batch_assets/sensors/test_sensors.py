@@ -42,6 +42,7 @@ from batch_assets.tags import (
     PARTITION_TAG,
     RANGE_END_TAG,
     RANGE_START_TAG,
+    REDRIVE_ERROR_TAG,
     REDRIVE_TAG,
     REFRESH_TAG,
     REQUEST_TAG,
@@ -249,6 +250,18 @@ def test_a_redrive_tries_each_batch_once(site: Site):
     assert site.ranges() == [("00004", "00004")]
     site.batches(S.SUCCESS, "00004", "00004", request)
     assert site.launches() == []
+
+
+def test_a_redrive_of_one_error_starts_runs_over_batches_with_such_dead_letters_only(site: Site):
+    manifest = site.snapshot()
+    site.commit(*KEYS, dead=["id-000013", "id-000047"])
+    dead_letters(site.store, manifest)
+    (error,) = dead_letters(site.store, manifest).by_error
+    site.run(S.SUCCESS, {REDRIVE_TAG: "d", REDRIVE_ERROR_TAG: "another"}, job_name="d_redrive")
+    assert site.launches() == []
+    site.run(S.SUCCESS, {REDRIVE_TAG: "d", REDRIVE_ERROR_TAG: error}, job_name="d_redrive")
+    (found,) = site.launches()
+    assert found.run_config == {"ops": {"d__rows": {"config": {"redrive": True, "redrive_error": error}}}}
 
 
 # publisher

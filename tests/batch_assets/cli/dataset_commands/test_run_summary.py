@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from batch_assets.cli.dataset_commands.run_summary import success
+from batch_assets.cli.dataset_commands.run import Request
+from batch_assets.cli.dataset_commands.run_summary import dead_lines, success
+from batch_assets.publishing.dead_letters import DeadLetterExample
 
 
 @pytest.mark.parametrize(
@@ -24,5 +26,22 @@ def test_rows_that_ask_the_same_are_told_from_those_that_were_asked(
     status = SimpleNamespace(
         dataset="d", rows=rows, table_rows=table_rows, batches=batches, table="t", simulated=False, **counts
     )
-    runner = SimpleNamespace(generated=rows, seconds=3.0)
+    runner = SimpleNamespace(generated=rows, seconds=3.0, request=Request("d"))
     assert success(status, runner)[1] == expected  # type: ignore[arg-type]
+
+
+def test_a_redrive_says_how_many_dead_letters_are_answered_now() -> None:
+    counts = {"ok": 998, "dead": 2, "completion_tokens": 7}
+    status = SimpleNamespace(dataset="d", rows=1000, table_rows=1000, batches=4, table="t", simulated=False, **counts)
+    runner = SimpleNamespace(generated=0, seconds=3.0, request=Request("d", redrive_error=""), dead_before=680)
+    assert success(status, runner)[0] == "d: 678 of 680 dead letters are answered now"  # type: ignore[arg-type]
+
+
+def test_dead_letters_are_counted_by_error_with_an_example() -> None:
+    dead = [DeadLetterExample("rejected_402", 680, "r1", "no credit"), DeadLetterExample("timeout", 2, "r9", "")]
+    assert dead_lines("d", dead) == [
+        "dead letters:",
+        "  680 rejected_402, as row r1: no credit",
+        "    2 timeout, as row r9",
+        "batch-assets redrive d [--error CODE]: tries them again, and nothing else",
+    ]
