@@ -91,8 +91,8 @@ def build_front_door(
     keys = KeyStore(settings.database, time.time)
     authenticate = authenticator(settings.host, keys, tokens or jwt_settings())
     embedded = authenticate is embedded_caller
+    limits = read_limits(settings.home / LIMITS_FILE)  # a mistake in it is said at the start, also where none hold
     if not embedded:
-        limits = read_limits(settings.home / LIMITS_FILE)
         authenticate = LimitedAuthenticator(authenticate, limits, _limiter(keys.records), Quotas(keys.records))
     inner = inner or create_app(settings)
     inner.state.authenticate = authenticate

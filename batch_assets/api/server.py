@@ -17,6 +17,7 @@ from batch_assets.api.drain import DrainingServer, drain_seconds
 from batch_assets.api.front_door import FrontDoor, build_front_door
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import certificate_gauges
+from batch_assets.api.telemetry.repeated_lines import count_repeated_lines
 from gpu_runner.http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
 
 END_SECONDS = 10
@@ -33,6 +34,7 @@ def serve(settings: ApiSettings) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended_in_order)  # uvicorn has its own while it runs, and raises the signal again then
+    count_repeated_lines()
     service = build_front_door(settings)
     config = server_config(service, settings)
     # Fewer, cheaper garbage collections: thousands of live requests make them a large part of the CPU per line.

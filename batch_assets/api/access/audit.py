@@ -31,7 +31,10 @@ _ID = re.compile(r"[A-Za-z]{1,16}[-_][A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class AuditEvent:
-    """One request. `route`: its template, as `/v1/files/{file_id}`. `objects`: ids that its path names."""
+    """One request. `route`: its template, as `/v1/files/{file_id}`. `objects`: ids that its path names.
+
+    `reason` of a refusal: what is wrong with the key or token, which its caller is not told, or the error's code.
+    """
 
     at: float
     request_id: str
@@ -42,6 +45,7 @@ class AuditEvent:
     objects: tuple[str, ...]
     status: int
     seconds: float
+    reason: str | None = None
 
 
 def worth_keeping(method: str, route: str, status: int) -> bool:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from batch_assets.api.access.api_keys import ApiKey, looks_like_key
+from batch_assets.api.access.api_keys import looks_like_key
 from batch_assets.api.access.jwks import KeySet, KeysUnavailable, source
 from batch_assets.api.access.jwt_tokens import JwtPolicy, TokenRefused, looks_like_token, verify
 from batch_assets.api.access.key_store import KeyCache, KeyStore
+from batch_assets.api.access.request_access import access_of
 from batch_assets.api.requests.callers import Authenticate, Caller, embedded_caller
 from batch_assets.api.requests.errors import ApiError
 from gpu_runner.errors import ExitStatus, UserFacingError
@@ -86,29 +87,40 @@ class Authenticator:
         self._cache = KeyCache(time.monotonic)
 
     async def __call__(self, request: Request) -> Caller:
-        """The caller of a request. Raises ApiError 401, or 503 when nobody can be known now."""
+        """The caller of a request. Raises ApiError 401, or 503 when nobody can be known now. The audit log says why."""
+        try:
+            return await self._caller(request)
+        except _Refused as refused:
+            log.info("refused: %s", refused.reason)
+            access_of(request).refused = refused.reason
+            raise refused.answer from None
+
+    async def _caller(self, request: Request) -> Caller:
         shown = request.headers.getlist("authorization")
         if not shown:
-            raise _unauthorized(
+            said = _unauthorized(
                 "You didn't provide an API key. You need to provide your API key in an Authorization header using "
                 "Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
             )
+            raise _Refused("no Authorization header", said)
         scheme, _, secret = shown[0].partition(" ")
         secret = secret.strip()
         if len(shown) != 1 or scheme.lower() != "bearer" or not secret.isascii():
-            raise _incorrect()
+            raise _Refused("Authorization is not one Bearer header of ASCII letters")
         if looks_like_key(secret):
             return await self._by_key(secret)
         if self._policy is not None and self._key_set is not None and looks_like_token(secret):
             return await self._by_token(secret, self._policy, self._key_set)
-        raise _incorrect()
+        raise _Refused("neither a key of this service nor a token" if self._policy else "no key of this service")
 
     async def _by_key(self, secret: str) -> Caller:
         key = self._cache.get(secret)
         if key is None:
             key = await asyncio.to_thread(self._keys.find, secret)
-        if key is None or not key.usable(self._clock()):
-            raise _incorrect(key)
+        if key is None:
+            raise _Refused("unknown key")
+        if not key.usable(self._clock()):
+            raise _Refused(f"{key.key_id} is {'expired' if key.revoked_at is None else 'revoked'}")
         if self._cache.get(secret) is None:
             self._cache.put(key)
         return Caller(key.tenant, key.key_id, key.scopes)
@@ -117,18 +129,19 @@ class Authenticator:
         try:
             return await verify(token, policy, key_set, self._clock)
         except TokenRefused as refused:
-            log.info("token refused: %s", refused)
-            raise _incorrect() from None
+            raise _Refused(f"token: {refused}") from None
         except KeysUnavailable:
-            raise ApiError(
-                503, "The keys of the token's issuer cannot be read now.", headers={"Retry-After": "30"}
-            ) from None
+            said = "The keys of the token's issuer cannot be read now."
+            raise _Refused("token: " + said, ApiError(503, said, headers={"Retry-After": "30"})) from None
 
 
-def _incorrect(key: ApiKey | None = None) -> ApiError:
-    if key is not None:
-        log.info("key refused: %s is revoked or expired", key.key_id)
-    return _unauthorized("Incorrect API key provided.", code="invalid_api_key")
+class _Refused(Exception):
+    """`reason`: for our logs, without what was sent. `answer`: what the caller is told, the same for all reasons."""
+
+    def __init__(self, reason: str, answer: ApiError | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.answer = answer or _unauthorized("Incorrect API key provided.", code="invalid_api_key")
 
 
 def _unauthorized(message: str, code: str | None = None) -> ApiError:

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jwt
-from jwt.exceptions import PyJWTError
+from jwt.exceptions import (
+    InvalidAudienceError,
+    InvalidIssuerError,
+    InvalidSignatureError,
+    MissingRequiredClaimError,
+    PyJWTError,
+)
 
 from batch_assets.api.access.api_keys import is_tenant
 from batch_assets.api.access.jwks import VerifyingKey
@@ -39,6 +45,14 @@ class JwtPolicy:
             raise ValueError("JWT: expected an issuer and an audience")
         if not 0 <= self.skew_seconds <= MOST_SKEW_SECONDS:
             raise ValueError(f"JWT: expected a clock skew of 0 to {MOST_SKEW_SECONDS:g} s")
+
+
+_WRONG: Mapping[type[BaseException], str] = {
+    InvalidSignatureError: "signature",
+    InvalidIssuerError: "issuer",
+    InvalidAudienceError: "audience",
+    MissingRequiredClaimError: "a claim is missing",
+}
 
 
 class TokenRefused(Exception):
@@ -84,8 +98,8 @@ async def verify(token: str, policy: JwtPolicy, keys: Keys, clock: Callable[[], 
                 "verify_iat": False,
             },
         )
-    except (PyJWTError, ValueError, TypeError, RecursionError):
-        raise TokenRefused("signature or claims") from None
+    except (PyJWTError, ValueError, TypeError, RecursionError) as error:
+        raise TokenRefused(_WRONG.get(type(error), "cannot be read")) from None
     _check_times(claims, policy, clock())
     return _caller(claims, policy)
 

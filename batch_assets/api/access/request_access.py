@@ -50,12 +50,13 @@ def trace_of(header: str | None, random_hex: Callable[[int], str] = secrets.toke
 
 @dataclass(slots=True)
 class RequestAccess:
-    """One request. `headers` are added to its answer."""
+    """One request. `headers` are added to its answer. `refused`: why its key or token is refused, for the audit log."""
 
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")
     trace: Trace = field(default_factory=lambda: trace_of(None))
     caller: Caller | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    refused: str | None = None
 
 
 def begin_access(scope: MutableMapping[str, Any], trace: Trace) -> RequestAccess:

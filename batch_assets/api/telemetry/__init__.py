@@ -4,4 +4,4 @@
 has spans and their contexts; `trace_export` reads the environment, `opentelemetry_spans` alone imports OpenTelemetry.
 """
 
-__all__ = ["gauges", "metrics", "observation", "opentelemetry_spans", "trace_export", "tracing"]
+__all__ = ["gauges", "metrics", "observation", "opentelemetry_spans", "repeated_lines", "trace_export", "tracing"]

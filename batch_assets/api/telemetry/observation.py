@@ -84,14 +84,13 @@ class Observation:
     def _note(self, scope: Scope, access: RequestAccess, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", UNMATCHED)
         method, caller = scope["method"], access.caller
-        self._metrics.answered(method, route, status, seconds, scope.get("state", {}).get(REASON))
+        code = scope.get("state", {}).get(REASON)
+        self._metrics.answered(method, route, status, seconds, code)
         if self._audit is not None and worth_keeping(method, route, status):
             objects = known_ids([str(value) for value in scope.get("path_params", {}).values()])
             tenant, key_id = (None, None) if caller is None else (caller.tenant, caller.key_id)
-            event = AuditEvent(
-                self._wall(), access.request_id, tenant, key_id, method[:10], route, objects, status, seconds
-            )
-            self._audit.write(event)
+            who = (self._wall(), access.request_id, tenant, key_id)
+            self._audit.write(AuditEvent(*who, method[:10], route, objects, status, seconds, access.refused or code))
         if log.isEnabledFor(logging.INFO):
             line = {
                 "request_id": access.request_id,

@@ -309,6 +309,12 @@ def test_a_bad_file_of_limits_is_refused(tmp_path: Path, text: str) -> None:
         read_limits(tmp_path / "limits.yaml")
 
 
+def test_a_mistake_in_the_limits_ends_the_start_also_where_nobody_has_limits(tmp_path: Path) -> None:
+    (tmp_path / "limits.yaml").write_text("default: {request_per_minute: 3}\n")
+    with pytest.raises(UserFacingError, match=r"limits\.yaml.*request_per_minute"):
+        build_front_door(settings_in(tmp_path))
+
+
 def test_half_of_what_tokens_need_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jwt_settings() is None
     monkeypatch.setenv("BATCH_ASSETS_JWT_ISSUER", "https://issuer.example")

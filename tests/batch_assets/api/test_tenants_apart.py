@@ -251,10 +251,46 @@ def test_the_audit_log_names_the_refused_and_no_secret(site: Site) -> None:
     audit = Path(site.run(_audit_path(site))).read_text()
     events = [orjson.loads(one) for one in audit.splitlines()]
     assert {401, 403, 404} <= {event["status"] for event in events}
+    assert all(event["reason"] for event in events if event["status"] >= 400 and event["route"].startswith("/v1/"))
     assert any(event["tenant"] == "attacker" and event["status"] == 404 for event in events)
     assert SECRET not in audit
     for secret in site.keys.values():
         assert secret not in audit
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ({"iss": "https://elsewhere.example"}, "token: issuer"),
+        ({"aud": "somebody"}, "token: audience"),
+        ({"exp": 1}, "token: expired"),
+        ({"tenant": "no tenant!"}, "token: tenant"),
+        ({"tenant": None}, "token: a claim is missing"),
+    ],
+)
+def test_why_a_token_is_refused_is_in_the_audit_log_and_not_in_the_answer(
+    site: Site, claims: dict[str, Any], reason: str
+) -> None:
+    answer = site.ask("GET", "/v1/batches", bearer(site.token(**claims)))
+    assert answer.status_code == 401 and answer.json()["error"]["message"] == "Incorrect API key provided."
+    assert last_reason(site) == reason
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [("expired", "is expired"), ("revoked", "is revoked"), (None, "neither a key"), ("", "Bearer")]
+)
+def test_why_a_key_is_refused_is_in_the_audit_log_and_not_in_the_answer(
+    site: Site, key: str | None, reason: str
+) -> None:
+    headers = bearer(site.keys[key] if key else "sk-nobody") if key != "" else {"Authorization": "Basic x"}
+    answer = site.ask("GET", "/v1/batches", headers)
+    assert answer.status_code == 401 and answer.json()["error"]["message"] == "Incorrect API key provided."
+    assert reason in last_reason(site)
+
+
+def last_reason(site: Site) -> str:
+    events = [orjson.loads(one) for one in Path(site.run(_audit_path(site))).read_bytes().splitlines()]
+    return str(events[-1]["reason"])
 
 
 async def _audit_path(site: Site) -> str:

@@ -38,6 +38,7 @@ def test_a_line_says_who_did_what_to_which_object(tmp_path: Path) -> None:
             "objects": ["file-1"],
             "status": 200,
             "seconds": 0.001,
+            "reason": None,
         }
     ]
     assert path.stat().st_mode & 0o777 == 0o600
