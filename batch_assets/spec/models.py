@@ -36,6 +36,7 @@ from batch_assets.spec.fields import (
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, extra_fields
 from batch_assets.spec.source import SourceSpec
+from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.market.offers import Objective
 from gpu_runner.rows import Generation, Task
 from resources.store.outcome_columns import OUTCOME_COLUMNS
@@ -273,6 +274,10 @@ def _check_prompt(task: Task, prompt: PromptSpec) -> None:
         expected = "prompt.user, prompt.system and prompt.user, or prompt.messages"
     if given not in allowed:
         raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
+    for key, _, text in prompt.templates():
+        if (name := single_braces(text)) and not any(Template(one).columns for _, _, one in prompt.templates()):
+            expected = f"a column in double braces, {{{{ {name} }}}}"
+            raise Unusable(expected, f"no column, and {{{name}}}, which is sent as it is", key=f"prompt.{key}")
     if prompt.messages is not None and prompt.messages[-1].role != "user":
         last = len(prompt.messages) - 1
         raise Unusable("a last message of role user", prompt.messages[-1].role, key=f"prompt.messages.{last}.role")

@@ -8,6 +8,7 @@ exist. And a row takes a bounded number of steps (`template_values`), the same o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,13 +18,24 @@ from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, meta, nod
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 
-from batch_assets.templates.rewrite import COLUMN, Guard, NotHere, called_names, check_statements, stored_names
+from batch_assets.templates.rewrite import (
+    COLUMN,
+    ROW,
+    ColumnsByName,
+    Guard,
+    NotHere,
+    called_names,
+    check_statements,
+    stored_names,
+)
 from batch_assets.templates.sandbox import BUILTIN, Sandbox
 from batch_assets.templates.values import MAX_STEPS, MAX_TEXT, Nothing, TooMuch, Unprintable, text_of
 
 # A template is compiled to Python, which takes about a second for so many tokens.
 MAX_TOKENS = 20_000
 _PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+_NO_WORD = re.compile(r"\{\{-?\s*(\w+(?:[ ./:-]+\w+)+)\s*-?\}\}")
+_SINGLE = re.compile(r"(?<!\{)\{\s*([^\W\d]\w*)\s*\}(?!\})")
 # So many rows that cannot be rendered within their bounds, and hardly one that can: the template is at fault.
 MAX_EXHAUSTED = 20
 
@@ -65,7 +77,7 @@ class Template:
         try:
             self._compile(text)
         except TemplateSyntaxError as error:
-            raise TemplateProblem(error.message or "syntax error", error.lineno) from error
+            raise TemplateProblem((error.message or "syntax error") + _by_name(text), error.lineno) from error
         except NotHere as error:
             raise TemplateProblem(str(error), error.line) from None
         except (TemplateError, ValueError, OverflowError) as error:
@@ -81,7 +93,10 @@ class Template:
                 raise TemplateProblem(f"expected at most {MAX_TOKENS:,} tokens, found more", 1)
         tree = self._sandbox.parse(text)
         check_statements(tree)
-        stored, (called, plain) = stored_names(tree), called_names(tree)
+        stored = stored_names(tree)
+        if ROW not in stored:  # else `row` is a name of the template's own
+            ColumnsByName().visit(tree)
+        called, plain = called_names(tree)
         undeclared = meta.find_undeclared_variables(tree)
         if "self" in (called | plain) - stored:  # Jinja declares it by itself, for blocks
             undeclared.add("self")
@@ -162,6 +177,18 @@ class Template:
         elif self._exhausted >= MAX_EXHAUSTED and self._exhausted > self._rendered:
             raise TemplateExhausted(f"{text.reason}; so did {self._exhausted} rows, and only {self._rendered} did not")
         return text
+
+
+def _by_name(text: str) -> str:
+    """How a column is written whose name is no word, where a template seems to print one."""
+    found = _NO_WORD.search(text)
+    return f"; the column {found[1]!r} is written {{{{ row[{found[1]!r}] }}}}" if found else ""
+
+
+def single_braces(text: str) -> str | None:
+    """The first name that stands in single braces, which print nothing; None without one."""
+    found = _SINGLE.search(text)
+    return found[1] if found else None
 
 
 def _binary(values: Sequence[Any]) -> list[int]:

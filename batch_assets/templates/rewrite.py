@@ -13,6 +13,7 @@ from jinja2.visitor import NodeTransformer
 from batch_assets.templates.sandbox import BUILT, BUILTIN, COUNTED, ITEM, JOINED, METHOD, PRINTED, SIZED, SPENT
 
 COLUMN = "_column_"
+ROW = "row"
 _ABSENT = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
 _GLOBALS = frozenset({"range", "dict", "namespace", "cycler", "joiner"})
 
@@ -51,6 +52,17 @@ def called_names(tree: nodes.Template) -> tuple[frozenset[str], frozenset[str]]:
     names = [node for node in tree.find_all(nodes.Name) if node.ctx == "load"]
     plain = {node.name for node in names if id(node) not in called}
     return frozenset({node.name for node in names if id(node) in called}), frozenset(plain)
+
+
+class ColumnsByName(NodeTransformer):
+    """`row['my col']` is the column of that name, whatever it is called."""
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        name = node.arg.value if isinstance(node.arg, nodes.Const) else None
+        if isinstance(node.node, nodes.Name) and node.node.name == ROW and isinstance(name, str) and name:
+            return nodes.Name(name, "load", lineno=node.lineno)
+        self.generic_visit(node)
+        return node
 
 
 class Guard(NodeTransformer):

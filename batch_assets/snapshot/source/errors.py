@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,5 +90,9 @@ def _names(there: Sequence[str]) -> str:
 
 
 def _meant(missing: Sequence[str], there: Sequence[str]) -> str:
+    """What was probably meant: a column that is spelt nearly alike, or one whose name is no word."""
+    for name in there[:MOST_NAMES]:
+        if not name.isidentifier() and any(re.match(rf"{re.escape(one)}\b", name) for one in missing):
+            return f". In a prompt, write {{{{ row[{shown(name)}] }}}} for the column {shown(name)}"
     near = [match for name in missing for match in difflib.get_close_matches(name, there[:MOST_NAMES], n=1)]
     return f". Did you mean {', '.join(map(shown, dict.fromkeys(near)))}?" if near else ""

@@ -433,6 +433,46 @@ def test_a_column_that_is_not_there_is_named(bench: Bench) -> None:
     assert not bench.files()
 
 
+def _prompts(bench: Bench, manifest: SnapshotManifest) -> list[str]:
+    return [orjson.loads(row.prompt)[0]["content"] for row in bench.rows(manifest)]
+
+
+@pytest.mark.parametrize("name", ["my col", "a.b", "range", "my-col", "0", "loop", "it's", "größe (m²)"])
+def test_a_column_of_any_name_can_be_written(bench: Bench, name: str) -> None:
+    written = "{{ row[" + repr(name) + "] }}"
+    rows = [{name: "x", "q": 1, "n": [1, 2]}]
+    assert _prompts(bench, bench.build(rows, prompt={"user": f"{written}!"})) == ["x!"]
+    longer = "{% set y = 2 %}{% if q %}" + written + "{{ row['n'][1] }}{{ q + y }}{% endif %}"
+    assert _prompts(bench, bench.build(rows, prompt={"user": longer})) == ["x23"]
+
+
+def test_a_row_of_the_template_itself_stays_what_it_is(bench: Bench) -> None:
+    rows = [{"rows": [{"a": 1}, {"a": 2}], "row": {"b": 3}}]
+    in_a_loop = "{% for row in rows %}{{ row['a'] }}{% endfor %}"
+    assert _prompts(bench, bench.build(rows, prompt={"user": in_a_loop})) == ["12"]
+    assert _prompts(bench, bench.build(rows, prompt={"user": "{{ row.b }}"})) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "column", "said"),
+    [
+        (
+            "{{ a.b }}",
+            "a.b",
+            "found it in no row, but 'a.b'. In a prompt, write {{ row['a.b'] }} for the column 'a.b'",
+        ),
+        ("{{ my-col }}", "my-col", "write {{ row['my-col'] }}"),
+        ("{{ row['my cal'] }}", "my col", "Did you mean 'my col'?"),
+    ],
+)
+def test_the_error_says_how_a_column_whose_name_is_no_word_is_written(
+    bench: Bench, prompt: str, column: str, said: str
+) -> None:
+    with pytest.raises(SourceError) as caught:
+        bench.build([{column: "x"}], prompt={"user": prompt})
+    assert said in str(caught.value)
+
+
 def test_a_key_may_come_late_where_its_absence_is_allowed(bench: Bench) -> None:
     rows: list[dict[str, Any]] = [{"q": f"{i} " + "x" * 80} for i in range(15_000)]
     rows[-1] |= {"note": "late", "hint": "!"}

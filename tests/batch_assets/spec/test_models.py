@@ -381,6 +381,15 @@ def test_labels_that_dagster_would_refuse_are_refused_here() -> None:
     assert dataset_definitions(made, Path()).assets
 
 
+def test_a_prompt_that_cannot_print_the_column_it_means_is_refused_and_says_how_to() -> None:
+    assert problem(prompt={"user": "Answer {t}"}) == (
+        "prompt.user: expected a column in double braces, {{ t }}, found no column, and {t}, which is sent as it is"
+    )
+    assert "{{ row['my col'] }}" in problem(prompt={"user": "{{ my col }}"})
+    for honest in ("Tell a joke.", 'Answer as {"a": 1}: {{ t }} {x}', "{ } {1}", "{{ '{x}' }}{{ t }}"):
+        assert spec(prompt={"user": honest})
+
+
 def test_a_wrapper_of_openai_around_a_schema_is_understood_and_mistakes_in_it_are_named() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     wrapped = {"json_schema": {"name": "n", "strict": True, "schema": schema}}
