@@ -136,4 +136,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
 def spec_version(spec: GeneratedDatasetSpec) -> str:
     """Code version of `prompts`: changes with all that shapes the rows, so that an edited spec shows as stale."""
     shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
-    return hashlib.sha256(spec.model_dump_json(include=shaping).encode()).hexdigest()[:16]
+    written = spec.model_dump_json(include=shaping)
+    if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:
+        written += "max_tokens: null"  # a key that is null looks as one that is left out
+    return hashlib.sha256(written.encode()).hexdigest()[:16]

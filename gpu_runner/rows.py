@@ -19,6 +19,9 @@ Task = Literal["chat", "completion", "embedding"]
 SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
 Output = str | tuple[float, ...]
 
+# Request fields that limit the tokens of an answer: OpenAI's two, SGLang's, that of OpenAI's responses, llama.cpp's.
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -32,6 +35,16 @@ class Generation:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     json_schema: Mapping[str, Any] | None = None
     repair_tries: int = 1
+
+    @property
+    def limit_fields(self) -> list[str]:
+        """Those of `TOKEN_LIMITS` that requests hold with a number of tokens."""
+        return [name for name in TOKEN_LIMITS if type(value := self.sampling.get(name)) is int and value >= 0]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that an answer may have at most, by its request; None: as many as fit the engine's context."""
+        return max((self.sampling[name] for name in self.limit_fields), default=None)
 
 
 @dataclass(frozen=True, slots=True)

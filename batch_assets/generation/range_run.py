@@ -200,11 +200,12 @@ class RangeRun:
 
     def _check_context(self, info: EngineInfo) -> None:
         """A max_tokens above the model's context would make every row a dead letter: refuse before the first."""
-        wanted = self.generation.sampling.get("max_tokens")
-        if info.max_model_len is not None and isinstance(wanted, int) and wanted >= info.max_model_len:
+        wanted = self.generation.most_tokens
+        if info.max_model_len is not None and wanted is not None and wanted >= info.max_model_len:
             raise EngineRefused(
-                f"sampling.max_tokens: expected less than the engine's context of {info.max_model_len} tokens, "
-                f"found {wanted}; lower it in the dataset, or start the engine with a larger --max-model-len"
+                f"sampling.{self.generation.limit_fields[0]}: expected less than the engine's context of "
+                f"{info.max_model_len} tokens, found {wanted}; lower it in the dataset, or start the engine with a "
+                "larger --max-model-len"
             )
 
     def _check_alike(self, info: EngineInfo) -> None:

@@ -25,7 +25,7 @@ from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.snapshot.source.size import estimated_lines
-from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation
@@ -37,7 +37,6 @@ from resources.store.reusable_answers import ReusableAnswers
 BYTES_PER_TOKEN = 4.0
 MESSAGE_TOKENS = 4.0  # the chat template's words around a message: start, role, line break, end
 OUTPUT_SHARE = 0.5
-DEFAULT_MAX_TOKENS = 1024
 SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
 MEASURED_BATCHES = 16
 COUNTED_BLOCKS = 64
@@ -159,7 +158,8 @@ def work_of(
     fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
     share = 1.0 if fixed else OUTPUT_SHARE
     texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
-    texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of max_tokens ({most:,})"]
+    limit = f"max_tokens ({most:,})" if generation.most_tokens else f"{most:,} tokens, as sampling has no limit"
+    texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of {limit}"]
     assumed = (*said, *(Assumption(Subject.LENGTHS, text) for text in texts))
     mix = LengthMix(max(1.0, prompts.mean), most * share)
     return Workload(rows, all_rows, mix, round(prompts.longest + most), "estimated", "assumed", assumed)
@@ -233,10 +233,10 @@ def _prompt_tokens(prompt: Any) -> float:
 
 
 def _most_output(generation: Generation) -> int:
-    """Most completion tokens of a row."""
+    """Most completion tokens of a row; where its request limits them nowhere, as many as it does by default."""
     if generation.task == "embedding":
         return 0
-    return int(generation.sampling.get("max_tokens") or DEFAULT_MAX_TOKENS)
+    return generation.most_tokens or DEFAULT_MAX_TOKENS
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:

@@ -34,17 +34,18 @@ from batch_assets.spec.fields import (
     TimeZone,
 )
 from batch_assets.spec.hardware import HardwareSpec
-from batch_assets.spec.sampling import check_parts, extra_fields
+from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.source import SourceSpec
 from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.market.offers import Objective
-from gpu_runner.rows import Generation, Task
+from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
 from resources.store.outcome_columns import OUTCOME_COLUMNS
 
-__all__ = ["GeneratedDatasetSpec", "SpecError", "load_spec"]
+__all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec"]
 
 # Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
+DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
 # An address as Dagster takes it (dagster/_core/utils.py); for any other it would load no dataset at all.
@@ -94,7 +95,11 @@ class SamplingSpec(Strict):
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 = always the likeliest token.")
     max_tokens: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Most tokens per row. Default 1024 for chat and completion."
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="Most tokens per row. Default 1024 for chat and completion, unless `extra` has another name of it "
+        "(max_completion_tokens). null: none is sent, and an answer ends where the engine ends it.",
     )
     min_tokens: int | None = Field(default=None, ge=0, le=1 << 20, description="Fewest tokens per row.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling.")
@@ -120,13 +125,18 @@ class SamplingSpec(Strict):
     extra: Annotated[dict[str, Any], AfterValidator(_extra)] | None = Field(
         default=None,
         description="Any other request field, sent as it is: tools, tool_choice, logprobs and so on. A field whose "
-        "answer has no column is refused.",
+        "answer has no column is refused, and one that says again what another key says.",
     )
 
     def request(self) -> dict[str, Any]:
         """The request fields that were set."""
         fields = self.model_dump(exclude_none=True, exclude={"extra"})
         return fields | dict(self.extra or {})
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether the user wrote what limits an answer, or that nothing does (null)."""
+        return "max_tokens" in self.model_fields_set or not (self.extra or {}).keys().isdisjoint(TOKEN_LIMITS)
 
 
 class OutputSpec(Strict):
@@ -252,8 +262,8 @@ class GeneratedDatasetSpec(Strict):
     def generation(self) -> Generation:
         """What all rows share: everything of a request except the prompt itself."""
         sampling = self.sampling.request()
-        if self.task != "embedding":
-            sampling.setdefault("max_tokens", 1024)
+        if self.task != "embedding" and not self.sampling.limits_tokens:
+            sampling["max_tokens"] = DEFAULT_MAX_TOKENS
         return Generation(self.task, self.model, sampling, self.output.json_schema, self.output.repair_tries)
 
 
@@ -300,10 +310,10 @@ def _check_task(spec: GeneratedDatasetSpec) -> None:
     if sampling.chat_template_kwargs is not None and spec.task != "chat":
         raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
     check_parts(spec.task, sampling.extra or {}, spec.output.json_schema)
-    if (sampling.min_tokens or 0) > (sampling.max_tokens or 1024):
-        raise Unusable(
-            f"at most max_tokens ({sampling.max_tokens or 1024})", show(sampling.min_tokens), key="sampling.min_tokens"
-        )
+    check_said_once(spec.task, sampling.request(), sampling.extra or {}, spec.output.json_schema)
+    most = spec.generation().most_tokens
+    if most is not None and (sampling.min_tokens or 0) > most:
+        raise Unusable(f"at most max_tokens ({most})", show(sampling.min_tokens), key="sampling.min_tokens")
 
 
 def _check_columns(spec: GeneratedDatasetSpec) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.fields import encodable
 from gpu_runner.client.answers.answer_parts import MOST_ALTERNATIVES
-from gpu_runner.rows import Task
+from gpu_runner.rows import TOKEN_LIMITS, Task
 
 MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's unless it is started with --max-logprobs
 MOST_TOOLS = 128
@@ -57,6 +57,27 @@ _REFUSED: Mapping[str, str] = {
 }
 # Fields that add a part, and the tasks that have it.
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "top_logprobs")
+# Names of one thing, the first of which has a key of its own where one has: engines differ in which of them they read,
+# and a server may refuse two (OpenAI's reasoning models: max_tokens beside max_completion_tokens).
+_SAME: tuple[tuple[str, ...], ...] = (
+    TOKEN_LIMITS,
+    ("min_tokens", "min_new_tokens"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("seed", "random_seed", "sampling_seed"),
+    ("stop", "stop_sequences"),
+    ("dimensions", "output_dimension"),
+)
+# Other ways to say which form an answer has.
+_FORMS = (
+    "guided_choice",
+    "guided_regex",
+    "guided_grammar",
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
 _CHANGES_NOTHING = (None, False, "float")
 _KINDS_OF_TOOL = {"function": "function", "custom": "custom"}
 
@@ -88,6 +109,38 @@ def check_parts(task: Task, extra: Mapping[str, Any], json_schema: Mapping[str, 
             "A tool call has no text to hold against the schema; give the schema to the tool as its parameters.",
             key="sampling.extra.tools",
         )
+
+
+def check_said_once(
+    task: Task, request: Mapping[str, Any], extra: Mapping[str, Any], json_schema: Mapping[str, Any] | None
+) -> None:
+    """Raises Unusable where `sampling.extra` says again what another field of the request says, under another name."""
+    for names in _SAME:
+        given = [name for name in names if request.get(name) is not None]
+        if len(given) > 1:
+            raise Unusable(
+                f"one of {' and '.join(given)}",
+                "both" if len(given) == 2 else "all of them",
+                "They mean the same, and engines differ in which they follow. Keep the one that your server knows.",
+                key=f"sampling.extra.{given[-1]}",
+            )
+    for name in TOKEN_LIMITS:
+        key, value = f"sampling.extra.{name}", extra.get(name)
+        if value is not None and task == "embedding":
+            raise Unusable(f"no {name} for task embedding", show(value), key=key)
+        if name == "max_completion_tokens" and value is not None:
+            _check_completion_tokens(task, value, key)
+    form = next((name for name in _FORMS if extra.get(name) is not None), None)
+    if form is not None and json_schema is not None:
+        raise Unusable(f"no {form} beside output.json_schema", "both", "Keep one.", key=f"sampling.extra.{form}")
+
+
+def _check_completion_tokens(task: Task, value: Any, key: str) -> None:
+    if task != "chat":
+        hint = "OpenAI's text completions know max_tokens only."
+        raise Unusable("max_tokens for task completion", "max_completion_tokens", hint, key=key)
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise Unusable(f"a whole number from 1 to {1 << 20:,}", show(value), key=key)
 
 
 def _check_logprobs(task: Task, extra: Mapping[str, Any]) -> None:

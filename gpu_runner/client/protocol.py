@@ -204,7 +204,8 @@ class Requests:
             return orjson.dumps({**head, "input": "ping" if prompt is None else orjson.Fragment(prompt)})
         content: Any = [{"role": "user", "content": "ping"}] if self._generation.task == "chat" else "ping"
         asked = content if prompt is None else orjson.Fragment(prompt)
-        return orjson.dumps({**head, self._field.decode(): asked, "max_tokens": 1})
+        limit = next(iter(self._generation.limit_fields), "max_tokens")  # OpenAI's reasoning models refuse max_tokens
+        return orjson.dumps({**head, self._field.decode(): asked, limit: 1})
 
 
 def _repair_messages(repair: Repair) -> list[dict[str, str]]:

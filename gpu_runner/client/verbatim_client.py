@@ -39,6 +39,7 @@ from gpu_runner.http.bounded_read import (
     read_beginning,
     read_body,
 )
+from gpu_runner.rows import TOKEN_LIMITS
 
 # Of an answer that is an error, what is kept. vLLM's may repeat the prompt.
 KEPT_ERROR_BYTES = 16_384
@@ -79,7 +80,8 @@ class VerbatimClient(EngineClient):
             return
         body = orjson.loads(prompt)
         if self.generation.task != "embedding":
-            body = {name: value for name, value in body.items() if name != "max_completion_tokens"} | {"max_tokens": 1}
+            asked = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+            body = {name: value for name, value in body.items() if name not in TOKEN_LIMITS} | {asked: 1}
         await self._ask(orjson.dumps(body), None, self._completion)
 
     async def probe(self, prompt: bytes, *, content: bool) -> None:

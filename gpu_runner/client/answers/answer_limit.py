@@ -28,7 +28,8 @@ def answer_limit(generation: Generation, context: int | None = None) -> int:
     if generation.task == "embedding":
         return FRAME_BYTES + NUMBER_BYTES * _whole(sampling, ("dimensions",), DEFAULT_DIMENSIONS)
     whole = context or 4 * DEFAULT_TOKENS
-    tokens = _whole(sampling, ("max_tokens", "max_completion_tokens"), context or DEFAULT_TOKENS)
+    most = generation.most_tokens
+    tokens = most if most is not None else context or DEFAULT_TOKENS
     if sampling.get("echo") or sampling.get("return_token_ids"):
         tokens += whole
     each = TOKEN_BYTES

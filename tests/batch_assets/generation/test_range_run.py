@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from aiohttp import web
+from support.http_server import ANSWER, http_server, models
 from support.range_runs import a_run, generate
 from support.simulated_engine import simulated_engine
 from support.snapshots import MODEL, commit, current_path, overwrite, questions, write_snapshot
+from support.specs import spec
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.ledger import LedgerVersion
@@ -81,6 +84,38 @@ def test_a_small_range_whose_rows_are_all_refused_is_dead_letters(local_objects:
         run.close()
     assert run.missing() == []
     assert run.progress().dead == 30
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"extra": {"max_completion_tokens": 50}}, {"max_tokens": None}], ids=["its own name", "none"]
+)
+def test_a_server_that_refuses_max_tokens_answers_every_row(
+    local_objects: Objects, sampling: dict[str, object]
+) -> None:
+    """As OpenAI's reasoning models do: unsupported_parameter for max_tokens, whatever stands beside it."""
+    bodies: list[dict[str, object]] = []
+
+    async def chat(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        if "max_tokens" not in bodies[-1]:
+            return web.json_response(ANSWER)
+        said = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'."
+        error = {"message": said, "type": "invalid_request_error", "code": "unsupported_parameter"}
+        return web.json_response({"error": error}, status=400)
+
+    store = DatasetStore(local_objects, "d")
+    generation = spec(model=MODEL, sampling=sampling).generation()
+    manifest = write_snapshot(store, questions(20))
+    manifest = manifest.model_copy(update={"generation": asdict(generation)})
+
+    async def main() -> RangeRun:
+        async with http_server({"/v1/models": models({"id": MODEL}), "/v1/chat/completions": chat}) as url:
+            run = a_run(store, manifest, "run-1")
+            await generate(run, url)
+            return run
+
+    run = asyncio.run(main())
+    assert (run.progress().ok, run.progress().dead, len(bodies)) == (20, 0, 20)
 
 
 def test_a_redrive_keeps_completions_and_writes_the_next_generation(local_objects: Objects) -> None:

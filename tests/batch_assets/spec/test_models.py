@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from batch_assets.component import dataset_definitions
+from batch_assets.component import dataset_definitions, spec_version
 from batch_assets.spec.cron import cron_problem
 from batch_assets.spec.deadline import parse_deadline
 from batch_assets.spec.errors import model_at
@@ -63,6 +63,73 @@ def test_generation_holds_what_was_set_and_nothing_else() -> None:
 def test_an_embedding_sends_no_max_tokens() -> None:
     embedding = spec(task="embedding", prompt={"text": "{{ question }}"}, sampling={"dimensions": 64})
     assert embedding.generation().sampling == {"dimensions": 64}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sent"),
+    [
+        ({"extra": {"max_completion_tokens": 50}}, {"max_completion_tokens": 50}),
+        ({"max_tokens": None, "extra": {"max_completion_tokens": 50}}, {"max_completion_tokens": 50}),
+        ({"max_tokens": 50}, {"max_tokens": 50}),
+        ({"max_tokens": None}, {}),
+        ({"extra": {"n_predict": 50}}, {"n_predict": 50}),
+        ({"extra": {"max_completion_tokens": None}}, {"max_completion_tokens": None}),
+        (
+            {"min_tokens": 2000, "extra": {"max_completion_tokens": 3000}},
+            {"min_tokens": 2000, "max_completion_tokens": 3000},
+        ),
+        ({"max_tokens": None, "min_tokens": 2000}, {"min_tokens": 2000}),
+    ],
+)
+def test_a_request_limits_its_answer_by_the_field_that_the_user_wrote(
+    sampling: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    assert spec(sampling=sampling).generation().sampling == sent
+    assert spec_version(spec(sampling=sampling)) != spec_version(spec()), "another request is to show as stale"
+
+
+TEXT = {"text": "{{ question }}"}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        (
+            {"sampling": {"max_tokens": 5, "extra": {"max_completion_tokens": 5}}},
+            "sampling.extra.max_completion_tokens: expected one of max_tokens and max_completion_tokens, found both. ",
+        ),
+        ({"sampling": {"extra": {"max_completion_tokens": 5, "n_predict": 5}}}, "max_completion_tokens and n_predict"),
+        ({"sampling": {"extra": {"max_completion_tokens": True}}}, "expected a whole number from 1 to 1,048,576"),
+        ({"sampling": {"extra": {"max_completion_tokens": 0}}}, "expected a whole number from 1 to 1,048,576"),
+        ({"sampling": {"min_tokens": 9, "extra": {"max_completion_tokens": 8}}}, "expected at most max_tokens (8)"),
+        ({"sampling": {"min_tokens": 9, "extra": {"min_new_tokens": 9}}}, "one of min_tokens and min_new_tokens"),
+        ({"sampling": {"repetition_penalty": 1.1, "extra": {"repeat_penalty": 1.2}}}, "and repeat_penalty"),
+        ({"sampling": {"seed": 1, "extra": {"random_seed": 2}}}, "one of seed and random_seed"),
+        ({"sampling": {"stop": ["."], "extra": {"stop_sequences": ["!"]}}}, "one of stop and stop_sequences"),
+        (
+            {
+                "task": "embedding",
+                "prompt": TEXT,
+                "sampling": {"dimensions": 8, "extra": {"output_dimension": 9}},
+            },
+            "one of dimensions and output_dimension",
+        ),
+        (
+            {"task": "embedding", "prompt": TEXT, "sampling": {"extra": {"max_completion_tokens": 9}}},
+            "no max_completion_tokens for task embedding",
+        ),
+        (
+            {"task": "completion", "prompt": TEXT, "sampling": {"extra": {"max_completion_tokens": 9}}},
+            "expected max_tokens for task completion",
+        ),
+        (
+            {"output": {"json_schema": {"type": "object"}}, "sampling": {"extra": {"guided_regex": "a+"}}},
+            "no guided_regex beside output.json_schema",
+        ),
+    ],
+)
+def test_what_extra_says_a_second_time_is_refused(attributes: dict[str, Any], said: str) -> None:
+    assert said in problem(**attributes)
 
 
 @pytest.mark.parametrize(

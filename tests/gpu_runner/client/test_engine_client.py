@@ -22,7 +22,7 @@ from gpu_runner.client.engine_client import (
 )
 from gpu_runner.client.protocol import Requests
 from gpu_runner.client.verbatim_client import VerbatimClient
-from gpu_runner.rows import Generation
+from gpu_runner.rows import TOKEN_LIMITS, Generation
 
 CHAT = Generation("chat", "m", {"max_tokens": 5})
 PROMPT = orjson.dumps([{"role": "user", "content": "a very secret prompt"}])
@@ -342,6 +342,12 @@ def test_a_canary_asks_for_one_token() -> None:
         ]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("sampling", [{"max_completion_tokens": 50}, {"n_predict": 7}])
+def test_a_canary_limits_its_answer_by_the_field_of_the_rows(sampling: dict[str, Any]) -> None:
+    found = orjson.loads(Requests(Generation("chat", "m", sampling)).canary())
+    assert {name: value for name, value in found.items() if name in TOKEN_LIMITS} == dict.fromkeys(sampling, 1)
 
 
 @pytest.mark.parametrize(("task", "field"), [("completion", "prompt"), ("embedding", "input")])

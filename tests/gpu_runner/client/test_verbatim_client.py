@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
+from support.http_server import ANSWER, http_server
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
@@ -67,6 +69,31 @@ def test_any_error_body_becomes_json_within_bounds(body: bytes) -> None:
 def answer(**more: Any) -> bytes:
     usage = {"prompt_tokens": 3, "completion_tokens": 4}
     return json.dumps({"choices": [{"finish_reason": "stop"}], "usage": usage, **more}, indent=2).encode()
+
+
+@pytest.mark.parametrize(
+    ("limits", "sent"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_tokens": 9}, {"max_tokens": 1}),
+        ({"max_completion_tokens": 9}, {"max_completion_tokens": 1}),
+        ({"max_tokens": 9, "max_completion_tokens": None}, {"max_tokens": 1}),
+    ],
+)
+def test_a_canary_limits_its_answer_by_the_field_of_the_row(limits: dict[str, Any], sent: dict[str, int]) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def note(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response(ANSWER)
+
+    async def main() -> None:
+        routes, generation = {"/v1/chat/completions": note}, Generation("chat", "m")
+        async with http_server(routes) as url, VerbatimClient(url, generation) as engine:
+            await engine.canary(json.dumps({"model": "m", "messages": [], **limits}).encode())
+
+    asyncio.run(main())
+    assert bodies == [{"model": "m", "messages": [], **sent}]
 
 
 def test_an_answer_is_kept_whole_on_one_line() -> None:
