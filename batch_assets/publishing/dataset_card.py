@@ -38,7 +38,7 @@ MEANING = {
     "logprobs": "each token of the answer: token, logprob, bytes, text_offset, top_logprobs; null unless asked for",
     "prompt_tokens": "as the engine counted them",
     "completion_tokens": "as the engine counted them",
-    "tries": "requests charged to the row",
+    "tries": "requests charged to the row, those for a repair included",
     "error": "code of the error of a row without a completion, else null",
     "error_message": "its message",
     "model": "as the engine named it",

@@ -30,6 +30,8 @@ RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "
 PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
 
 # vLLM ends a request with these when it did not finish the row itself (shutdown, engine error).
+CONTEXT_EXCEEDED = "context_length_exceeded"  # the code of a row whose request does not fit the context
+FILTERED = "content_filter"  # OpenAI's finish_reason of an answer that was left out in part by a content filter
 BROKEN_FINISH_REASONS = frozenset({"abort", "error"})
 
 # Wordings of vLLM 0.32, OpenAI and llama.cpp of "prompt (plus max_tokens) does not fit the context".
@@ -134,7 +136,7 @@ class EngineLost(EngineError):
 class Completion:
     """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too.
 
-    `parts`: what it holds besides.
+    `parts`: what it holds besides. `filtered`: a content filter ended it, so the output is a part or nothing.
     """
 
     output: Output
@@ -142,6 +144,7 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     parts: AnswerParts = NO_PARTS
+    filtered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,8 @@ def _text(task: Task, answer: Any) -> Completion:
     if not isinstance(content, str):
         raise TypeError("content is no text")
     parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
-    return Completion(content, answer_numbers.finish_word(reason), *_usage(answer), parts)
+    word = answer_numbers.finish_word(reason)
+    return Completion(content, word, *_usage(answer), parts, filtered=word == FILTERED)
 
 
 def _embedding(answer: Any) -> Completion:
@@ -258,13 +262,13 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineErro
     """What an HTTP status other than 200 means for the row or the engine."""
     message, code = _error_text(body)
     if status == 500 and _TOO_LONG_TO_EMBED.search(message):
-        return RowRejected("context_length_exceeded", message)
+        return RowRejected(CONTEXT_EXCEEDED, message)
     if status in (408, 425, 429) or status >= 500 or status < 200:
         return Transient(f"http_{status}", message, retry_after=retry_after(headers), taken=status != 429)
     if 200 <= status < 300:
         return Transient("garbage_body", f"status {status} without an answer")
     if status not in _ACCESS and _TOO_LONG.search(f"{code} {message}"):
-        return RowRejected("context_length_exceeded", message)
+        return RowRejected(CONTEXT_EXCEEDED, message)
     return RequestDenied(rejected(status), _refusal(status), message)
 
 

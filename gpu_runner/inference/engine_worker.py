@@ -288,7 +288,7 @@ class EngineWorker:
             self._note(refused, error, 1)
             self.watchdog.answered(self._answered(item))
             self.window.refusals.on_served()
-            self.outcomes.end_dead(item, error.code, error.message)
+            self.outcomes.rejected(item, error)
         except Transient as error:
             self._note(refused, None, 1)
             self.failures.failed((item,), error, self._answered(item))

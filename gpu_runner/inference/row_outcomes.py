@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.client.json_schemas.output_schema import Check, compile_check
-from gpu_runner.client.protocol import Completion, EngineRefused, Repair
+from gpu_runner.client.protocol import CONTEXT_EXCEEDED, FILTERED, Completion, EngineRefused, Repair, RowRejected
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.answer_memory import bytes_of
 from gpu_runner.inference.row_queue import Work
@@ -62,6 +62,11 @@ class RowOutcomes:
         if isinstance(completion.output, tuple) and (problem := self._check_vector(item, len(completion.output))):
             self.end_dead(item, "vector_length", problem)
             return
+        if completion.filtered:
+            self.end_dead(
+                item, FILTERED, f"a content filter ended the answer after {len(completion.output):,} characters"
+            )
+            return
         if self._check is not None and isinstance(completion.output, str):
             problem = self._check(completion.output)
             if problem is not None:
@@ -76,8 +81,16 @@ class RowOutcomes:
         """The row becomes a dead letter; `last` as in `dead`."""
         self._settle(item, self.dead(item, code, message, last))
 
+    def rejected(self, item: Item, error: RowRejected) -> None:
+        """The engine refuses the row's request for good. A repair that has no room leaves the answer as it was."""
+        if item.repair is not None and error.code == CONTEXT_EXCEEDED:
+            problem = f"{item.repair.problem}; the request to repair it is longer than the engine's context"
+            self.end_dead(item, "schema_invalid", problem)
+            return
+        self.end_dead(item, error.code, error.message)
+
     def dead(self, item: Item, code: str, message: str, last: int) -> Outcome:
-        """A dead letter; `last` counts the requests to charge that are not among the row's tries yet."""
+        """A dead letter; `last` counts the requests to charge that are not among the row's tries or repairs yet."""
         return self._outcome(item, None, None, code, message, item.tries + last)
 
     def _check_vector(self, item: Item, length: int) -> str | None:
@@ -111,6 +124,7 @@ class RowOutcomes:
         message: str | None,
         tries: int,
     ) -> Outcome:
+        repairs = 0 if item.repair is None else item.repair.attempt
         return Outcome(
             item.row.row_id,
             item.row.row_key,
@@ -118,7 +132,7 @@ class RowOutcomes:
             finish_reason,
             item.prompt_tokens,
             item.completion_tokens,
-            tries,
+            tries + repairs,
             error,
             message,
             self._origin,

@@ -80,7 +80,7 @@ def test_a_chat_answer_becomes_text_and_tokens() -> None:
     assert read_answer("chat", 200, {}, chat_answer()) == Completion("hi", "stop", 7, 2)
 
 
-@pytest.mark.parametrize("reason", ["length", "content_filter", "tool_calls", "repetition"])
+@pytest.mark.parametrize("reason", ["length", "tool_calls", "repetition"])
 def test_every_end_that_the_model_reached_is_an_outcome(reason: str) -> None:
     assert read_answer("chat", 200, {}, chat_answer(None, reason)) == Completion("", reason, 7, 2)
 
@@ -227,3 +227,9 @@ vllm:num_preemptions_total{engine="0"} 2.0
 
 def test_a_page_without_vllm_s_metrics_is_no_load() -> None:
     assert parse_metrics(b"process_cpu_seconds_total 3\n") is None
+
+
+def test_an_answer_that_a_content_filter_ended_says_so() -> None:
+    body = orjson.dumps({"choices": [{"message": {"content": "half a"}, "finish_reason": "content_filter"}]})
+    assert read_answer("chat", 200, {}, body).filtered
+    assert not read_answer("chat", 200, {}, body.replace(b"content_filter", b"length")).filtered
