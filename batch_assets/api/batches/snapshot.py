@@ -7,6 +7,7 @@ twice, it is the same, byte for byte.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping
@@ -60,16 +61,17 @@ def batch_folder(batch_id: str) -> str:
 
 
 def numbered_lines(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file from 1 on, without blank ones at its end. A longer line comes as its beginning, alone."""
-    number, blank = 0, 0
+    """The lines of a file from 1 on, without blank ones and the byte order mark, as sources are read.
+
+    A longer line comes as its beginning, alone.
+    """
+    number = 0
     while raw := file.readline(most_bytes + 1):
         number += 1
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():
-            blank += 1
             continue
-        for missed in range(number - blank, number):
-            yield missed, b""
-        blank = 0
         yield number, raw
         if len(raw) > most_bytes:
             return

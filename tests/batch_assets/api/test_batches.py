@@ -219,8 +219,8 @@ def test_a_number_out_of_range_costs_its_own_line_only(tmp_path: Path, engine: S
 WRONG: list[tuple[str, list[Any], str, int | None]] = [
     ("no json", [line("a"), b"{broken"], "invalid_json_line", 2),
     ("a list", [b"[1]"], "invalid_json_line", 1),
-    ("a byte order mark", [b"\xef\xbb\xbf{}"], "invalid_json_line", 1),
-    ("a blank line", [line("a"), b"", line("b")], "invalid_json_line", 2),
+    ("a byte order mark within", [line("a"), b"\xef\xbb\xbf{}"], "invalid_json_line", 2),
+    ("no json after blank lines", [b"", line("a"), b" ", b"{broken"], "invalid_json_line", 4),
     ("no id", [{**line("a"), "custom_id": None}], "missing_required_parameter", 1),
     ("a number as id", [{**line("a"), "custom_id": 7}], "invalid_value", 1),
     ("the same id", [line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
@@ -274,10 +274,11 @@ def test_all_errors_of_a_file_are_told_at_once_up_to_a_limit(tmp_path: Path, eng
     on_site(tmp_path, engine.url, steps, ApiLimits(listed_errors=6))
 
 
-def test_blank_lines_at_the_end_are_no_lines(tmp_path: Path, engine: SimulatedEngine) -> None:
+def test_blank_lines_and_a_byte_order_mark_are_no_lines(tmp_path: Path, engine: SimulatedEngine) -> None:
     async def steps(site: ApiSite) -> None:
-        batch = await site.until((await site.create([line("a"), b"", b"  ", b"\n"]))["id"])
-        assert (batch["status"], batch["request_counts"]["total"]) == ("completed", 1)
+        first = b"\xef\xbb\xbf" + json.dumps(line("a")).encode()
+        batch = await site.until((await site.create([first, b"", line("b"), b"  ", b"\n"]))["id"])
+        assert (batch["status"], batch["request_counts"]["total"]) == ("completed", 2)
 
     on_site(tmp_path, engine.url, steps)
 

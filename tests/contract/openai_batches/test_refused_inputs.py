@@ -25,8 +25,6 @@ def test_an_empty_input(api: BatchApi) -> None:
     "wrong",
     [
         b"{nope",
-        b"",
-        b"   ",
         b"[1]",
         b"null",
         b"5",
@@ -43,10 +41,6 @@ def test_an_empty_input(api: BatchApi) -> None:
 def test_a_line_that_is_no_json_object(api: BatchApi, wrong: bytes) -> None:
     errors = api.refused(jsonl(api.chat(1), wrong, api.chat(2)))
     assert [(error["code"], error["line"]) for error in errors] == [("invalid_json_line", 2)]
-
-
-def test_a_byte_order_mark(api: BatchApi) -> None:
-    assert [one["line"] for one in api.refused(b"\xef\xbb\xbf" + jsonl(api.chat(1), api.chat(2)))] == [1]
 
 
 @pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
