@@ -208,6 +208,23 @@ def move_event(dataset: str, decision: Migration) -> dg.AssetObservation:
     )
 
 
+def progress_event(
+    dataset: str, rows_done: int, rows: int, rows_per_second: float, sentence: str
+) -> dg.AssetObservation:
+    """How far a run is, for its page; an observation, because a batch that is not committed is no data yet."""
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=sentence,
+        metadata={
+            "decision": dg.MetadataValue.text("progress"),
+            "rows_done": dg.MetadataValue.int(rows_done),
+            "rows": dg.MetadataValue.int(rows),
+            "rows_per_second": dg.MetadataValue.float(round(rows_per_second, 2)),
+            "reason": dg.MetadataValue.text(sentence),
+        },
+    )
+
+
 def lease_event(dataset: str, leased: LeasedEngine) -> dg.AssetObservation:
     """Which instance a run leased, at which price, and why this one."""
     return dg.AssetObservation(

@@ -43,6 +43,7 @@ __all__ = [
     "SqlEventLogStorageTable",
     "UnresolvedAssetJobDefinition",
     "WorkerStatus",
+    "cancellation",
     "code_server",
     "component_folders",
     "daemon_heartbeats",

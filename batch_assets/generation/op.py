@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,11 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import Catalog, current_reports
+from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.engine_session import WAITS, StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
+from batch_assets.generation.progress_report import ProgressReport, RunProgress
 from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunClaims, RunIdentity, plan_range
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.generation.store_wait import silence, while_store_answers
@@ -66,6 +68,31 @@ def generate_rows(
 
     Raises dg.Failure naming the batches that are not committed at the end. Interrupting it gives the lease back once.
     """
+    running: list[RangeRun] = []
+    with cancellation_in_words(context, lambda: _canceled(store.dataset, running)):
+        _generate_range(context, spec, folder, store, fleet, config, running)
+    yield from ()
+
+
+def _canceled(dataset: str, running: Sequence[RangeRun]) -> str:
+    """What a run says that somebody has ended."""
+    done = "nothing was generated"
+    if running:
+        run = running[0]
+        done = f"{run.batches - len(run.missing()):,} of its {run.batches:,} batches are committed, finished rows kept"
+    return f"Canceled on request: {done}. `batch-assets run {dataset}` goes on from there"
+
+
+def _generate_range(
+    context: dg.AssetExecutionContext,
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    store: DatasetStore,
+    fleet: GpuFleet,
+    config: RowsConfig,
+    running: list[RangeRun],
+) -> None:
+    """`running` gets what is being generated, so that an interrupt finds how far it is."""
     keys = list(context.partition_keys)
     manifest = _manifest(store)
     wanted = set(keys)
@@ -99,9 +126,9 @@ def generate_rows(
                 simulated=_is_simulation(context, fleet, manifest),
                 neighbours=_neighbours(context.instance, store, manifest),
             )
+            running.append(run)
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
             _generate(context, fleet, fleet_db, heart, need, run)
-    yield from ()
 
 
 def _planned(
@@ -169,7 +196,8 @@ def _generate(
     with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
         try:
             if _needs_engine(context, loop, run, heart):
-                reason = _serve(context, run, _crew(context, fleet, fleet_db, heart, need, run, loop))
+                crew = _crew(context, fleet, fleet_db, heart, need, run, loop)
+                reason = _serve(context, run, crew, ProgressReport(run.rows, time.monotonic))
         except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
             reason = str(error)
         finally:
@@ -295,12 +323,24 @@ def _crew(
     )
 
 
-def _serve(context: dg.AssetExecutionContext, run: RangeRun, supervisor: EngineSupervisor) -> str:
+def _serve(
+    context: dg.AssetExecutionContext, run: RangeRun, supervisor: EngineSupervisor, progress: ProgressReport
+) -> str:
     """Until nothing is missing, or the run cannot go on: why, for people. Leaves no request in flight and no lease."""
+
+    def tell(found: RunProgress) -> None:
+        words = found.sentence()
+        context.log_event(
+            ledger.progress_event(run.store.dataset, found.rows_done, found.rows, found.rows_per_second, words)
+        )
+
     try:
         while (result := supervisor.step()).kind is StepKind.CONTINUE:
             _report(context, run)
+            if found := progress.due(run.progress().rows_done, supervisor.heart.activity.note):
+                tell(found)
             supervisor.wait(WAIT_SECONDS)
+        tell(progress.last(run.progress().rows_done, result.failure))
         return result.failure
     finally:
         supervisor.end()

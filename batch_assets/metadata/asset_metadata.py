@@ -8,7 +8,7 @@ import dagster as dg
 
 from batch_assets.metadata.distributions import table_distributions
 from batch_assets.metadata.histogram import distributions_markdown
-from batch_assets.metadata.sample_rows import sample_markdown
+from batch_assets.metadata.sample_rows import sample_markdown, sample_texts
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows
@@ -41,7 +41,10 @@ def reuse_metadata(found: ReusableRows) -> dict[str, Any]:
 
 
 def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | None) -> dict[str, Any]:
-    """Counts, schema, cost and places of a published table. `usd` is the useful part of the bill."""
+    """Counts, schema, cost and places of a published table. `usd` is the useful part of the bill.
+
+    The schema is not `dagster/column_schema`: the UI shows that one in a section of its own, above all other metadata.
+    """
     counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
     columns = [
         dg.TableColumn(
@@ -52,7 +55,7 @@ def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | Non
     found: dict[str, Any] = {
         **{name: getattr(table, name) for name in counts},
         "dagster/row_count": table.rows,
-        "dagster/column_schema": dg.TableSchema(columns),
+        "columns": dg.MetadataValue.table_schema(dg.TableSchema(columns)),
         "dagster/uri": table.uri(store.objects),
         "snapshot": table.snapshot,
         "files": dg.MetadataValue.path(table.glob(store.objects)),
@@ -72,5 +75,12 @@ def short_type(name: str) -> str:
 def shown_rows(store: DatasetStore, table: PublishedTable, *, samples: bool) -> dict[str, Any]:
     """What people look at first: pictures of lengths, finish reasons and latency and, with `samples`, some rows."""
     pictures = distributions_markdown(table_distributions(store, table))
-    found = {"histograms": dg.MetadataValue.md(pictures)} if pictures else {}
-    return found | ({"sample_rows": dg.MetadataValue.md(sample_markdown(store, table))} if samples else {})
+    found: dict[str, Any] = {}
+    if samples:
+        lines = sample_texts(store, table)
+        if lines:
+            columns = [dg.TableColumn(name, "string") for name in lines[0]]
+            records = [dg.TableRecord(line) for line in lines]
+            found["first_rows"] = dg.MetadataValue.table(records, dg.TableSchema(columns))
+        found["sample_rows"] = dg.MetadataValue.md(sample_markdown(store, table))
+    return found | ({"histograms": dg.MetadataValue.md(pictures)} if pictures else {})

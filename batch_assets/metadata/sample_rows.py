@@ -21,7 +21,7 @@ from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
 from resources.store.integrity import is_damage
 
-SAMPLE_ROWS = 10
+SAMPLE_ROWS, SHOWN_ROWS = 10, 3
 KEPT_COLUMNS = 2
 LONG, SHORT, ID = 200, 60, 16  # letters of an output or a last message, of other values, of a row id
 _MESSAGES = 4
@@ -39,6 +39,22 @@ def sample_markdown(store: DatasetStore, table: PublishedTable, most: int = SAMP
     lines = [[escaped(cut(name, SHORT)) for name in columns], ["---"] * len(columns), *cells]
     head = f"{len(rows):,} of {table.rows:,} rows; long texts are cut.\n\n"
     return head + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def sample_texts(store: DatasetStore, table: PublishedTable, most: int = SHOWN_ROWS) -> list[dict[str, str]]:
+    """The first rows as plain texts by column, cut: what the UI shows as it is, without a press of a button."""
+    columns = sample_columns(table)
+    rows = read_rows(store, table, range(min(most, table.rows)), [*columns, "error"])
+    return [{name: cut(_plain_text(name, row), LONG) for name in columns} for row in rows]
+
+
+def _plain_text(name: str, row: Mapping[str, Any]) -> str:
+    value = row[name]
+    if name == "output" and value is None:
+        return f"no completion: {row['error']}"
+    if name == PROMPT and isinstance(value, list):
+        return str(value[-1]["content"]) if value else ""
+    return text_of(value)
 
 
 def sample_places(rows: int, most: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import dagster as dg
 
 from batch_assets.catalog import ledger
+from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.generation.vector_length import vector_length
@@ -128,11 +129,12 @@ def prompts_asset(
             return True
 
         try:
-            manifest, planned = while_store_answers(
-                lambda: read_source(context, wanted, base, data, fleet),
-                answers,
-                note=lambda words: context.log.warning(words or "the store answers again"),
-            )
+            with cancellation_in_words(context, lambda: _canceled(spec.name)):
+                manifest, planned = while_store_answers(
+                    lambda: read_source(context, wanted, base, data, fleet),
+                    answers,
+                    note=lambda words: context.log.warning(words or "the store answers again"),
+                )
         except (SourceError, InvalidTag, FleetConfigError, StoreAway) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
@@ -326,6 +328,7 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         garbage = data.journal.ordinary_segments() + reusable
         try:
             with (
+                cancellation_in_words(context, lambda: _canceled(spec.name)),
                 temporary_folder() as folder,
                 fleet.alive(context.run.run_id, spec.name, "publishing the table") as fleet_db,
             ):
@@ -349,6 +352,10 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         )
 
     return dataset
+
+
+def _canceled(dataset: str) -> str:
+    return f"Canceled on request: nothing that was there is changed. `batch-assets run {dataset}` does it again"
 
 
 def _lives(fleet_db: FleetDatabase, run_id: str) -> bool:
@@ -387,7 +394,10 @@ def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     )
     def dead_letter_list(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
         data = store.dataset(spec.name)
-        with fleet.alive(context.run.run_id, spec.name, "listing the dead letters"):
+        with (
+            cancellation_in_words(context, lambda: _canceled(spec.name)),
+            fleet.alive(context.run.run_id, spec.name, "listing the dead letters"),
+        ):
             found = dead_letters(data, current_manifest(data))
         return dg.MaterializeResult(
             data_version=dg.DataVersion(found.version),

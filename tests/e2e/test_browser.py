@@ -279,3 +279,47 @@ def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
         eventually(lambda: lineage_is_green(ui), 120, "a green lineage")
         assert current(site) == 20
         assert len(site.published_rows()) == 1000
+
+
+def test_the_page_of_a_run_has_its_progress_and_a_cancel_has_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        platform(tmp_path, monkeypatch, tales(250), simulator=["--speed", "0.03"]) as site,
+        browser(site.stack.url, site.name, tmp_path) as ui,
+    ):
+        site.take_snapshot()
+        site.launch_backfill()
+        tags = {"dagster/asset_partition_range_start": site.keys()[0]}
+
+        def generating() -> str | None:
+            runs = site.instance.get_runs(dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.STARTED]))
+            return runs[0].run_id if runs else None
+
+        run_id = eventually(generating, 90, "a run of rows")
+        ui.open(f"/runs/{run_id}")
+        eventually(lambda: re.search(r"of 1,000 rows, [\d.]+ rows/s, about", ui.text()), 60, "rows, rate and time left")
+        ui.shot("run-progress")
+        ui.terminate_run(run_id)
+        assert site.finish(run_id) == dg.DagsterRunStatus.CANCELED
+        ui.open(f"/runs/{run_id}")
+        text = eventually(lambda: "RUN_CANCELED" in ui.text() and ui.text(), 30, "the end of the run")
+        assert "Canceled on request: " in text
+        assert "Stack Trace" not in text and "Interrupted" not in text
+        ui.shot("run-canceled")
+
+
+def test_rows_of_the_table_stand_on_its_page_above_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        platform(
+            tmp_path, monkeypatch, {**tales(250), "prompt": {"user": "A tale of {{ animal }}."}}, simulator=FAST
+        ) as site,
+        browser(site.stack.url, site.name, tmp_path) as ui,
+    ):
+        assert site.finish(site.launch_job(f"{site.name}_refresh")) == dg.DagsterRunStatus.SUCCESS
+        published(site, 120)
+        ui.open_asset("dataset")
+        text = eventually(lambda: "first_rows" in ui.text() and ui.text(), 30, "the metadata of the table")
+        assert "A tale of animal 0." in text
+        assert text.index("A tale of animal 0.") < text.index("\ncolumns")
+        ui.shot("dataset-rows")

@@ -70,6 +70,8 @@ def look_at(site: Platform, ui: Browser, theme: str) -> None:
     ui.shot(f"lineage-{theme}")
     ui.open_asset("dataset")
     eventually(lambda: "sample_rows" in ui.text(), 30, "the metadata of the table")
+    text = ui.text()
+    assert text.index("first_rows") < text.index("columns")
     ui.shot(f"table-{theme}")
 
     open_markdown(ui, "histograms")

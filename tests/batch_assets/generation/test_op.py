@@ -17,6 +17,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 import batch_assets.generation.op
 import batch_assets.orchestration.assets
 from batch_assets.catalog import ledger
+from batch_assets.generation import progress_report
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(60)]
 FIVE_TAGS = {
@@ -65,6 +66,20 @@ def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site:
 
 
 @pytest.mark.slow
+def test_the_page_of_a_run_has_rows_and_rate(
+    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress_report, "FIRST_SECONDS", 0.0)
+    assert site.run_rows("00000", "00005", engine.url).success
+    records = site.instance.fetch_observations(ledger.rows_key("d"), limit=100).records
+    seen = [one.asset_observation for one in reversed(records) if one.asset_observation is not None]
+    told = [one for one in seen if one.metadata["decision"].value == "progress"]
+    assert len(told) >= 2
+    assert told[-1].metadata["rows_done"].value == told[-1].metadata["rows"].value == 60
+    assert told[-1].metadata["rows_per_second"].value > 0
+    assert str(told[-1].description).startswith("60 of 60 rows, ")
+
+
 def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite, engine: SimulatedEngine):
     assert site.run_rows("00000", "00002", engine.url).success
     first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
@@ -119,6 +134,35 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
     by_run = Counter(outcome.origin.run_id for batch in objects for outcome in site.store.outcomes(batch))
     assert by_run[run_id] >= done["rows"] >= 15
     assert by_run.total() == 60
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_run_that_somebody_ends_says_so_without_a_traceback(
+    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
+):
+    """An interrupt that nobody asked for, as when a machine goes down, keeps its traceback."""
+
+    def interrupted(context, run, *more):
+        if asked:
+            context.instance.report_run_canceling(context.run)
+        raise DagsterExecutionInterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_assets.generation.op, "_report", interrupted)
+        assert not site.run_rows("00000", "00005", engine.url).success
+    (run,) = site.instance.get_runs(limit=1)
+    events = [entry.dagster_event for entry in site.instance.all_logs(run.run_id) if entry.dagster_event]
+    failure = next(one for one in events if one.is_step_failure).step_failure_data.error
+    assert failure is not None
+    if not asked:
+        assert run.status is dg.DagsterRunStatus.FAILURE and failure.stack
+        return
+    assert run.status is dg.DagsterRunStatus.CANCELED
+    ended = next(one for one in events if one.event_type is dg.DagsterEventType.RUN_CANCELED).job_canceled_data.error
+    for error in (failure, ended):
+        assert error is not None
+        assert error.to_string().startswith("Canceled on request: ") and "batch-assets run d" in error.message
+        assert not error.stack and "Traceback" not in error.to_string()
 
 
 @pytest.mark.slow

@@ -10,8 +10,16 @@ import dagster as dg
 import pytest
 from support.snapshots import SourceRow, commit, questions, write_snapshot
 
-from batch_assets.metadata.asset_metadata import shown_rows
-from batch_assets.metadata.sample_rows import cut, escaped, read_rows, sample_markdown, sample_places, text_of
+from batch_assets.metadata.asset_metadata import shown_rows, table_metadata
+from batch_assets.metadata.sample_rows import (
+    cut,
+    escaped,
+    read_rows,
+    sample_markdown,
+    sample_places,
+    sample_texts,
+    text_of,
+)
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
@@ -120,12 +128,25 @@ def test_a_damaged_file_is_named(store: DatasetStore, tmp_path: Path) -> None:
 def test_the_metadata_has_the_sample_only_when_it_may_be_shown(store: DatasetStore, tmp_path: Path) -> None:
     table = published(store, tmp_path, questions(40), answer=lambda row, number: f"zanzibar {number}")
     shown = shown_rows(store, table, samples=True)
-    assert set(shown) == {"histograms", "sample_rows"}
+    assert list(shown) == ["first_rows", "sample_rows", "histograms"]  # as the page shows them
+    first = shown["first_rows"]
+    assert isinstance(first, dg.TableMetadataValue)
+    assert [record.data["output"] for record in first.records] == ["zanzibar 0", "zanzibar 1", "zanzibar 2"]
+    assert first.records[1].data["prompt"] == "What is 1 plus 1?"
     assert isinstance(shown["sample_rows"], dg.MarkdownMetadataValue)
     assert "zanzibar" in str(shown["sample_rows"].value)
     hidden = shown_rows(store, table, samples=False)
     assert set(hidden) == {"histograms"}
     assert "zanzibar" not in str(hidden)
+
+
+def test_the_first_rows_stand_above_the_columns(store: DatasetStore, tmp_path: Path) -> None:
+    """Dagster's UI shows `dagster/column_schema` in a section of its own, above all other metadata."""
+    table = published(store, tmp_path, questions(3), dead=["id-000000"])
+    found = list(shown_rows(store, table, samples=True) | table_metadata(store, table, None))
+    assert found[0] == "first_rows" and "columns" in found and "dagster/column_schema" not in found
+    assert sample_texts(store, table)[0]["output"] == "no completion: prompt_too_long"
+    assert all(len(text) <= 200 for line in sample_texts(store, table) for text in line.values())
 
 
 def test_a_card_without_rows_has_none(store: DatasetStore, tmp_path: Path) -> None:

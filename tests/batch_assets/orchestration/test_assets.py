@@ -59,7 +59,7 @@ def test_every_column_of_the_table_is_explained_in_the_catalog(local_objects: Ob
     manifest = write_snapshot(store, questions(10))
     commit(store, manifest)
     table = publish(store, manifest, card=Card(), now=0.0, workdir=tmp_path)
-    columns = table_metadata(store, table, None)["dagster/column_schema"].columns
+    columns = table_metadata(store, table, None)["columns"].schema.columns
     told = {column.name: column.description for column in columns}
     assert told["topic"] == "column of the source"
     assert told["output"] == "what the model wrote; null for a row without a completion"
