@@ -4,4 +4,4 @@
 store with the ledger then; `display` puts it into lines. `run`, `status` and the demos use it.
 """
 
-__all__ = ["dataset_status", "display", "final_check", "request_monitor"]
+__all__ = ["dataset_status", "display", "final_check", "machines_left", "request_monitor"]

@@ -240,6 +240,34 @@ class Runner:
             self.display.say(f"  {line}; its lease ends by itself")
         if not left:
             self.display.say("Canceled. What was committed is kept: the same command goes on from there.")
+        for line in _machines_left(follower.observer, own=self._stack is not None):
+            self.display.say(f"  {line}")
+
+
+def _machines_left(seen: Observer, *, own: bool) -> list[str]:
+    """Which machines stay and until when. `own`: this command's Dagster ends with it, and what it alone looks after.
+
+    Nothing where fleet.yaml cannot be read, or the fleet's database does not answer: the work is canceled all the same.
+    """
+    from batch_assets.local_dagster.local_fleet import the_fleet
+    from batch_assets.monitoring.machines_left import machines_left
+    from gpu_runner.fleet.database import FleetDatabaseError
+    from resources.fleet.resource import FleetConfigError
+
+    try:
+        config, instances = the_fleet().config(), seen.fleet_db.fleet()
+    except (FleetConfigError, FleetDatabaseError):
+        return []
+    here = {one.name for one in config.local}
+    here |= {one.name for one in config.simulated.providers} if config.simulated else set()
+    shared = settings.fleet_is_shared()
+    return machines_left(
+        instances,
+        seen.store.dataset,
+        idle_seconds=config.idle_minutes * 60,
+        ends_now=lambda one: own and (not shared or one.provider in here),
+        now=time.time(),
+    )
 
 
 def _import_the_rest() -> None:
