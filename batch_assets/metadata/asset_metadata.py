@@ -8,7 +8,7 @@ import dagster as dg
 
 from batch_assets.metadata.distributions import table_distributions
 from batch_assets.metadata.histogram import distributions_markdown
-from batch_assets.metadata.sample_rows import sample_markdown, sample_texts
+from batch_assets.metadata.sample_rows import first_rows_markdown, sample_markdown
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows
@@ -77,10 +77,6 @@ def shown_rows(store: DatasetStore, table: PublishedTable, *, samples: bool) -> 
     pictures = distributions_markdown(table_distributions(store, table))
     found: dict[str, Any] = {}
     if samples:
-        lines = sample_texts(store, table)
-        if lines:
-            columns = [dg.TableColumn(name, "string") for name in lines[0]]
-            records = [dg.TableRecord(line) for line in lines]
-            found["first_rows"] = dg.MetadataValue.table(records, dg.TableSchema(columns))
+        found["first_rows"] = dg.MetadataValue.md(first_rows_markdown(store, table))
         found["sample_rows"] = dg.MetadataValue.md(sample_markdown(store, table))
     return found | ({"histograms": dg.MetadataValue.md(pictures)} if pictures else {})

@@ -22,6 +22,7 @@ from resources.store.dataset_store import DatasetStore
 from resources.store.integrity import is_damage
 
 SAMPLE_ROWS, SHOWN_ROWS = 10, 3
+INLINE_LETTERS = 1000  # of Markdown: longer ones are behind a button
 KEPT_COLUMNS = 2
 LONG, SHORT, ID = 200, 60, 16  # letters of an output or a last message, of other values, of a row id
 _MESSAGES = 4
@@ -41,11 +42,19 @@ def sample_markdown(store: DatasetStore, table: PublishedTable, most: int = SAMP
     return head + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def sample_texts(store: DatasetStore, table: PublishedTable, most: int = SHOWN_ROWS) -> list[dict[str, str]]:
-    """The first rows as plain texts by column, cut: what the UI shows as it is, without a press of a button."""
-    columns = sample_columns(table)
-    rows = read_rows(store, table, range(min(most, table.rows)), [*columns, "error"])
-    return [{name: cut(_plain_text(name, row), LONG) for name in columns} for row in rows]
+def first_rows_markdown(store: DatasetStore, table: PublishedTable) -> str:
+    """The first rows, prompt and output, so short that Dagster's UI shows them on the page and not behind a button."""
+    names = [column.name for column in table.columns]
+    columns = [*([PROMPT] if PROMPT in names else ["row_id"]), "output"]
+    rows = list(read_rows(store, table, range(min(SHOWN_ROWS, table.rows)), [*columns, "error"]))
+    found = ""
+    for letters in (160, 110, 70, 40, 20):
+        lines = [[escaped(cut(_plain_text(name, row), letters)) for name in columns] for row in rows]
+        table_lines = [columns, ["---"] * len(columns), *lines]
+        found = "\n".join(f"| {' | '.join(line)} |" for line in table_lines)
+        if len(found) < INLINE_LETTERS:
+            break
+    return found
 
 
 def _plain_text(name: str, row: Mapping[str, Any]) -> str:

@@ -14,10 +14,10 @@ from batch_assets.metadata.asset_metadata import shown_rows, table_metadata
 from batch_assets.metadata.sample_rows import (
     cut,
     escaped,
+    first_rows_markdown,
     read_rows,
     sample_markdown,
     sample_places,
-    sample_texts,
     text_of,
 )
 from batch_assets.publishing.dataset_card import Card
@@ -129,10 +129,9 @@ def test_the_metadata_has_the_sample_only_when_it_may_be_shown(store: DatasetSto
     table = published(store, tmp_path, questions(40), answer=lambda row, number: f"zanzibar {number}")
     shown = shown_rows(store, table, samples=True)
     assert list(shown) == ["first_rows", "sample_rows", "histograms"]  # as the page shows them
-    first = shown["first_rows"]
-    assert isinstance(first, dg.TableMetadataValue)
-    assert [record.data["output"] for record in first.records] == ["zanzibar 0", "zanzibar 1", "zanzibar 2"]
-    assert first.records[1].data["prompt"] == "What is 1 plus 1?"
+    first = str(shown["first_rows"].value)
+    assert lines_of(first)[1] == r"| What is 1 plus 1? | zanzibar 1 |"
+    assert len(lines_of(first)) == 3
     assert isinstance(shown["sample_rows"], dg.MarkdownMetadataValue)
     assert "zanzibar" in str(shown["sample_rows"].value)
     hidden = shown_rows(store, table, samples=False)
@@ -145,8 +144,15 @@ def test_the_first_rows_stand_above_the_columns(store: DatasetStore, tmp_path: P
     table = published(store, tmp_path, questions(3), dead=["id-000000"])
     found = list(shown_rows(store, table, samples=True) | table_metadata(store, table, None))
     assert found[0] == "first_rows" and "columns" in found and "dagster/column_schema" not in found
-    assert sample_texts(store, table)[0]["output"] == "no completion: prompt_too_long"
-    assert all(len(text) <= 200 for line in sample_texts(store, table) for text in line.values())
+    assert lines_of(first_rows_markdown(store, table))[0].endswith(r"| no completion\: prompt\_too\_long |")
+
+
+def test_long_and_hostile_first_rows_stay_on_the_page(store: DatasetStore, tmp_path: Path) -> None:
+    """The UI puts Markdown of 1,000 letters or more behind a button."""
+    table = published(store, tmp_path, questions(3), answer=lambda row, number: f"{HOSTILE[number]} `*_|" * 400)
+    found = first_rows_markdown(store, table)
+    assert len(found) < 1000 and len(lines_of(found)) == 3
+    assert not re.search(r"(?<!\\)[<\[`*_]", found)  # every mark is escaped
 
 
 def test_a_card_without_rows_has_none(store: DatasetStore, tmp_path: Path) -> None:
