@@ -64,6 +64,7 @@ from batch_assets.api.telemetry.trace_export import spans_of_environment
 from batch_assets.api.telemetry.tracing import Spans
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import FLEET_DB, fleet_database
+from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import ssl_of
 
 _DIRECT_ROUTES = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
@@ -163,7 +164,7 @@ def _proxy(settings: ApiSettings, figures: ServiceMetrics, spans: Spans) -> Prox
         directory = EngineDirectory(time.monotonic)
         choice = EngineChoice(directory, time.monotonic, routing, measured)
         return Proxy(directory, figures, FirstTokens(time.monotonic), choice, spans=spans)
-    api_key, tls = os.environ.get("BATCH_ASSETS_API_KEY") or None, settings.engine_tls
+    api_key, tls = key_in("BATCH_ASSETS_API_KEY"), settings.engine_tls
     ssl_of(tls)  # what cannot be used is said at the start
 
     async def models(url: str) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +38,7 @@ from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import capacity_seconds, fleet_database
 from batch_assets.spec.discovery import declared_specs
+from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import ssl_of
 from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet
@@ -194,7 +194,7 @@ def _engines(settings: ApiSettings) -> tuple[Models, EngineSupply, GpuFleet | No
 
 
 def _endpoints(settings: ApiSettings) -> tuple[Models, EngineSupply]:
-    key, tls = os.environ.get("BATCH_ASSETS_API_KEY") or None, settings.engine_tls
+    key, tls = key_in("BATCH_ASSETS_API_KEY"), settings.engine_tls
     supplies = [EndpointSupply(url, key, settings.max_num_seqs, tls) for url in settings.endpoints]
     if len(supplies) == 1:
         return EndpointModels(settings.endpoints[0], key, tls), supplies[0]

@@ -5,7 +5,6 @@ The checks raise CommandError, which names the option; heavy packages are import
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,10 +79,11 @@ def engine_address(name: str, given: str | None) -> str | None:
 def allow_endpoint(endpoint: str, of_environment: str | None) -> None:
     """Runs of this home may send to it from now on, and the key with it unless that is for another address."""
     from batch_assets.local_dagster.home import prepare_home
+    from gpu_runner.http.key_variables import key_in
     from resources.endpoints import allow
 
     given = of_environment is None or of_environment == endpoint
-    allow(prepare_home(), endpoint, (os.environ.get("BATCH_ASSETS_API_KEY") or None) if given else None)
+    allow(prepare_home(), endpoint, key_in("BATCH_ASSETS_API_KEY") if given else None)
 
 
 def wished_options(

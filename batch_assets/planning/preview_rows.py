@@ -14,10 +14,8 @@ from typing import Any
 
 import orjson
 
-from batch_assets.snapshot.ingest import Prompts
-from batch_assets.snapshot.row_filter import Where
+from batch_assets.snapshot.ingest import RowCheck
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.client.engine_client import (
@@ -36,6 +34,8 @@ from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation
 
 REQUEST_SECONDS = 300.0
+CHECKED_ROWS = 10_000  # of the source, before `where`
+MORE_REFUSED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +65,36 @@ class PreviewRow:
 def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[PreviewRow]:
     """The first rows that `where` lets through, rendered. `folder`: where relative paths of the source start.
 
-    Raises SourceError when the source cannot be read.
+    Rows are held to what a snapshot asks of them, and so are the rows after them, up to CHECKED_ROWS: of those the
+    first ones that would stop a run come at the end. Raises SourceError when the source cannot be read.
     """
-    prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
-    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
-    most = min(count, spec.source.limit or count)
+    check, ids = RowCheck(spec), dict[str, tuple[str, int]]()
     found: list[PreviewRow] = []
-    for block in read_source(spec.source, columns, folder, Unseen(set(columns) - prompts.required)):
-        found += _rendered(prompts, where, block, most - len(found))
-        if len(found) >= most:
+    whole = True
+    for block in read_source(spec.source, check.columns, folder, check.unseen):
+        for row in _checked(check, check.passing(block), ids):
+            if len(found) < count or (row.refused and spec.on_bad_row == "fail" and len(found) < count + MORE_REFUSED):
+                found.append(row)
+        if check.full or check.read_rows >= CHECKED_ROWS:
+            whole = check.full
             break
-    return found[:most]
+    if whole:
+        check.finish()
+    return found
 
 
-def _rendered(prompts: Prompts, where: Where | None, block: Block, most: int) -> list[PreviewRow]:
+def _checked(check: RowCheck, block: Block, ids: dict[str, tuple[str, int]]) -> list[PreviewRow]:
+    """Rows of a block in their order; `ids` are those of the rows before."""
     rows = [PreviewRow(reject.file, reject.line, None, reject.reason) for reject in block.rejects]
-    passing = block
-    if where is not None:
-        kept, refused = where.split(block)
-        rows += [PreviewRow(block.file, block.lines[i], None, reason) for i, reason in refused.items()]
-        passing = block.take(kept)
-    part, bad = passing.part(0, most), dict[int, str]()
-    for i, prompt in enumerate(prompts.render(part, bad) if part.lines else ()):
-        rows.append(PreviewRow(part.file, part.lines[i], None if i in bad else prompt, bad.get(i, "")))
-    return sorted(rows, key=lambda row: row.line)[:most]
+    for part in check.parts(block):
+        seen = check.check(part)
+        for i, line in enumerate(part.lines):
+            refused = seen.refused.get(i, "")
+            if seen.ids is not None and not refused:
+                first = ids.setdefault(seen.ids[i], (part.file, line))
+                refused = "" if first == (part.file, line) else f"id: the same as in {first[0]}, line {first[1]}"
+            rows.append(PreviewRow(part.file, line, None if refused else seen.prompts[i], refused))
+    return sorted(rows, key=lambda row: row.line)
 
 
 def ask_rows(

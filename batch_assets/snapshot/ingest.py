@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
     reading = _Reading(spec, workdir)
     try:
-        for block in read_source(spec.source, reading.columns, base, reading.unseen):
+        for block in read_source(spec.source, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
                 break
     except LookupError as error:
@@ -187,64 +187,119 @@ def _is_unknown_zone(error: LookupError) -> bool:
     )
 
 
+@dataclass(slots=True)
+class CheckedRows:
+    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place."""
+
+    prompts: list[bytes]
+    ids: list[str] | None
+    kept: list[bytes] | None
+    refused: dict[int, str]
+
+
+class RowCheck:
+    """What makes a row of a source unusable, block after block: the same for a snapshot and for a preview."""
+
+    def __init__(self, spec: GeneratedDatasetSpec) -> None:
+        self._spec, self._prompts = spec, Prompts(spec)
+        self._where = Where(spec.source.where) if spec.source.where else None
+        wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
+        self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
+        self.unseen = Unseen(set(self.columns) - self._prompts.required - {spec.id})
+        self.kinds = ColumnKinds(spec.keep_columns)
+        self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
+        self._readable = False
+        self._row_bytes = 0
+
+    def passing(self, block: Block) -> Block:
+        """The rows that `where` and `limit` let through; those that cannot be judged are among its rejects."""
+        self.read_rows += len(block.lines) + len(block.rejects)
+        self._readable = self._readable or bool(block.lines)
+        if self._where is not None:
+            passing, refused = self._where.split(block)
+            rejects = [Reject(block.file, block.lines[i], reason) for i, reason in refused.items()]
+            block = block.take(passing)
+            block.rejects = block.rejects + rejects
+        room = self._spec.source.limit and self._spec.source.limit - self.source_rows
+        block = block if room is None else _first(block, room)
+        self.source_rows += len(block.lines) + len(block.rejects)
+        return block
+
+    @property
+    def full(self) -> bool:
+        """Whether `limit` is reached."""
+        return self._spec.source.limit is not None and self.source_rows >= self._spec.source.limit
+
+    def parts(self, block: Block) -> Iterator[Block]:
+        """The rows of a block, as many at once as their values and the prompts made last allow."""
+        texts = sum(len(v) for values in block.columns.values() for v in values if type(v) in (str, bytes))
+        expected = self._prompts.constant_bytes + texts // max(1, len(block.lines))
+        rows = max(1, min(BLOCK_ROWS, _PART_BYTES // max(1, expected, self._row_bytes)))
+        for first in range(0, len(block.lines), rows):
+            yield block.part(first, rows)
+
+    def check(self, part: Block) -> CheckedRows:
+        """Render the prompts of some rows, and look at their ids and kept columns."""
+        refused = self.kinds.learn(part.columns) if part.arrow is None else {}
+        ids = _row_ids(part.columns[self._spec.id], refused) if self._spec.id else None
+        prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
+        if prompts:
+            self._row_bytes = sum(map(len, prompts)) // len(prompts)
+        return CheckedRows(prompts, ids, kept, refused)
+
+    def finish(self) -> None:
+        """After the last block: raises SourceError for a column that was in no row, and where there was no row."""
+        name = source_name(self._spec)
+        if self._readable:
+            self.unseen.refuse(name)
+        if not self.source_rows:
+            why = f"source.where lets none of {self.read_rows:,} through" if self.read_rows else "it is empty"
+            raise SourceError(f"{name}: expected at least one row, found none: {why}")
+
+    def _kept_json(self, part: Block, refused: dict[int, str]) -> list[bytes] | None:
+        """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
+        if not self._spec.keep_columns:
+            return None
+        rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
+        kept = [_row_json(row, i, refused) for i, row in enumerate(rows)]
+        for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
+            refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
+        return kept
+
+
 class _Reading:
     """The state of one pass over a source."""
 
     def __init__(self, spec: GeneratedDatasetSpec, workdir: Path) -> None:
         self._spec, self._workdir = spec, workdir
-        self._prompts, self._keys = Prompts(spec), RowKeys(spec.generation())
-        self._where = Where(spec.source.where) if spec.source.where else None
-        wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
-        self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
-        self.unseen = Unseen(set(self.columns) - self._prompts.required - {spec.id})
-        self._kinds = ColumnKinds(spec.keep_columns)
+        self.check, self._keys = RowCheck(spec), RowKeys(spec.generation())
         self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
         self._index = index_file(workdir / "index.parquet", with_id=spec.id is not None)
         self._stage: Stage | None = None
         self._typed = False
         self._keep_types: list[pa.Field] = []
         self._files: dict[str, int] = {}
-        self._read_rows = self._source_rows = 0  # before and after `where`
         self._content = (0, 0)
-        self._row_bytes = 0
 
     def take(self, block: Block) -> bool:
         """Take in a block; False when the limit is reached."""
-        self._read_rows += len(block.lines)
-        if self._where is not None:
-            passing, refused = self._where.split(block)
-            rejects = [Reject(block.file, block.lines[i], reason) for i, reason in refused.items()]
-            block = block.take(passing)
-            block.rejects = block.rejects + rejects
-        room = self._spec.source.limit and self._spec.source.limit - self._source_rows
-        block = block if room is None else _first(block, room)
-        self._source_rows += len(block.lines) + len(block.rejects)
-        rejects, first = list(block.rejects), 0
-        rows = self._part_rows(block)
-        while first < len(block.lines):
-            rejects += self._take_part(block.part(first, rows))
-            first += rows
+        block = self.check.passing(block)
+        rejects = list(block.rejects)
+        for part in self.check.parts(block):
+            rejects += self._take_part(part)
         self._rejects.add(sorted(rejects, key=lambda reject: reject.line))
-        return room is None or self._source_rows < (self._spec.source.limit or 0)
-
-    def _part_rows(self, block: Block) -> int:
-        """Rows to render at once: by the size of their values, and of the prompts made last."""
-        texts = sum(len(v) for values in block.columns.values() for v in values if type(v) in (str, bytes))
-        expected = self._prompts.constant_bytes + texts // max(1, len(block.lines))
-        return max(1, min(BLOCK_ROWS, _PART_BYTES // max(1, expected, self._row_bytes)))
+        return not self.check.full
 
     def _take_part(self, part: Block) -> list[Reject]:
         """Render and stage some rows; returns those that cannot be used."""
-        refused = self._kinds.learn(part.columns) if part.arrow is None else {}
-        ids = _row_ids(part.columns[self._spec.id], refused) if self._spec.id else None
-        prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
+        rows = self.check.check(part)
+        prompts, ids, kept, refused = rows.prompts, rows.ids, rows.kept, rows.refused
         rejects = [Reject(part.file, part.lines[i], refused[i]) for i in refused]
         if refused:
             good = [i for i in range(len(part.lines)) if i not in refused]
             part, prompts = part.take(good), [prompts[i] for i in good]
             ids, kept = ids and [ids[i] for i in good], kept and [kept[i] for i in good]
         if prompts:
-            self._row_bytes = sum(map(len, prompts)) // len(prompts)
             self._write(part, prompts, ids, kept)
         return rejects
 
@@ -279,16 +334,6 @@ class _Reading:
             fields.append(pa.field(_KEEP, pa.binary()))
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
-    def _kept_json(self, part: Block, refused: dict[int, str]) -> list[bytes] | None:
-        """The kept columns of each row as JSON: what tells whether they changed, and how untyped ones are staged."""
-        if not self._spec.keep_columns:
-            return None
-        rows = zip(*(part.columns[name] for name in self._spec.keep_columns), strict=True)
-        kept = [_row_json(row, i, refused) for i, row in enumerate(rows)]
-        for i in [i for i, text in enumerate(kept) if len(text) > MAX_KEPT]:
-            refused.setdefault(i, f"the kept columns have {len(kept[i])} bytes, more than {MAX_KEPT}")
-        return kept
-
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:
         key_hi, key_lo = halves(b"".join(digests), 32)
         extra: dict[str, Any] = {}
@@ -320,17 +365,16 @@ class _Reading:
         self._index.close()
         if self._stage is not None:
             self._stage.close()
-        if self._read_rows:
-            self.unseen.refuse(source_name(self._spec))
+        self.check.finish()
         self._rejects.close()
         if self._stage is None:
             why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""
             raise SourceError(f"{source_name(self._spec)}: expected at least one row, found none that can be used{why}")
         fields = self._keep_types
         if not self._typed:
-            fields = [pa.field(name, arrow_type(self._kinds.kinds.get(name))) for name in self._spec.keep_columns]
-        kinds = None if self._typed else self._kinds
-        rows, content = self._source_rows, self._content
+            fields = [pa.field(name, arrow_type(self.check.kinds.kinds.get(name))) for name in self._spec.keep_columns]
+        kinds = None if self._typed else self.check.kinds
+        rows, content = self.check.source_rows, self._content
         return Ingested(self._stage, self._index, list(self._files), self._rejects, rows, content, fields, kinds)
 
 

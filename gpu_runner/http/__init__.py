@@ -1,3 +1,3 @@
-"""Bounded reading over HTTP: bytes, seconds and encodings; which addresses are never connected to; TLS from files."""
+"""Bounded reading over HTTP: bytes, seconds and encodings; keys; addresses never connected to; TLS files."""
 
-__all__ = ["addresses", "bounded_read", "small_pages", "tls_files"]
+__all__ = ["addresses", "bounded_read", "key_variables", "small_pages", "tls_files"]

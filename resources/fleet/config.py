@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import engine_url
+from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.models.names import name_problem
 from gpu_runner.providers.ec2.config import Ec2ProviderConfig
@@ -112,7 +113,7 @@ class EngineConfig(BaseModel):
     @property
     def api_key(self) -> str | None:
         """The key that `api_key_env` names, as it stands now."""
-        return os.environ.get(self.api_key_env) if self.api_key_env else None
+        return key_in(self.api_key_env) if self.api_key_env else None
 
     @property
     def simulated(self) -> bool:
@@ -285,7 +286,7 @@ class FleetConfig(BaseModel):
             given = None if self._home is None else endpoints.allowed(self._home, url)
         except (ValueError, endpoints.EndpointsError) as error:
             raise FleetConfigError(f"address of the engine (--endpoint, tag batch/endpoint): {error}") from None
-        key = os.environ.get(KEY_VARIABLE) or None
+        key = key_in(KEY_VARIABLE)
         if url == own or (given and given.takes(key)):
             return _endpoint_engine(url, KEY_VARIABLE if key else None)
         if standing := [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]:

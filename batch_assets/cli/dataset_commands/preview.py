@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.client.engine_client import EngineError
 from gpu_runner.errors import ExitStatus, UserFacingError
+from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
@@ -107,7 +107,7 @@ def _running(engine: Engine, spec: GeneratedDatasetSpec) -> Iterator[Engine]:
 def engine_at(url: str, of_environment: str | None) -> Engine:
     """The engine at an address of the command line; the key goes along unless it was given for another address."""
     given = of_environment is None or of_environment == url
-    return Engine(url, (os.environ.get(KEY_VARIABLE) or None) if given else None, tls_of_environment())
+    return Engine(url, (key_in(KEY_VARIABLE)) if given else None, tls_of_environment())
 
 
 def show_preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine | None, *, json: bool) -> int:

@@ -50,6 +50,8 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Uns
     kinds = sorted({kind for _, kind, _ in formats})
     if len(kinds) > 1:
         raise SourceError(f"{source.path}: expected files of one format, found {' and '.join(kinds)}")
+    if not any(file.bytes for file in files):
+        raise SourceError(f"{source.path}: expected at least one row, found none: the file is empty (0 bytes)")
     parquet = ParquetReader(columns)
     for file, kind, packed in formats:
         with _readable(file), file.open() as raw:

@@ -58,7 +58,7 @@ class RunPodApi:
             raise ProviderUnclear(f"{what}: no whole answer: {type(error).__name__}") from None
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self._key_variable, "")
+        key = os.environ.get(self._key_variable, "").strip()
         if not key or not key.isprintable():
             raise ProviderError(f"{self._key_variable}: expected RunPod's API key in this variable, found none")
         return {

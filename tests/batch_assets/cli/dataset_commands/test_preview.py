@@ -16,8 +16,12 @@ from batch_assets import settings
 from batch_assets.cli.main import app
 from batch_assets.planning.preview_rows import first_rows
 from batch_assets.planning.token_count import token_counter, tokenizer_file
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.database import FleetDatabase
+from resources.objects.opening import open_objects
+from resources.store.dataset_store import DatasetStore
 
 SPEC = {
     "name": "haiku",
@@ -69,6 +73,77 @@ def test_prompts_are_shown_with_estimated_tokens_and_nothing_is_asked(home: Path
     assert "estimated, a token per 4 bytes: no tokenizer.json of tiny" in found.stdout
     assert "nothing was asked" in found.stdout
     assert nothing_is_written(home)
+
+
+WRONG_ROWS = {
+    "a null id": ([{"word": "a", "id": None}], {"id": "id"}, "id: expected text or a whole number, found null"),
+    "a fraction as id": ([{"word": "a", "id": 1.5}], {"id": "id"}, "found a value of type float"),
+    "true as id": ([{"word": "a", "id": True}], {"id": "id"}, "found a value of type bool"),
+    "an id twice": (
+        [{"word": "a", "id": 1}, {"word": "b", "id": 1}],
+        {"id": "id"},
+        "the same as in words.jsonl, line",
+    ),
+    "no id": ([{"word": "a"}], {"id": "idd"}, "expected column 'idd', found 'word'"),
+    "no kept column": ([{"word": "a", "note": 1}], {"keep_columns": ["nte"]}, "Did you mean 'note'?"),
+    "a mixed column": ([{"word": "a", "n": 1}, {"word": "b", "n": "x"}], {"keep_columns": ["n"]}, "found text"),
+    "a mixed column later": (
+        [*({"word": "a", "n": i} for i in range(500)), {"word": "b", "n": "x"}],
+        {"keep_columns": ["n"]},
+        "words.jsonl, line 501",
+    ),
+    "nothing passes": (
+        [{"word": "a"}],
+        {"source": {"path": "words.jsonl", "where": "word = 'b'"}},
+        "none of 1",
+    ),
+    "an empty file": ([], {}, "the file is empty (0 bytes)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ROWS)
+def test_preview_refuses_what_a_run_refuses(home: Path, wrong: str) -> None:
+    rows, more, said = WRONG_ROWS[wrong]
+    attributes = {**SPEC, "on_bad_row": "fail", **more}
+    declare(home, attributes)
+    folder = home / "defs" / "haiku"
+    (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = ask("--rows", "2")
+    assert shown.exit_code != 0
+    assert said in " ".join(shown.output.split())
+    (home / "work").mkdir()
+    (home / "other").mkdir()
+    store = DatasetStore(open_objects(str(home / "other")), "haiku")
+    with pytest.raises(SourceError) as refused:
+        build_snapshot(load_spec(attributes, "f"), store, now=0.0, workdir=home / "work", base=folder)
+    assert said in str(refused.value)
+
+
+def test_rows_that_a_run_would_leave_out_do_not_fail_the_preview_of_others(home: Path) -> None:
+    folder = home / "defs" / "haiku"
+    (folder / "words.jsonl").write_text('{"word": "a"}\nnot json\n')
+    assert ask("--rows", "1").exit_code == 0
+
+
+@pytest.mark.parametrize("key", ["secret-1\n", " secret-1\r\n"])
+def test_a_line_end_behind_a_key_does_not_count(home: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", "secret-1")
+    with simulated_engine("--api-key-env", "THE_KEY") as engine:
+        monkeypatch.setenv("BATCH_ASSETS_API_KEY", key)
+        found = ask("--rows", "1", "--endpoint", engine.url)
+    assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("key", ["secret\n-1", "ключ"])
+def test_a_key_that_no_header_holds_is_named_by_its_variable(
+    home: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_API_KEY", key)
+    with simulated_engine() as engine:
+        found = ask("--rows", "1", "--endpoint", engine.url)
+    assert (found.exit_code, found.exception and type(found.exception)) == (2, SystemExit)
+    assert "BATCH_ASSETS_API_KEY: expected an API key in one line of ASCII" in found.output
+    assert key not in found.output and "Traceback" not in found.output
 
 
 def test_an_engine_answers_and_the_whole_is_extrapolated(home: Path) -> None:
