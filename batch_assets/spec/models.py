@@ -78,7 +78,10 @@ class PromptSpec(Strict):
     system: Text | None = Field(default=None, description="System message (chat).")
     user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
     messages: list[MessageSpec] | None = Field(
-        default=None, min_length=1, description="A whole conversation (chat), instead of system and user."
+        default=None,
+        min_length=1,
+        max_length=500,
+        description="A whole conversation (chat), instead of system and user.",
     )
     text: Text | None = Field(default=None, description="The whole prompt (completion and embedding).")
 

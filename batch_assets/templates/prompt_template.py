@@ -156,7 +156,9 @@ class Template:
         except (UndefinedError, SecurityError) as error:
             return Refused(f"{error.message}{self._line(error.__traceback__)}", by_template=True)
         except RecursionError:
-            return Refused("a macro or loop calls itself without an end", by_template=True)
+            return Refused(
+                "a value is nested too deeply, or a macro or loop calls itself without an end", by_template=True
+            )
         except Exception as error:  # any expression may fail on any row; the message could quote the row: only its type
             return Refused(f"{type(error).__name__}{self._line(error.__traceback__)}", by_template=True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import uuid
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, KeysView, ValuesView
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +18,7 @@ MAX_TEXT = 1 << 20
 MAX_STEPS = 250_000
 CHARACTERS_PER_STEP = 32
 MAX_BITS = 4096
+MAX_NESTED = 254  # what JSON is written with goes no deeper either
 
 MOMENTS = (datetime.date, datetime.time, datetime.timedelta, Decimal, uuid.UUID)
 _PRINTED = (str, Undefined, *MOMENTS)
@@ -119,18 +120,26 @@ def text_of(value: Any) -> str:
 
 def _check_parts(value: Any) -> None:
     """Lists and mappings print what is in them as Python does, so that only text and numbers may be in them."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            stack.extend(one)
-            stack.extend(one.values())
-        elif isinstance(one, list | tuple):
-            stack.extend(one)
-        elif isinstance(one, MOMENTS):
-            raise Unprintable(f"expected text or numbers in a list or mapping, found {kind_of(one)}; write `| tojson`")
-        elif type(one) not in _SIMPLE and not isinstance(one, str):
-            raise Unprintable(f"expected text or numbers in a list or mapping, found {kind_of(one)}")
+    level, depth = [value], 0
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            inner.extend(_parts_of(one))
+        level, depth = inner, depth + 1
+        if depth > MAX_NESTED and level:
+            raise Unprintable(f"expected at most {MAX_NESTED} lists and mappings in each other, found more")
+
+
+def _parts_of(one: Any) -> Iterable[Any]:
+    if isinstance(one, dict):
+        return [*one, *one.values()]
+    if isinstance(one, list | tuple):
+        return one
+    if isinstance(one, MOMENTS):
+        raise Unprintable(f"expected text or numbers in a list or mapping, found {kind_of(one)}; write `| tojson`")
+    if type(one) not in _SIMPLE and not isinstance(one, str):
+        raise Unprintable(f"expected text or numbers in a list or mapping, found {kind_of(one)}")
+    return ()
 
 
 def kind_of(value: Any) -> str:

@@ -473,6 +473,17 @@ def test_the_error_says_how_a_column_whose_name_is_no_word_is_written(
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("prompt", ["{{ q }}", "{{ q }}{{ '!' if q }}", "{{ q | tojson }}", "{{ q | string }}"])
+def test_a_value_that_is_nested_very_deeply_is_a_bad_row_with_file_and_line(bench: Bench, prompt: str) -> None:
+    deep = '{"q": ' + "[" * 1000 + "]" * 1000 + "}"
+    with pytest.raises(SourceError, match=r"a\.jsonl, line 2: message user: "):
+        bench.build([{"q": "a"}, deep], prompt={"user": prompt})
+    inner: Any = []
+    for _ in range(200):
+        inner = [inner]
+    assert bench.build([{"q": inner}]).rows == 1
+
+
 def test_a_key_may_come_late_where_its_absence_is_allowed(bench: Bench) -> None:
     rows: list[dict[str, Any]] = [{"q": f"{i} " + "x" * 80} for i in range(15_000)]
     rows[-1] |= {"note": "late", "hint": "!"}

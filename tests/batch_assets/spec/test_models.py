@@ -457,6 +457,13 @@ def test_a_prompt_that_cannot_print_the_column_it_means_is_refused_and_says_how_
         assert spec(prompt={"user": honest})
 
 
+def test_a_conversation_has_at_most_500_messages() -> None:
+    messages = [{"role": "user", "content": "{{ a }}"}] * 10_000
+    said = problem(prompt={"messages": messages})
+    assert said.startswith("prompt.messages: expected at most this many entries: 500, found")
+    assert spec(prompt={"messages": messages[:500]})
+
+
 def test_a_wrapper_of_openai_around_a_schema_is_understood_and_mistakes_in_it_are_named() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     wrapped = {"json_schema": {"name": "n", "strict": True, "schema": schema}}
