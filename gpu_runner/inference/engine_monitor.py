@@ -36,6 +36,9 @@ from gpu_runner.rows import Generation
 
 # How often an engine is asked for its health while it fails: a dead one is to be noticed within seconds.
 UNEASY_SECONDS = 0.3
+# Canaries in the time of a stall (2 min, 10 min without metrics) while rows hang and nothing fails, sent in the
+# second half of it. Each is a request that is paid.
+QUIET_CANARIES = 4
 # So long is a request waited for that is only to show whether it is refused.
 PROBE_SECONDS = 20.0
 
@@ -119,7 +122,7 @@ class Watchdog:
         self._canary_task: asyncio.Task[None] | None = None
         self._canary_ok_at = float("-inf")
         self._canary_failures = 0
-        self._next_canary = 0.0
+        self._next_canary = self._next_quiet_canary = 0.0
         self._next_tick = 0.0
         self._uneasy = asyncio.Event()
 
@@ -180,7 +183,8 @@ class Watchdog:
             if not self._worker.rows_in_flight:
                 self._progress_at = now
         doubtful = failed_at is not None and now - failed_at >= 2 * self._policy.retry.proof_lag
-        silent = not self.canary_useless and (doubtful or now - self._progress_at >= self._limit / 2)
+        quiet = now - self._progress_at >= self._limit / 2 and now >= self._next_quiet_canary
+        silent = not self.canary_useless and (doubtful or quiet)
         if silent or self._worker.failures.evidence_wanted(now) is not None:
             self._send_canary(now, spawn)
         self._check_progress(now)
@@ -287,8 +291,9 @@ class Watchdog:
         else:
             now = self._loop.time()
             self._canary_ok_at, self._canary_failures = now, 0
-            # At most one per poll, and half a stall apart where it only says that hanging rows hang alone.
+            # At most one per poll, and two in the time of a stall where it only says that hanging rows hang alone.
             self._next_canary = now + self._policy.poll_seconds
+            self._next_quiet_canary = now + self._limit / QUIET_CANARIES
             self._tokens = None  # the canary's own token is no progress of rows
             self.succeeded(sent, now)
             self._admitted(sent, evidence)

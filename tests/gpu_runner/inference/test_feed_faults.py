@@ -615,3 +615,17 @@ def test_whatever_fails_every_row_has_one_outcome_and_no_innocent_is_charged(
                 assert outcome.tries == 1
 
     run(main)
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_lost_answer_costs_few_canaries_an_hour(metrics: bool) -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r7": "hang"}, metrics=metrics)
+        serving = asyncio.create_task(make_feed(batches(40), sink).serve(engine, ORIGIN, 8))
+        await asyncio.sleep(3600)
+        assert engine.answered.total() == 39
+        assert 1 <= engine.canaries <= 15
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    run(main)
