@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import Awaitable, Callable
 from types import FrameType
 
 import uvicorn
@@ -37,9 +39,23 @@ def drain_seconds() -> float:
 class DrainingServer(uvicorn.Server):
     """A uvicorn that says that it ends before it does. A second signal ends it at once, SIGINT without waiting."""
 
-    def __init__(self, config: uvicorn.Config, readiness: Readiness, seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        readiness: Readiness,
+        seconds: float,
+        begun: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`begun`: called once it listens; nothing waits for it."""
         super().__init__(config)
-        self._readiness, self._seconds = readiness, seconds
+        self._readiness, self._seconds, self._begun = readiness, seconds, begun
+        self._telling: asyncio.Future[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self._begun is not None and self.started:
+            self._telling = asyncio.ensure_future(self._begun())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What uvicorn calls at a signal, in the main thread."""

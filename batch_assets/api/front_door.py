@@ -32,6 +32,7 @@ from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
 from batch_assets.api.billing.journal import UsageJournal, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Tokens
+from batch_assets.api.endpoint_watch import EndpointWatch
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
 from batch_assets.api.interactive.cache_salt import CacheSalts, salt_key
@@ -44,7 +45,7 @@ from batch_assets.api.interactive.replica_engines import ReplicaEngines
 from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply, first_token_policy
 from batch_assets.api.interactive.streams.event_stream import Usage
-from batch_assets.api.models import known_models, served_models
+from batch_assets.api.models import EndpointModels, known_models, served_models
 from batch_assets.api.online import routes as online_routes
 from batch_assets.api.online.dispatcher import ProxyDispatcher
 from batch_assets.api.online.figures import OnlineFigures
@@ -74,12 +75,13 @@ _ANSWERS_LOST = ("batch_assets_usage_answers_lost", "Answers whose usage could n
 
 @dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """What a server runs. `inner`: the application itself, without what is around it."""
+    """What a server runs. `inner`: the application itself, without what is around it. `watch`: of endpoints."""
 
     app: ASGIApp
     inner: FastAPI
     readiness: Readiness
     metrics: ServiceMetrics
+    watch: EndpointWatch | None = None
 
 
 def build_front_door(
@@ -104,7 +106,8 @@ def build_front_door(
     )
     inner.state.on_lost = figures.results_lost
     spans = inner.state.spans = spans_of_environment()
-    readiness = Readiness(time.monotonic, {"database": lambda: _look(keys.records)})
+    watch = _endpoint_watch(settings)
+    readiness = _readiness(keys.records, watch)
     inner.state.metrics, inner.state.readiness = figures, readiness
     inner.include_router(health.router)
     inner.include_router(routes.router)
@@ -114,8 +117,7 @@ def build_front_door(
         proxy.salts = CacheSalts(key, online_requests.cache_groups, proxy.choice.read)
         proxy.choice.hears = proxy.salts.seen
     inner.state.proxy = proxy
-    lists = embedding_lists(proxy, figures)
-    inner.state.embedding_lists = lists
+    lists = inner.state.embedding_lists = embedding_lists(proxy, figures)
     policy = first_token_policy()
     inner.state.share_engines = lambda supply: SharedSupply(supply, proxy.directory, proxy.first_tokens, policy)
     proxy.known = lambda: known_models(inner.state.models)
@@ -136,18 +138,32 @@ def build_front_door(
     audit = AuditLog(settings.home / AUDIT_FILE)
     figures.add_gauges(lambda: [(*_LINES_LOST, {}, audit.lost), (*_ANSWERS_LOST, {}, usage.lost)])
     closed = [contextlib.closing(one) for one in (keys, fleet)]
-    _live_with(inner, [*closed, audit, usage, replicas], [proxy, lists], [online])
+    _live_with(inner, [*closed, audit, usage, replicas], [proxy, lists, watch], [online])
     guarded: ASGIApp = DirectRoutes(inner, inner, _DIRECT_ROUTES, partial(body_limit, settings.limits))
     if embedded:
         guarded = BrowserGuard(guarded, settings.port, "http" if settings.tls is None else "https")
     app = Observation(guarded, figures, audit, wall=time.time, clock=time.monotonic, spans=spans)
-    return FrontDoor(app, inner, readiness, figures)
+    return FrontDoor(app, inner, readiness, figures, watch)
 
 
 def _interactive_usage(settings: ApiSettings, records: Records) -> InteractiveUsage:
     folder = own_folder(settings.home / USAGE_FOLDER, records, left_file)
     journal = UsageJournal(folder, lambda: UsageLedger(Records(settings.database)))
     return InteractiveUsage(journal, settings.prices, time.time)
+
+
+def _endpoint_watch(settings: ApiSettings) -> EndpointWatch | None:
+    if not settings.endpoints:
+        return None
+    key = os.environ.get("BATCH_ASSETS_API_KEY") or None
+    return EndpointWatch({url: EndpointModels(url, key, settings.engine_tls) for url in settings.endpoints})
+
+
+def _readiness(records: Records, watch: EndpointWatch | None) -> Readiness:
+    found = Readiness(time.monotonic, {"database": lambda: _look(records)})
+    if watch is not None:
+        found.engines_away = lambda: watch.away
+    return found
 
 
 def _limiter(records: Records) -> RateLimiter:

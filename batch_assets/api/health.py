@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -29,6 +29,8 @@ class Readiness:
     Looks at most once a second, however often it is asked, and not again while a look still waits: a database that
     hangs holds one thread. Each check has a thread of its own: calls that hold all others delay no answer.
 
+    `engines_away`: addresses of configured engines that do not answer; batches are taken without them, so the service
+    is ready. None: no address is configured.
     `draining`: the process is to end, and answers only what is under way and what still comes. `clock`: monotonic.
     """
 
@@ -36,6 +38,7 @@ class Readiness:
     checks: Mapping[str, Check]
     draining: bool = False
     wait_seconds: float = CHECK_SECONDS
+    engines_away: Callable[[], Sequence[str]] | None = None
     _looked_at: float | None = None
     _missing: tuple[str, ...] = ()
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -81,7 +84,10 @@ async def ready(request: Request) -> Response:
     """Whether requests are to be sent here."""
     readiness: Readiness = request.app.state.readiness
     missing = await readiness.missing()
-    return JSONResponse({"status": "not ready" if missing else "ready", "missing": missing}, 503 if missing else 200)
+    said: dict[str, object] = {"status": "not ready" if missing else "ready", "missing": missing}
+    if readiness.engines_away is not None:
+        said["engines_away"] = readiness.engines_away()
+    return JSONResponse(said, 503 if missing else 200)
 
 
 @router.get("/metrics")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
@@ -16,6 +17,7 @@ from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError
 from gpu_runner.http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
 from gpu_runner.http.tls_files import TlsFiles, ssl_of
+from resources.fleet.resource import FleetConfigError
 
 ASK_SECONDS = 5.0
 KEPT_SECONDS = 5.0
@@ -66,12 +68,13 @@ class EndpointModels:
     async def models(self) -> Sequence[ServedModel] | None:
         """Ask, unless it was asked just now."""
         if time.monotonic() >= self._until:
-            if (found := await self._ask()) is not None:
+            if (found := await self.ask()) is not None:
                 self._said = found
             self._until = time.monotonic() + (self._rest if found is None else KEPT_SECONDS)
         return self._said
 
-    async def _ask(self) -> Sequence[ServedModel] | None:
+    async def ask(self) -> Sequence[ServedModel] | None:
+        """What it says now; None: it does not answer, or gives no list of models."""
         time_out = aiohttp.ClientTimeout(total=ASK_SECONDS)
         try:
             async with (
@@ -120,13 +123,35 @@ class SeveralModels:
 
 
 class NamedModels:
-    """Models that are known by name: those of fleet.yaml and of the declared datasets."""
+    """Models that are known by name."""
 
     def __init__(self, names: Sequence[str], created: int) -> None:
         self._models = [ServedModel(name, created, "batch-assets") for name in sorted(set(names))]
 
     async def models(self) -> Sequence[ServedModel] | None:
         """All of them."""
+        return self._models
+
+
+class FleetModels:
+    """Models that are known by name: those of fleet.yaml and of the declared datasets that something there may serve.
+
+    `names` reads them; it may block, and raises FleetConfigError for a file that cannot be used: then those of before
+    hold.
+    """
+
+    def __init__(self, names: Callable[[], Collection[str]], created: int) -> None:
+        self._names, self._created = names, created
+        self._models: list[ServedModel] | None = None
+        self._until = 0.0
+
+    async def models(self) -> Sequence[ServedModel] | None:
+        """All of them; None: the file could not be used yet."""
+        if time.monotonic() >= self._until:
+            with contextlib.suppress(FleetConfigError):
+                names = await asyncio.to_thread(self._names)
+                self._models = [ServedModel(name, self._created, "batch-assets") for name in sorted(names)]
+            self._until = time.monotonic() + KEPT_SECONDS
         return self._models
 
 

@@ -5,9 +5,11 @@ Requests that are under way have `END_SECONDS` to end; connections that are idle
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import signal
+import sys
 from types import FrameType
 
 import uvicorn
@@ -15,9 +17,14 @@ import uvicorn
 from batch_assets.api.capacity.fleet_claim import fleet_claim
 from batch_assets.api.drain import DrainingServer, drain_seconds
 from batch_assets.api.front_door import FrontDoor, build_front_door
+from batch_assets.api.models import known_models
+from batch_assets.api.requests.callers import embedded_caller
 from batch_assets.api.settings import ApiSettings
+from batch_assets.api.start_report import Start, start_report
 from batch_assets.api.telemetry.gauges import certificate_gauges
 from batch_assets.api.telemetry.repeated_lines import count_repeated_lines
+from batch_assets.local_dagster.local_fleet import fleet_of
+from batch_assets.settings import fleet_database
 from gpu_runner.http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
 
 END_SECONDS = 10
@@ -44,7 +51,32 @@ def serve(settings: ApiSettings) -> None:
     with contextlib.nullcontext() if settings.endpoints else fleet_claim(settings.home, settings.database) as claim:
         if claim is not None:
             service.inner.state.check_fleet = claim.check
-        DrainingServer(config, service.readiness, drain_seconds()).run()
+        DrainingServer(config, service.readiness, drain_seconds(), lambda: _tell(service, settings)).run()
+
+
+async def _tell(service: FrontDoor, settings: ApiSettings) -> None:
+    """Say what has begun, when each configured engine was looked at once."""
+    state = service.inner.state
+    if service.watch is not None:
+        await service.watch.first_look()
+    engines, providers = ([], []) if settings.endpoints else await asyncio.to_thread(_fleet_names, settings)
+    known = await known_models(state.models)
+    found = Start(
+        state.authenticate is not embedded_caller,
+        () if service.watch is None else service.watch.away,
+        engines,
+        providers,
+        None if known is None else sorted(known),
+    )
+    sys.stdout.write("".join(f"{line}\n" for line in start_report(settings, found)))
+    sys.stdout.flush()
+
+
+def _fleet_names(settings: ApiSettings) -> tuple[list[str], list[str]]:
+    """Names of the fleet's engines and providers."""
+    fleet = fleet_of(settings.home, fleet_database())
+    config = fleet.config()
+    return [engine.name for engine in config.engines], list(fleet.providers(config))
 
 
 def server_config(service: FrontDoor, settings: ApiSettings, look_seconds: float = LOOK_SECONDS) -> uvicorn.Config:

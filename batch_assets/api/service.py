@@ -27,7 +27,7 @@ from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, En
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.storage.local_journal import left_file
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.models import AliasedModels, EndpointModels, Models, NamedModels, SeveralModels
+from batch_assets.api.models import AliasedModels, EndpointModels, FleetModels, Models, SeveralModels
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecords
@@ -188,9 +188,16 @@ def _engines(settings: ApiSettings) -> tuple[Models, EngineSupply, GpuFleet | No
     fleet = fleet_of(settings.home, fleet_database())
     for engine in fleet.config().engines:
         ssl_of(engine.tls_files)  # what cannot be used is said at the start
-    named = [model for engine in fleet.config().engines for model in engine.models]
-    named += [spec.model for spec in declared_specs().values()]
-    return NamedModels(named, int(time.time())), FleetSupply(fleet, settings.models.reserve), fleet
+    declared = {spec.model for spec in declared_specs().values()}
+    models = FleetModels(lambda: _fleet_models(fleet, declared), int(time.time()))
+    return models, FleetSupply(fleet, settings.models.reserve), fleet
+
+
+def _fleet_models(fleet: GpuFleet, declared: Collection[str]) -> set[str]:
+    """The models of fleet.yaml as it is now, and those of datasets that something there may serve."""
+    config = fleet.config()
+    named = {model for engine in config.engines for model in engine.models}
+    return named | {model for model in declared if config.may_serve(model)}
 
 
 def _endpoints(settings: ApiSettings) -> tuple[Models, EngineSupply]:

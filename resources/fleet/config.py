@@ -247,6 +247,12 @@ class FleetConfig(BaseModel):
         played = self.simulated.providers if self.simulated is not None else ()
         return any(one.name == provider for one in played) and self.serves_really(model)
 
+    def may_serve(self, model: str) -> bool:
+        """Whether anything of this file may serve the model: an engine, or what a provider has. Not asked: whether it
+        is to be had now.
+        """
+        return bool(self._fitting(model) or self.simulated is not None or self.rented)
+
     def _fitting(self, model: str) -> list[EngineConfig]:
         return [engine for engine in self.engines if not engine.models or model in engine.models]
 
@@ -272,7 +278,7 @@ class FleetConfig(BaseModel):
         if endpoint:
             return [self._engine_at(endpoint)]
         fitting = self._fitting(model)
-        if not fitting and self.simulated is None and not self.rented:
+        if not self.may_serve(model):
             raise FleetConfigError(
                 f"fleet.yaml: expected an engine that serves {model}, found engines for "
                 f"{', '.join(sorted({model for engine in self.engines for model in engine.models}))}"
