@@ -83,3 +83,53 @@ class CostMeter:
         if self._since is not None:
             self._pot += now - self._since
             self._since = now
+
+
+class SharedMeter(CostMeter):
+    """The meter of one feed on an engine that others use beside it: its time is counted once, in `whole`.
+
+    `users`: the meters of all feeds on it, this one among them from now on; who leaves takes its own out.
+    """
+
+    def __init__(self, whole: CostMeter, users: list[CostMeter]) -> None:
+        super().__init__(whole.usd_per_second)
+        self._whole, self._users = whole, users
+        self._in_flight = 0  # at least: rows since the last outcome are not counted
+        users.append(self)
+
+    @property
+    def _others(self) -> int:
+        return sum(one._in_flight for one in self._users if isinstance(one, SharedMeter) and one is not self)
+
+    def succeed(self, now: float) -> None:
+        """As of the whole."""
+        self._whole.succeed(now)
+
+    def begin(self, now: float) -> None:
+        """A row was submitted."""
+        self._in_flight = max(1, self._in_flight)
+        self._whole.begin(now)
+
+    def settle(
+        self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float, *, together: int = 0
+    ) -> float | None:
+        """As of the whole, where the rows of others are in flight too."""
+        self._in_flight = in_flight + together
+        others = self._others
+        return self._whole.settle(prompt_tokens, completion_tokens, in_flight + others, now, together=together)
+
+    def rest(self, now: float) -> None:
+        """Nothing of this feed is in flight."""
+        self._in_flight = 0
+        if not self._others:
+            self._whole.rest(now)
+
+    def lose(self, now: float) -> None:
+        """This feed is served no longer: what no row has taken is wasted, unless others are served still."""
+        self._in_flight = 0
+        if not self._others:
+            self._whole.lose(now)
+
+    def spent(self) -> LeaseUsage:
+        """Totals of the whole."""
+        return self._whole.spent()

@@ -16,8 +16,10 @@ from support.timing import PATIENCE
 from batch_assets.api.execution.engines import fleet_engines
 from batch_assets.api.execution.engines.engine_supply import NobodyWaits
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
+from gpu_runner.client.engine_client import EngineLost
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
+from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet
 
 NAME = "api/m"
@@ -35,9 +37,9 @@ def fleet_db(url: str) -> Iterator[FleetDatabase]:
         yield found
 
 
-def supply_of(url: str, home: Path, engine: str) -> FleetSupply:
-    """Of a replica whose fleet has one engine, `lab`."""
-    engines = [{"name": "lab", "kind": "endpoint", "url": engine, "models": ["m"]}]
+def supply_of(url: str, home: Path, engine: str, *names: str) -> FleetSupply:
+    """Of a replica whose fleet has engines of these names; without names one, `lab`."""
+    engines = [{"name": name, "kind": "endpoint", "url": engine, "models": ["m"]} for name in names or ("lab",)]
     (home / "fleet.yaml").write_text(json.dumps({"engines": engines}))
     return FleetSupply(GpuFleet(database=url, home=str(home), config_path=str(home / "fleet.yaml")))
 
@@ -123,3 +125,91 @@ def test_who_is_cancelled_while_it_waits_for_an_engine_leaves_no_error_behind(
 
     asyncio.run(scenario())
     assert said == []
+
+
+def test_feeds_of_one_model_share_an_engine_that_stands(url: str, fleet_db: FleetDatabase, tmp_path: Path) -> None:
+    """Whatever their tasks are. The lease ends with the last of them."""
+
+    async def scenario() -> None:
+        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+            supply = supply_of(url, tmp_path, engine)
+            async with contextlib.AsyncExitStack() as chats, contextlib.AsyncExitStack() as embeddings:
+                first = await chats.enter_async_context(supply.engine("m", "chat"))
+                second = await embeddings.enter_async_context(supply.engine("m", "embedding"))
+                assert (first.name, second.name) == ("lab", "lab")
+                assert fleet_db.leases_of(NAME) == 1 and len(supply.running("m")) == 1
+                first.spending.begin(10.0)
+                second.spending.begin(11.0)
+                first.spending.settle(1, 1, 0, 12.0)
+                first.spending.lose(12.0)
+                second.spending.settle(1, 1, 0, 14.0)
+                spent = second.spending.spent()
+                assert (spent.rows, spent.useful_seconds, spent.wasted_seconds) == (2, 4.0, 0.0)
+                await chats.aclose()
+                assert fleet_db.leases_of(NAME) == 1 and len(supply.running("m")) == 1
+                await embeddings.aclose()
+                assert fleet_db.leases_of(NAME) == 0 and not supply.running("m")
+
+    asyncio.run(scenario())
+
+
+def test_who_shares_an_engine_gets_a_further_one_as_soon_as_the_model_may_have_it(
+    url: str, fleet_db: FleetDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_engines, "SHARED_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+            supply = supply_of(url, tmp_path, engine, "lab", "lab2")
+            async with supply.engine("m", "chat") as first:
+                async with supply.engine("m", "embedding") as second:
+                    assert second.name == first.name
+                    await asyncio.sleep(0.1)
+                    assert not second.ending.is_set()
+                    fleet_db.set_instances(NAME, 2)
+                    await second.ending.wait()
+                    assert not first.ending.is_set()
+                async with supply.engine("m", "embedding") as second:
+                    assert {first.name, second.name} == {"lab", "lab2"} and fleet_db.leases_of(NAME) == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_failed_is_not_shared_any_more(url: str, fleet_db: FleetDatabase, tmp_path: Path) -> None:
+    """Else feeds would take it from each other for ever, and it would never be given back."""
+
+    async def scenario() -> None:
+        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+            supply = supply_of(url, tmp_path, engine)
+            async with contextlib.AsyncExitStack() as embeddings:
+                await embeddings.enter_async_context(supply.engine("m", "embedding"))
+                with pytest.raises(EngineLost):
+                    async with supply.engine("m", "chat"):
+                        raise EngineLost("gone", "it answers no more")
+                waits = iter([True, False])
+                with pytest.raises(NobodyWaits):
+                    async with supply.engine("m", "chat", lambda: next(waits, False)):
+                        raise AssertionError("it is to be leased anew")
+            async with supply.engine("m", "chat"):
+                assert fleet_db.leases_of(NAME) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("standing", "task", "serves"),
+    [(True, "embedding", True), (False, "embedding", False), (False, "completion", True), (True, "chat", False)],
+)
+def test_what_was_started_for_chats_makes_no_embeddings(
+    url: str, tmp_path: Path, standing: bool, task: Task, serves: bool
+) -> None:
+    async def scenario() -> None:
+        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+            supply = supply_of(url, tmp_path, engine)
+            async with supply.engine("m", "chat"):
+                (held,) = supply._held
+                assert held.lease.standing, "it stands in fleet.yaml"
+                held.lease.standing = standing
+                assert held.may_serve("m", task) is serves and not held.may_serve("other", task)
+
+    asyncio.run(scenario())
