@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gpu_runner.client.answers import answer_numbers
-from gpu_runner.client.protocol import Completion, Transient, error_of
+from gpu_runner.client.protocol import Completion, Transient, error_of, not_an_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,10 @@ def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: 
         usage = answer.get("usage") or {}
         tokens = divide(answer_numbers.token_count(usage.get("prompt_tokens")), weights)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
-        raise Transient("garbage_body", f"{len(body)} bytes that are no vectors of {len(weights)} inputs") from error
+        wrong = not_an_answer("embedding", headers, body)
+        if isinstance(wrong, Transient) and wrong.code == "garbage_body":
+            wrong.message += f" (asked for {len(weights):,} inputs)"
+        raise wrong from error
     return [Completion(vector, "stop", share, 0) for vector, share in zip(vectors, tokens, strict=True)]
 
 

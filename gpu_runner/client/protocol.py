@@ -17,12 +17,13 @@ from typing import Any
 import orjson
 
 from gpu_runner.answers import NO_PARTS, AnswerParts
-from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers import answer_numbers, unreadable
 from gpu_runner.client.answers.answer_parts import at_index_0, chat_parts, completion_parts
 from gpu_runner.client.json_schemas.openai_strict import strict_takes
 from gpu_runner.rows import Generation, Output, Task
 
 MESSAGE_LENGTH = 500
+ERROR_ANSWER = "error_answer"  # code of an error that came with status 200
 
 # Request fields that the client writes itself; in `sampling` they would contradict it.
 RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options", "n"})
@@ -226,7 +227,23 @@ def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes
             return _embedding(answer)
         return _text(task, answer)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
-        raise Transient("garbage_body", f"{len(body)} bytes that are no {task} answer") from error
+        raise not_an_answer(task, headers, body) from error
+
+
+def not_an_answer(task: Task, headers: Mapping[str, str], body: bytes) -> EngineError:
+    """What a body of status 200 is instead of an answer: the error that it holds, or garbage, named as what it is.
+
+    An error counts as of the status that it names, if any.
+    """
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        answer = None
+    if (error := unreadable.error_in(answer)) is None:
+        return Transient("garbage_body", unreadable.what_is_wrong(body, task))
+    if (status := unreadable.status_in(error)) is not None:
+        return error_of(status, headers, body)
+    return Transient(ERROR_ANSWER, _error_text(body)[0])
 
 
 def _text(task: Task, answer: Any) -> Completion:

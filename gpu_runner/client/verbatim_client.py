@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers import answer_numbers, unreadable
 from gpu_runner.client.answers.answer_limit import list_limit
 from gpu_runner.client.engine_client import EngineClient
 from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts
@@ -27,6 +27,7 @@ from gpu_runner.client.protocol import (
     RowRejected,
     Transient,
     error_of,
+    not_an_answer,
     rejected,
 )
 from gpu_runner.http.bounded_read import (
@@ -39,7 +40,7 @@ from gpu_runner.http.bounded_read import (
     read_beginning,
     read_body,
 )
-from gpu_runner.rows import TOKEN_LIMITS
+from gpu_runner.rows import TOKEN_LIMITS, Task
 
 # Of an answer that is an error, what is kept. vLLM's may repeat the prompt.
 KEPT_ERROR_BYTES = 16_384
@@ -89,7 +90,7 @@ class VerbatimClient(EngineClient):
         await self.canary(prompt if content else None)
 
     async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
-        return read_whole(await self._body(answer, self._limit, admit))
+        return read_whole(await self._body(answer, self._limit, admit), self.generation.task)
 
     @staticmethod
     async def _body(answer: aiohttp.ClientResponse, limit: int, admit: Admit | None) -> bytes:
@@ -112,8 +113,19 @@ def refusal(answer: aiohttp.ClientResponse, body: bytes) -> EngineError:
 
     A request that is refused is its writer's affair: only a refused key or model says something of the engine.
     """
-    status = answer.status
-    error = error_of(status, answer.headers, body)
+    return _as_of_row(answer.status, error_of(answer.status, answer.headers, body), body)
+
+
+def _not_an_answer(body: bytes, task: Task) -> EngineError:
+    """As of the status that an error in the body names, else of a bad gateway; or garbage."""
+    error = not_an_answer(task, {}, body)
+    if isinstance(error, Transient) and error.code == "garbage_body":
+        return error
+    status = unreadable.status_in(unreadable.error_in(orjson.loads(body))) or 502
+    return _as_of_row(status, error_of(status, {}, body), body)
+
+
+def _as_of_row(status: int, error: EngineError, body: bytes) -> EngineError:
     if isinstance(error, RequestDenied) and (status in (401, 402) or 300 <= status < 400 or _is_of_model(status, body)):
         return EngineRefused(str(error))
     if isinstance(error, RowRejected | RequestDenied):
@@ -140,17 +152,22 @@ def error_json(body: bytes) -> str:
     return packed.decode()
 
 
-def read_whole(body: bytes) -> Completion:
-    """An answer of status 200. Raises Transient for one that is no answer, or that the engine broke off."""
+def read_whole(body: bytes, task: Task = "chat") -> Completion:
+    """An answer of status 200. Raises Transient for one that is no answer, or that the engine broke off.
+
+    An error in its place counts as of the status that it names: Transient, RowRejected or EngineRefused.
+    """
     try:
         answer = orjson.loads(body)
+        if not answer.get("choices") and not answer.get("data"):
+            raise ValueError("expected an answer")
         choices = answer.get("choices", [])
         reason = _finish_reason(choices)
         usage = answer.get("usage") or {}
         tokens = [answer_numbers.token_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
         text = orjson.dumps(answer).decode()
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Transient("garbage_body", f"{len(body)} bytes that are no answer") from error
+        raise _not_an_answer(body, task) from error
     return Completion(text, reason, tokens[0], tokens[1])
 
 
@@ -162,7 +179,7 @@ def read_each(body: bytes, weights: Sequence[int]) -> list[Completion]:
             Completion(orjson.dumps(answer).decode(), "stop", answer["usage"]["prompt_tokens"], 0) for answer in found
         ]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Transient("garbage_body", f"{len(body)} bytes that are no answer to {len(weights)} inputs") from error
+        raise _not_an_answer(body, "embedding") from error
 
 
 def _finish_reason(choices: Any) -> str:

@@ -182,7 +182,12 @@ class EmbeddingLists:
                     raise said
                 # The engine's words may quote a text, and the texts of a list may be of several tenants.
                 raise EngineRefusal(error.status, "The engine refused the request.")
-            found, usage = await self._proxy.whole(answer)
+            try:
+                found, usage = await self._proxy.whole(answer)
+            except ApiError as error:
+                if len(inputs) == 1:
+                    raise
+                raise ApiError(error.status, "The engine could not answer the request.", code=error.code) from error
         try:
             return _answers(orjson.loads(found), usage, [len(text) for text in texts])
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -27,6 +27,15 @@ def error_for_caller(status: int, said: str, retry_after: str | None) -> ApiErro
     return ApiError(502, "The engine could not answer the request.", code="engine_error")
 
 
+def error_of_answer(status: int | None, said: str) -> ApiError:
+    """Of an error that an engine wrote as an answer of status 200. `status`: what it names; the words of one that names
+    none are passed on, for nothing shows that they are about us.
+    """
+    if status is None and said:
+        return ApiError(502, said, code="engine_error")
+    return error_for_caller(status or 502, said, None)
+
+
 def no_route(path: str) -> ApiError:
     """No engine of the model has this route."""
     return ApiError(404, f"Invalid URL (POST {path}): the engine of this model has no such route.", code="unknown_url")

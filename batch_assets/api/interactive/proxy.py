@@ -33,6 +33,7 @@ from batch_assets.api.interactive.engine_errors import (
     RELAYED,
     UNREADABLE,
     error_for_caller,
+    error_of_answer,
     is_failure,
     message_of,
     no_route,
@@ -43,6 +44,7 @@ from batch_assets.api.interactive.streams.event_stream import StreamReader, Usag
 from batch_assets.api.requests.errors import ApiError, envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
+from gpu_runner.client.answers import unreadable
 from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.http.bounded_read import (
@@ -287,11 +289,18 @@ class Proxy:
         """The body of an answer that is no stream, and its usage. Raises ApiError."""
         try:
             body = await read_body(answer.http, MOST_ANSWER)
-            usage = read_usage(orjson.loads(body))
+            found = orjson.loads(body)
+            usage = read_usage(found)
         except TimeoutError as error:
             raise self._broken("timeout", 504, LATE, answer.engine) from error
         except (BodyTooLarge, UnaskedEncoding, ValueError, aiohttp.ClientError, OSError) as error:
             raise self._broken("garbage", 502, UNREADABLE, answer.engine) from error
+        if (said := unreadable.error_in(found)) is not None:
+            named = unreadable.status_in(said)
+            status = named or 502
+            self.directory.answered(answer.engine, well=not is_failure(status))
+            self._metrics.engine_request("refused" if status in RELAYED else "failed")
+            raise error_of_answer(named, message_of(found))
         self.directory.answered(answer.engine, well=True)
         self._metrics.engine_request("answered")
         answer.sent.answered(None if usage is None else usage.completion_tokens, whole=True)

@@ -1,5 +1,5 @@
 """Checks of an engine's answer, which is outside data: its size (`answer_limit`), the parts that it must have
-(`answer_parts`), and its numbers (`answer_numbers`).
+(`answer_parts`), and its numbers (`answer_numbers`). `unreadable` says what a body is that is no answer.
 """
 
-__all__ = ["answer_limit", "answer_numbers", "answer_parts"]
+__all__ = ["answer_limit", "answer_numbers", "answer_parts", "unreadable"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import orjson
 import pytest
 
 from gpu_runner.client.engine_load import EngineLoad, parse_metrics
+from gpu_runner.client.input_lists import read_vectors
 from gpu_runner.client.protocol import (
     Completion,
     EngineRefused,
@@ -112,6 +114,52 @@ def test_garbage_is_transient(body: bytes) -> None:
     with pytest.raises(Transient) as raised:
         read_answer("chat", 200, {}, body)
     assert raised.value.code == "garbage_body"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code", "message"),
+    [
+        ({"message": "no credit", "code": 402}, RequestDenied, "rejected_402", "no credit"),
+        ({"message": "slow down", "code": "429"}, Transient, "http_429", "slow down"),
+        ({"message": "maximum context length is 10", "code": 400}, RowRejected, "context_length_exceeded", None),
+        ({"message": "boom", "code": "insufficient_quota"}, Transient, "error_answer", "boom"),
+        ("boom", Transient, "error_answer", "boom"),
+    ],
+)
+@pytest.mark.parametrize("task", ["chat", "completion", "embedding"])
+def test_an_error_of_status_200_keeps_the_server_s_message(
+    error: Any, kind: Any, code: str, message: str | None, task: Any
+) -> None:
+    for read in (partial(read_answer, task), lambda *args: read_vectors(*args, [1, 1])):
+        with pytest.raises(kind) as raised:
+            read(200, {}, orjson.dumps({"error": error}))
+        assert raised.value.code == code and (message is None or raised.value.message == message)
+
+
+@pytest.mark.parametrize(
+    ("task", "body", "named"),
+    [
+        ("chat", b"<!DOCTYPE html>", "15 bytes of a web page (HTML), no JSON"),
+        ("chat", b"", "0 bytes of nothing"),
+        ("chat", b"{", "1 bytes of what is no JSON"),
+        ("chat", b'{"choices": [], "x": NaN}', "25 bytes of JSON with NaN or Infinity, which JSON has not"),
+        ("chat", b"[]", "JSON that is no object"),
+        ("chat", b'{"choices":[]}', "an answer whose `choices` are empty"),
+        ("chat", b'{"id": 1}', "an answer without `choices`"),
+        ("chat", chat_answer([{"type": "text"}] * 2), "content in 2 parts, expected one text"),
+        ("chat", chat_answer(usage={"prompt_tokens": "3"}), "`usage.prompt_tokens` written as text, expected a number"),
+        ("embedding", b'{"data":[]}', "an answer whose `data` are empty"),
+        (
+            "embedding",
+            b'{"data":[{"index":0,"embedding":"AAAA"}]}',
+            "a vector written as text (base64), expected a list of numbers",
+        ),
+    ],
+)
+def test_what_is_no_answer_is_named_as_what_it_is(task: Any, body: bytes, named: str) -> None:
+    with pytest.raises(Transient) as raised:
+        read_answer(task, 200, {}, body)
+    assert (raised.value.code, raised.value.message) == ("garbage_body", named)
 
 
 @pytest.mark.parametrize("vector", [[], ["x"], None, 3])

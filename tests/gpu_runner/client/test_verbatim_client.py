@@ -118,6 +118,29 @@ def test_what_is_no_whole_answer_is_asked_again(body: bytes) -> None:
         read_whole(body)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        ({"message": "no credit", "code": 402}, EngineRefused, None),
+        ({"message": "flagged", "code": 403}, RowRejected, "rejected_403"),
+        ({"message": "slow down", "code": "429"}, Transient, "http_429"),
+        ({"message": "boom", "code": "oops"}, Transient, "http_502"),
+        ("boom", Transient, "http_502"),
+    ],
+)
+def test_an_error_of_status_200_is_no_answer_and_keeps_the_server_s_words(error: Any, kind: Any, code: Any) -> None:
+    with pytest.raises(kind) as raised:
+        read_whole(json.dumps({"error": error}).encode())
+    if code is not None:
+        assert raised.value.code == code and json.loads(raised.value.message)["error"] == error
+
+
+@pytest.mark.parametrize("body", [answer(choices=[]), b'{"id": "x"}', b'{"object": "list", "data": []}'])
+def test_an_answer_without_choices_and_vectors_is_none(body: bytes) -> None:
+    with pytest.raises(Transient, match="garbage_body"):
+        read_whole(body)
+
+
 def embedding(text: Any, **more: Any) -> bytes:
     return json.dumps({"model": "tiny", "input": text, **more}).encode()
 

@@ -370,6 +370,28 @@ def test_what_an_engine_says_of_the_request_is_passed_on_what_it_says_of_us_is_n
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ({"message": "too many images", "code": 400}, 400, "too many images"),
+        ({"message": "the model went away"}, 502, "the model went away"),
+        ({"message": "your account has no credit", "code": 402}, 502, "The engine could not answer the request."),
+    ],
+)
+def test_an_error_of_status_200_is_an_error_for_the_caller(
+    tmp_path: Path, error: dict[str, Any], status: int, said: str
+) -> None:
+    async def scenario() -> None:
+        async def engine(request: web.Request) -> web.Response:
+            return web.json_response({"error": error})
+
+        async with http_server({CHAT: engine}) as url, running(tmp_path, url) as service:
+            call = await ask(service)
+            assert (call.status, error_of(call)["message"]) == (status, said)
+
+    asyncio.run(scenario())
+
+
 def broken(kind: str) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         if kind == "garbage":
