@@ -12,6 +12,7 @@ REDRIVE_ERROR_TAG = "batch/redrive_error"  # of a re-drive: the error code of th
 REQUEST_TAG = "batch/request"
 ENDPOINT_TAG = "batch/endpoint"
 SIMULATE_TAG = "batch/simulate"  # "true": made-up texts of simulated providers will do, where there is no fleet.yaml
+REGENERATE_TAG = "batch/regenerate"  # of a refresh: "all", or a condition for the rows that are asked again
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole batches
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by

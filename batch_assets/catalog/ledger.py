@@ -165,10 +165,13 @@ def void_event(
     )
 
 
-def anew_event(dataset: str, entry: BatchEntry, used: int, snapshot: str, reason: str) -> dg.AssetMaterialization:
-    """The entry of a batch all of whose rows are to be asked again. `used`: the highest generation that was written.
+def anew_event(
+    dataset: str, entry: BatchEntry, used: int, snapshot: str, reason: str, *, where: str = "", former: str = ""
+) -> dg.AssetMaterialization:
+    """The entry of a batch of which rows are to be asked again. `used`: the highest generation that was written.
 
-    As for a lost batch, no snapshot asks for its data version. Its object stays, and no answer is taken from it.
+    As for a lost batch, no snapshot asks for its data version. Its object stays. `where`: the condition for rows that
+    are asked again, the others keep their answers; "": all. `former`: the model that wrote the batch.
     """
     version = LedgerVersion(f"{_ANEW}{entry.data_version}", max(0, used))
     return dg.AssetMaterialization(
@@ -180,6 +183,8 @@ def anew_event(dataset: str, entry: BatchEntry, used: int, snapshot: str, reason
             "dagster/partition_row_count": dg.MetadataValue.int(0),
             "generation": dg.MetadataValue.int(version.generation),
             "reason": dg.MetadataValue.text(reason),
+            **({"where": dg.MetadataValue.text(where)} if where else {}),
+            **({"model": dg.MetadataValue.text(former)} if former else {}),
         },
         tags=version_tags(dataset, version.tag, snapshot),
     )

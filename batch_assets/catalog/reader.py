@@ -29,7 +29,8 @@ class BatchReport:
 
     `author` is the run that wrote the object; `reporter` the run that logged this entry, which for a batch that was
     committed before is another one. `reused`: rows with the outcome of an earlier object. `reported_at`: Unix seconds.
-    `simulated`: its rows are an engine simulator's.
+    `simulated`: its rows are an engine simulator's; None where there are none. `where`: which rows of a batch that is
+    to be made anew are asked again; "": all.
     """
 
     version: ledger.LedgerVersion
@@ -45,7 +46,9 @@ class BatchReport:
     reported_at: float
     bytes: int | None = None
     sha256: str | None = None
-    simulated: bool = False
+    simulated: bool | None = None
+    model: str = ""
+    where: str = ""
 
     @property
     def fresh(self) -> bool:
@@ -133,6 +136,7 @@ def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, r
         name: int(values.get(name, 0))
         for name in ("rows", "ok", "dead", "reused", "prompt_tokens", "completion_tokens")
     }
+    model = str(values.get("model") or "")
     return BatchReport(
         version=ledger.LedgerVersion.parse(tags.get(DATA_VERSION_TAG, "")),
         path=values.get("object"),
@@ -141,6 +145,8 @@ def _report(values: Mapping[str, Any], tags: Mapping[str, str], reporter: str, r
         reported_at=reported_at,
         bytes=values.get("bytes"),
         sha256=values.get("sha256"),
-        simulated=is_simulated(str(values.get("model") or ""), str(values.get("engine") or "")),
+        simulated=is_simulated(model, str(values.get("engine") or "")) if model else None,
+        model=model,
+        where=str(values.get("where") or ""),
         **numbers,
     )

@@ -115,6 +115,13 @@ def run(
         bool,
         typer.Option("--simulate", help="Where no engine serves the model: made-up texts."),
     ] = False,
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="Ask rows again that have answers; says the cost and asks first.")
+    ] = False,
+    where: Annotated[
+        str | None, typer.Option(help="With --regenerate: only rows like \"finish_reason = 'length'\" (SQL).")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="With --regenerate: do not ask.")] = False,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
@@ -133,6 +140,19 @@ def run(
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances)
         asked = Request(name, endpoint, model, request_options, verify, rows, simulate)
+        if regenerate:
+            from dataclasses import replace
+
+            from batch_assets.cli.dataset_commands.regenerate import confirm, regeneration_words
+            from batch_assets.orchestration.made_anew import Regeneration
+
+            spec, folder = declared_dataset(name)
+            wanted = Regeneration.of_tag(where) if where else Regeneration()
+            address = endpoint or of_environment
+            confirm(regeneration_words(spec, folder, wanted, asked.tags(), address), yes=yes)
+            asked = replace(asked, regenerate=wanted.tag())
+        elif where is not None or yes:
+            raise CommandError("--where and --yes: expected with --regenerate")
         raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
 
 

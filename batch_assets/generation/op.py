@@ -7,14 +7,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
 
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import Catalog, current_reports
+from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.engine_session import WAITS, StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
@@ -107,8 +107,10 @@ def _generate_range(
             context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive, config.redrive_error
         )
         # Before the store is listed: what the catalog has by now is there, or it is lost.
-        versions = ledger.ledger_versions(context.instance, spec.name)
-        plan = _planned(store, manifest, heart, lambda: plan_range(store, entries, intent, versions))
+        reports = Catalog(context.instance, spec.name).reports()
+        versions = {key: report.version for key, report in reports.items()}
+        conditions = {key: report.where for key, report in reports.items() if report.where}
+        plan = _planned(store, manifest, heart, lambda: plan_range(store, entries, intent, versions, conditions))
         for footer in plan.done:
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
@@ -124,7 +126,7 @@ def _generate_range(
                 claims=claims,
                 reuse=spec.reuse,
                 simulated=_is_simulation(context, fleet, manifest),
-                neighbours=_neighbours(context.instance, store, manifest),
+                neighbours=_neighbours(store, manifest, reports),
             )
             running.append(run)
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
@@ -166,11 +168,10 @@ def _endpoint(context: dg.AssetExecutionContext) -> str | None:
     return context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
 
 
-def _neighbours(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> frozenset[bool]:
+def _neighbours(store: DatasetStore, manifest: SnapshotManifest, reports: Mapping[str, BatchReport]) -> frozenset[bool]:
     """Whether batches of the snapshot are simulated, and whether any that the catalog has are not."""
-    reports = Catalog(instance, store.dataset).reports()
     current = current_reports(store.entries(manifest.snapshot), reports).values()
-    real = any(not report.simulated for report in reports.values() if report.path is not None)
+    real = any(report.simulated is False for report in reports.values())
     return frozenset({True for report in current if report.simulated} | ({False} if real else set()))
 
 

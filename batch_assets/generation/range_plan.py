@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.publishing.verify import check_object
@@ -14,12 +14,15 @@ from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, 
 
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own
 
+NO_CONDITIONS: Mapping[str, str] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a run has to do with one batch: write `generation`, keeping the outcomes of `keep` that still fit.
 
-    `anew`: all its rows are asked again, and of the journal only what came after this object is taken.
+    `anew`: rows of this object that meet the condition `where` are asked again, without one all of them; of the journal
+    only what came after it is taken.
     """
 
     entry: BatchEntry
@@ -27,6 +30,7 @@ class Work:
     keep: tuple[BatchObject, ...] = ()
     keep_dead: bool = True
     anew: BatchObject | None = None
+    where: str = ""
     dropped_error: str = ""
 
     def keeps(self, outcome: Outcome) -> bool:
@@ -63,11 +67,13 @@ def plan_range(
     entries: Sequence[BatchEntry],
     intent: Intent,
     versions: Mapping[str, LedgerVersion] | None = None,
+    conditions: Mapping[str, str] = NO_CONDITIONS,
 ) -> RangePlan:
     """Compare the snapshot's batches with the store. Lists, reads every current object whole; writes nothing.
 
     `versions`: what the catalog said before this call. The name of an object is used once: one that is torn, void in
-    the catalog, or gone although the catalog has it, is replaced by the next generation.
+    the catalog, or gone although the catalog has it, is replaced by the next generation. `conditions`: which rows of
+    batches that are to be made anew are asked again.
     """
     if not entries:
         return RangePlan([], [])
@@ -83,7 +89,8 @@ def plan_range(
             if footer is not None:
                 plan.done.append(footer)
             if work is not None:
-                plan.todo.append(work)
+                where = conditions.get(work.entry.key, "") if work.anew else ""
+                plan.todo.append(replace(work, where=where) if where else work)
     return plan
 
 

@@ -7,6 +7,7 @@ them or is gone. Once another run is seen, every batch is looked up in the store
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import threading
@@ -18,12 +19,14 @@ from functools import partial
 
 from batch_assets.generation.range_plan import RunIdentity, Work
 from batch_assets.generation.store_reads import StoreReads
+from batch_assets.publishing.row_condition import RowCondition
 from batch_assets.publishing.verify import check_object
 from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Batch, Outcome, Row
 from resources.objects.health import StoreHealth
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 
 log = logging.getLogger(__name__)
@@ -282,6 +285,9 @@ class RangeSource:
 
     def kept(self, work: Work) -> Iterator[Outcome]:
         """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
+        if work.anew is not None:
+            yield from self._kept_beside(work.anew, work.where)
+            return
         outcomes: list[Outcome] = []
         for batch in work.keep:
             try:
@@ -289,7 +295,16 @@ class RangeSource:
             except (CorruptObject, FileNotFoundError):
                 continue  # verify names it; its rows are generated again
         kept = (outcome for outcome in outcomes if work.keeps(outcome))
-        return iter(sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at)))
+        yield from sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at))
+
+    def _kept_beside(self, former: BatchObject, where: str) -> Iterator[Outcome]:
+        """Of a batch that is made anew: the outcomes of rows that are not asked again."""
+        if not where:
+            return
+        with contextlib.suppress(CorruptObject, FileNotFoundError):
+            table = self._reads.read(partial(self._store.batch_table, former))
+            asked = RowCondition(where).rows(table)
+            yield from (outcome for outcome in outcomes_from(table) if outcome.row_id not in asked)
 
     def _read_journal(self) -> None:
         """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""

@@ -21,9 +21,9 @@ from batch_assets.generation.vector_length import vector_length
 from batch_assets.metadata.asset_metadata import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
 from batch_assets.orchestration.checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness
-from batch_assets.orchestration.made_anew import settle_simulated
+from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
-from batch_assets.orchestration.trial import trial_rows
+from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.cost_curve import curve_markdown
 from batch_assets.planning.planner_input import FleetView, propose
@@ -31,6 +31,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish
+from batch_assets.publishing.row_condition import BadCondition
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
@@ -38,7 +39,7 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy, simulates
-from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG
+from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
@@ -135,7 +136,7 @@ def prompts_asset(
                     answers,
                     note=lambda words: context.log.warning(words or "the store answers again"),
                 )
-        except (SourceError, InvalidTag, FleetConfigError, StoreAway) as error:
+        except (SourceError, InvalidTag, FleetConfigError, StoreAway, BadCondition) as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
             data_version=dg.DataVersion(manifest.snapshot),
@@ -183,19 +184,25 @@ def settle_engine(
 
     Raises FleetConfigError, SourceError, InvalidTag.
     """
-    endpoint = context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
-    config, simulate = fleet.config(), simulates(context.run.tags)
+    tags = context.run.tags
+    again = Regeneration.of_tag(tags[REGENERATE_TAG]) if REGENERATE_TAG in tags else None
+    endpoint = tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
+    config, simulate = fleet.config(), simulates(tags)
     said = settle_simulated(
         context.instance,
         store,
         manifest.snapshot,
         lambda: is_simulation(config, spec.model, spec.task, endpoint),
+        regenerates=again is not None,
     )
     if said:
         context.log.warning(said)
-    versions = ledger.ledger_versions(context.instance, spec.name)
-    if ledger.missing(store.entries(manifest.snapshot), versions):
+    entries = store.entries(manifest.snapshot)
+    if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
         config.check_asked(spec.model, endpoint, simulate=simulate)
+    if again is not None:
+        wanted = wanted_entries(entries, tags)
+        context.log.warning(mark(context.instance, store, manifest.snapshot, wanted, again))
 
 
 def _found_reusable(

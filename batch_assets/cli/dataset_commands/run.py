@@ -38,6 +38,7 @@ class Request:
     `verifies`: read everything at the end, as `verify` does; without, compare names and sizes.
     `rows`: only the first batches, which hold so many (trial.py). `simulate`: made-up texts will do.
     `redrive_error`: only dead letters are tried again, those of this error, or with "" all.
+    `regenerate`: which rows are asked again, as the tag batch/regenerate says it.
     """
 
     dataset: str
@@ -48,6 +49,7 @@ class Request:
     rows: int | None = None
     simulate: bool = False
     redrive_error: str | None = None
+    regenerate: str | None = None
 
     @property
     def job(self) -> str:
@@ -56,11 +58,12 @@ class Request:
 
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
-        from batch_assets.tags import REDRIVE_ERROR_TAG, ROWS_TAG, SIMULATE_TAG
+        from batch_assets.tags import REDRIVE_ERROR_TAG, REGENERATE_TAG, ROWS_TAG, SIMULATE_TAG
 
         trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
         trial |= {SIMULATE_TAG: "true"} if self.simulate else {}
         trial |= {REDRIVE_ERROR_TAG: self.redrive_error} if self.redrive_error else {}
+        trial |= {REGENERATE_TAG: self.regenerate} if self.regenerate else {}
         return {**self.request_options, **trial, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
 
     def run_config(self) -> Mapping[str, object]:
