@@ -49,6 +49,8 @@ def check_results(
         min_schema_valid_rate=spec.checks.min_schema_valid_rate,
         max_empty_rate=spec.checks.max_empty_rate,
         max_repeated_rate=spec.checks.max_repeated_rate,
+        max_cut_rate=spec.checks.max_cut_rate,
+        max_thinking_rate=spec.checks.max_thinking_rate,
     )
     results = [_result(figure) for figure in quality(store, table, manifest, thresholds)]
     newest = store.current_snapshot() or manifest.snapshot  # which may be another one by now

@@ -6,7 +6,7 @@ Rates are over the rows that were asked: a duplicate repeats another row's outco
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from batch_assets.publishing.table_scan import Hashes, repeated_ids, table_batch
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 SCHEMA_SAMPLE = 100_000
+THINKING_OFF = "turn that off (sampling.chat_template_kwargs: {enable_thinking: false})"
 
 CHECKS: Mapping[str, str] = {
     "one_outcome_per_row": "Every source row that was not rejected has one line, with an output or an error.",
@@ -26,6 +27,8 @@ CHECKS: Mapping[str, str] = {
     "dead_letter_rate": "Rows without a completion, per row that was asked.",
     "schema_valid_rate": "Outputs that fit the declared JSON schema, per output looked at.",
     "empty_output_rate": "Outputs that are blank (tool calls aside), or vectors empty, zero or not finite, per output.",
+    "cut_output_rate": "Outputs that end at the token limit (finish_reason `length`), per output.",
+    "thinking_output_rate": "Outputs that hold the model's thinking, as `<think>…`, per output.",
     "repeated_output_rate": "Share of the most frequent output among all outputs; 0 when no two are alike.",
 }
 
@@ -38,6 +41,8 @@ class Thresholds:
     min_schema_valid_rate: float | None = None
     max_empty_rate: float | None = None
     max_repeated_rate: float | None = None
+    max_cut_rate: float | None = None
+    max_thinking_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,11 @@ def quality(
     Memory is 16 bytes per row. Up to 100,000 outputs are held against the schema: all, or every k-th of a larger table.
     Raises CorruptObject.
     """
-    counted = Counted(table.rows, manifest.settings().json_schema)
+    settings = manifest.settings()
+    counted = Counted(table.rows, settings.json_schema, settings.sampling.get("max_tokens"))
     # A table of an earlier version, or of embeddings, has no tool calls.
     calls = [column.name for column in table.columns if column.name == "tool_calls"]
-    for batch in table_batches(store, table, ["row_id", "output", "error", "duplicate_of", *calls]):
+    for batch in table_batches(store, table, ["row_id", "output", "error", "finish_reason", "duplicate_of", *calls]):
         counted.add(batch)
     repeated = len(repeated_ids(store, table, counted.ids))
     return counted.figures(manifest.source_rows - manifest.rejected, repeated, thresholds)
@@ -72,15 +78,19 @@ def quality(
 class Counted:
     """What was counted over the lines of a table, added batch by batch."""
 
-    def __init__(self, rows: int, json_schema: Mapping[str, Any] | None) -> None:
+    def __init__(self, rows: int, json_schema: Mapping[str, Any] | None, max_tokens: int | None = None) -> None:
+        """`max_tokens`: what the dataset asks for, named where answers are cut there."""
         self.ids, self._outputs = Hashes(rows), Hashes(rows)
         self.rows = self.asked = self.dead = self.empty = self.torn = 0
+        self.cut = self.thinking = 0
+        self._max_tokens = max_tokens
         self.looked_at = self.valid = 0
         self._every = -(-max(rows, 1) // SCHEMA_SAMPLE)
         self._fits = _validator(json_schema) if json_schema is not None else None
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Count the lines of a batch with the columns row_id, output, error, duplicate_of, and maybe tool_calls.
+        """Count the lines of a batch with the columns row_id, output, error, finish_reason, duplicate_of, and maybe
+        tool_calls.
 
         Where a tool call is the whole answer, there is no output to judge.
         """
@@ -91,7 +101,10 @@ class Counted:
         asked = batch.column("duplicate_of").is_null()
         self.asked += pc.sum(asked).as_py() or 0
         self.dead += pc.sum(pc.and_(asked, error.is_valid())).as_py() or 0
-        outputs = output.filter(pc.and_(asked, pc.invert(_calls_only(batch)))).drop_null()
+        judged = pc.and_(pc.and_(asked, output.is_valid()), pc.invert(_calls_only(batch)))
+        outputs = output.filter(judged)
+        self.cut += pc.sum(pc.equal(batch.column("finish_reason").filter(judged), "length")).as_py() or 0
+        self.thinking += _with_thinking(outputs)
         if self._fits is not None:
             # Every k-th completion of the whole table, wherever the batches begin.
             for text in outputs[-len(self._outputs) % self._every :: self._every].to_pylist():
@@ -128,11 +141,29 @@ class Counted:
                 "error",
             ),
             _at_most("empty_output_rate", self.empty, outputs, thresholds.max_empty_rate, "empty outputs", "warn"),
+            self._cut_figure(outputs, thresholds.max_cut_rate),
+            self._thinking_figure(outputs, thresholds.max_thinking_rate),
             _at_most("repeated_output_rate", most, outputs, thresholds.max_repeated_rate, "times one output", "warn"),
         ]
         if self._fits is not None:
             found.insert(3, self._schema_figure(outputs, thresholds.min_schema_valid_rate))
         return found
+
+    def _cut_figure(self, outputs: int, most: float | None) -> CheckFigure:
+        figure = _at_most("cut_output_rate", self.cut, outputs, most, "outputs cut at the token limit", "warn")
+        if figure.passed:
+            return figure
+        limit = f"sampling.max_tokens ({self._max_tokens:,})" if self._max_tokens else "sampling.max_tokens"
+        hint = f": raise {limit}. A model that thinks spends it before it answers: {THINKING_OFF}, or give it more"
+        return replace(figure, description=figure.description + hint)
+
+    def _thinking_figure(self, outputs: int, most: float | None) -> CheckFigure:
+        what = "outputs with the model's thinking in the text"
+        figure = _at_most("thinking_output_rate", self.thinking, outputs, most, what, "warn")
+        if figure.passed:
+            return figure
+        hint = f": {THINKING_OFF}, or start the server with a reasoning parser (vLLM: --reasoning-parser)"
+        return replace(figure, description=figure.description + hint)
 
     def _schema_figure(self, outputs: int, least: float | None) -> CheckFigure:
         rate = self.valid / self.looked_at if self.looked_at else 1.0
@@ -170,6 +201,13 @@ def _calls_only(batch: pa.RecordBatch) -> pa.Array:
         return pa.repeat(False, batch.num_rows)
     calls = pc.fill_null(pc.greater(pc.list_value_length(batch.column("tool_calls")), 0), False)
     return pc.and_(calls, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(batch.column("output")), ""), False))
+
+
+def _with_thinking(outputs: pa.Array) -> int:
+    """Texts with a tag of a model's thinking: some servers leave out the first one, and a cut text has no last."""
+    if pa.types.is_list(outputs.type):
+        return 0
+    return pc.sum(pc.match_substring_regex(outputs, "</?think(ing)?>")).as_py() or 0
 
 
 def _empty(outputs: pa.Array) -> int:

@@ -159,6 +159,12 @@ class ChecksSpec(Strict):
     max_dead_rate: Rate | None = Field(default=0.01, description="Most dead letters per row.")
     min_schema_valid_rate: Rate | None = Field(default=0.99, description="Fewest outputs that match the JSON schema.")
     max_empty_rate: Rate | None = Field(default=0.01, description="Most outputs that are empty or blank.")
+    max_cut_rate: Rate | None = Field(
+        default=0.01, description="Most outputs that end at the token limit (`finish_reason` is `length`)."
+    )
+    max_thinking_rate: Rate | None = Field(
+        default=0.01, description="Most outputs that hold the model's thinking (`<think>`)."
+    )
     max_repeated_rate: Rate | None = Field(
         default=None, description="Largest share of all outputs that one output may have."
     )

@@ -24,7 +24,7 @@ from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
-STRICT = Thresholds(0.0, 1.0, 0.0, 0.0)
+STRICT = Thresholds(0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def build(
@@ -76,6 +76,42 @@ def test_rates_are_over_the_rows_that_were_asked(local_objects: Objects, tmp_pat
     lenient = quality(*built, Thresholds(0.05, 1.0, 0.2, 0.2))
     assert all(figure.passed for figure in lenient)
     assert all(figure.passed for figure in quality(*built, Thresholds()))
+
+
+def counted(outputs: list[str | None], finish: list[str | None], max_tokens: int | None = None) -> Counted:
+    found = Counted(len(outputs), None, max_tokens)
+    found.add(
+        pa.RecordBatch.from_pydict(
+            {
+                "row_id": [f"id-{i}" for i in range(len(outputs))],
+                "output": pa.array(outputs, pa.string()),
+                "error": pa.array([None if text is not None else "timeout" for text in outputs], pa.string()),
+                "finish_reason": pa.array(finish, pa.string()),
+                "duplicate_of": pa.nulls(len(outputs), pa.string()),
+            }
+        )
+    )
+    return found
+
+
+def test_answers_that_were_cut_are_counted_and_say_what_to_change() -> None:
+    found = counted([f"text {i}" for i in range(12)] + [None], ["length"] * 11 + ["stop", None], max_tokens=20)
+    figure = by_name(found.figures(13, 0, Thresholds(max_cut_rate=0.01)))["cut_output_rate"]
+    assert (figure.passed, figure.value, figure.severity) == (False, pytest.approx(11 / 12), "warn")
+    assert figure.description.startswith(
+        "11 outputs cut at the token limit, of 12: raise sampling.max_tokens (20). A model that thinks"
+    )
+    assert by_name(found.figures(13, 0, Thresholds()))["cut_output_rate"].passed  # switched off
+    whole = counted(["text"], ["stop"]).figures(1, 0, Thresholds(max_cut_rate=0.0))
+    assert by_name(whole)["cut_output_rate"].description == "0 outputs cut at the token limit, of 1"
+
+
+def test_thinking_that_a_server_leaves_in_the_text_is_said() -> None:
+    texts = ["<think>hm", "hm</think>\n4", "<think></think>4", "I think 4", "<thinker>4"]
+    found = counted([*texts], ["stop"] * 5)
+    figure = by_name(found.figures(5, 0, Thresholds(max_thinking_rate=0.01)))["thinking_output_rate"]
+    assert (figure.passed, figure.value) == (False, pytest.approx(3 / 5))
+    assert "--reasoning-parser" in figure.description and "enable_thinking: false" in figure.description
 
 
 def test_outputs_are_held_against_the_schema(local_objects: Objects, tmp_path: Path) -> None:
@@ -144,6 +180,7 @@ def test_a_line_with_neither_output_nor_error_fails(local_objects: Objects) -> N
             "row_id": pa.array(["a", "b"]),
             "output": pa.array(["x", None], pa.string()),
             "error": pa.nulls(2, pa.string()),
+            "finish_reason": pa.nulls(2, pa.string()),
             "duplicate_of": pa.nulls(2, pa.string()),
         }
     )
