@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -52,13 +52,24 @@ class Row:
     """One prompt of one batch.
 
     `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
-    `completion` and `embedding`.
+    `completion` and `embedding`. `seed`: this row's own, in place of the generation's.
     """
 
     batch: str
     row_id: str
     row_key: str
     prompt: bytes
+    seed: int | None = None
+
+    def seeded(self, seed: int | None) -> Row:
+        """The row with a seed of its own where it repeats another one: a dataset with one seed would pay for the same
+        answer again. `seed`: the dataset's. The first of equal rows keeps it, and the row key does not change.
+        """
+        key, _, occurrence = self.row_id.rpartition("#")
+        if seed is None or key != self.row_key or occurrence == "0":
+            return self
+        digest = hashlib.sha256(f"{seed}#{occurrence}".encode()).digest()
+        return replace(self, seed=int.from_bytes(digest[:4], "big") >> 1)  # engines take 31 bits
 
 
 @dataclass(frozen=True, slots=True)

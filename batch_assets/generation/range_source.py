@@ -154,6 +154,7 @@ class RangeSource:
 
     def _rows(self) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
         """The rows of the batches in order."""
+        seed = self._manifest.settings().sampling.get("seed")
         wanted: list[BatchEntry] = []
         given = iter(wanted.pop, None)  # one at a time, so that waiting for the next one is no call of the store
         found = self._store.rows(self._manifest, given)
@@ -168,7 +169,8 @@ class RangeSource:
                 raise
 
         for entry in self._in_order():
-            yield self._reads.read(partial(rows_of, entry))
+            found_entry, rows = self._reads.read(partial(rows_of, entry))
+            yield found_entry, tuple(row.seeded(seed) for row in rows) if seed is not None else rows
 
     def _in_order(self) -> Iterator[BatchEntry]:
         """In key order, then those that other runs held, as they become free."""
@@ -278,7 +280,8 @@ class RangeSource:
         if answers is None or batch is None:
             return {}
         try:
-            return self._reads.read(lambda: answers.read(batch, rows))
+            alike = [row for row in rows if row.seed is None]  # another seed is another request
+            return self._reads.read(lambda: answers.read(batch, alike))
         except (CorruptObject, FileNotFoundError) as error:
             log.warning("%s: %s; its rows are generated", batch.path, type(error).__name__)
             return {}

@@ -189,12 +189,14 @@ class EngineClient:
             trace_configs=[request_trace()],
         )
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient or RequestDenied.
 
-        `admit` is awaited with a number of bytes before an answer of that size is read.
+        `admit` is awaited with a number of bytes before an answer of that size is read. `seed`: the row's own.
         """
-        return await self._ask(self._requests.body(prompt, repair), admit, self._completion)
+        return await self._ask(self._requests.body(prompt, repair, seed), admit, self._completion)
 
     @property
     def takes_lists(self) -> bool:

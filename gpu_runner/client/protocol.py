@@ -179,14 +179,17 @@ class Requests:
             }
         return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
 
-    def body(self, prompt: bytes, repair: Repair | None = None) -> bytes:
-        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise."""
-        if repair is None:
-            return self._head + prompt + b"}"
+    def body(self, prompt: bytes, repair: Repair | None = None, seed: int | None = None) -> bytes:
+        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `seed`: the row's own."""
         sampling = dict(self._generation.sampling)
+        if seed is not None:
+            sampling["seed"] = seed
+        head = self._head if seed is None else self._encode(sampling)
+        if repair is None:
+            return head + prompt + b"}"
         if self._generation.task == "chat":
             messages = [*orjson.loads(prompt), *_repair_messages(repair)]
-            return self._head + orjson.dumps(messages) + b"}"
+            return head + orjson.dumps(messages) + b"}"
         sampling["seed"] = int(sampling.get("seed") or 0) + repair.attempt
         return self._encode(sampling) + prompt + b"}"
 

@@ -49,7 +49,9 @@ KEPT_ERROR_BYTES = 16_384
 class VerbatimClient(EngineClient):
     """`EngineClient` for whole requests. `generate` never repairs: what came is the answer."""
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
         return await self._ask(prompt, admit, self._completion)
 

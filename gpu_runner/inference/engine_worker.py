@@ -282,7 +282,9 @@ class EngineWorker:
         self.work.start(item, time.time())
         try:
             admit = partial(self._admit, (item,))
-            completion = await self.engine.generate(item.row.prompt, repair=item.repair, admit=admit)
+            completion = await self.engine.generate(
+                item.row.prompt, repair=item.repair, admit=admit, seed=item.row.seed
+            )
         except RowRejected as error:
             # No proof of life: the API server refuses a row without asking the engine behind it.
             self._note(refused, error, 1)

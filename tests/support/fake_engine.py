@@ -61,7 +61,9 @@ class FakeEngine:
         """A supervisor started it anew at the same address."""
         self.alive, self.death, self.tokens = True, asyncio.Event(), 0
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:
             raise Transient("connect_failed", taken=False)

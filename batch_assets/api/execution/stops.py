@@ -79,7 +79,9 @@ class StoppableEngine:
         """What all rows share: the model and the kind of task."""
         return self._client.generation
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         """Ask for one row. Raises as `VerbatimClient.generate`, and RowRejected for a row of a batch that is over."""
         key, _, body = prompt.partition(b" ")
         async with self._stoppable([key]):

@@ -2,4 +2,4 @@
 ended), and `status_command`.
 """
 
-__all__ = ["declare", "plan", "preview", "run", "run_summary", "show", "status_command"]
+__all__ = ["declare", "plan", "preview", "regenerate", "run", "run_summary", "show", "status_command"]

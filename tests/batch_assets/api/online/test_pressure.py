@@ -34,7 +34,9 @@ class CountedEngine(FakeEngine):
 
     sent: asyncio.Semaphore
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         self.sent.release()
         return await super().generate(prompt, repair=repair, admit=admit)
 
