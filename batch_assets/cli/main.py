@@ -205,11 +205,12 @@ def status(
             return
         from batch_assets.spec.discovery import declarations, known_datasets
 
-        names = [known_dataset(name).name] if name is not None else sorted(known_datasets())
+        declared = declared_dataset(name) if name is not None else None
+        names = [declared[0].name] if declared is not None else sorted(known_datasets())
         broken = declarations().broken if name is None else ()
         from batch_assets.cli.dataset_commands.status_command import show_status
 
-        show_status(names, broken, alone=name is not None, watch=watch, as_json=as_json)
+        show_status(names, broken, declared=declared, watch=watch, as_json=as_json)
 
 
 @app.command()
@@ -337,10 +338,10 @@ def adjust(
 def verify(name: Name, as_json: Json = False) -> None:
     """Compare snapshot, batch objects, catalog and published table; exit status 1 when anything differs."""
     with user_errors():
-        known_dataset(name)
+        spec, folder = declared_dataset(name)
         from batch_assets.cli.dataset_commands.status_command import show_verification
 
-        raise typer.Exit(show_verification(name, as_json=as_json))
+        raise typer.Exit(show_verification(spec, folder, as_json=as_json))
 
 
 @app.command(name="rebuild-ledger")

@@ -85,6 +85,32 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
     return _upload(store, manifest, read, files, workdir)
 
 
+def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> int | None:
+    """Rows that a refresh would find new or changed: the file of the dataset and its source as they are now, held
+    against the current snapshot. None before the first snapshot.
+
+    Reads the whole source and writes nothing but temporary files into `workdir`, an empty folder. Raises SourceError.
+    """
+    previous = find_snapshot(store)
+    if previous is None:
+        return None
+    read, with_id = ingest(spec, base, workdir), spec.id is not None
+    rows_before = previous_file(
+        workdir / "previous.parquet",
+        store,
+        previous.manifest,
+        previous.entries,
+        with_id=with_id,
+        damaged=previous.damaged,
+    )
+    with Placement(
+        workdir, read.index, with_id=with_id, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
+    ) as placement:
+        _refuse_repeated_ids(read, placement)
+        counts = placement.place(rows_before)
+    return counts.rows - counts.unchanged
+
+
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
     """Rows whose id was there before become rejects."""
     for places in placement.repeated_ids():

@@ -1,5 +1,16 @@
 """Commands on one dataset: `declare` (for `new` and `check`), `preview`, `plan`, `run` (`run_summary` prints how it
 ended), and `status_command`.
+`declared_changes` says how many rows a run would ask that the snapshot does not.
 """
 
-__all__ = ["declare", "plan", "preview", "regenerate", "run", "run_summary", "show", "status_command"]
+__all__ = [
+    "declare",
+    "declared_changes",
+    "plan",
+    "preview",
+    "regenerate",
+    "run",
+    "run_summary",
+    "show",
+    "status_command",
+]

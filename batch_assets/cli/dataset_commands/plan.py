@@ -6,6 +6,7 @@ Rents nothing and changes nothing. The same planner decides while the work goes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets.catalog import ledger
+from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
@@ -24,6 +26,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import Candidate, Interval, Plan, Target
 
 CURVE_LINES = 12
@@ -77,11 +80,20 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             versions = ledger.ledger_versions(seen.instance, spec.name)
             anew = [key for key, found in versions.items() if found.anew]
             work = WorkloadEstimator(spec, seen.store, folder).look(anew)
+            if seen.store.current_snapshot() is not None:
+                work = _with_changes(work, DeclaredChanges.look(spec, folder, seen.store), spec.name)
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()
     with fleet.open_database() as fleet_db:
         return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags)
+
+
+def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:
+    """The work with rows that a run would ask for and the snapshot does not."""
+    said = tuple(Assumption(Subject.ROWS, line.removeprefix(f"{dataset}: ")) for line in changed.lines(dataset))
+    rows = work.rows + changed.rows
+    return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, *said))
 
 
 def adjust_request(name: str, deadline: Deadline | None, budget_usd: float | None) -> str | None:

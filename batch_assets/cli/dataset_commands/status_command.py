@@ -16,6 +16,7 @@ from rich.text import Text
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import BatchReport
+from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.cli.output import print_json
 from batch_assets.local_dagster.home import dagster_runs
@@ -26,16 +27,30 @@ from resources.objects.opening import CorruptObject, StoreError
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batch_assets.publishing.verify import Verification
     from batch_assets.spec.discovery import BrokenFile
+    from batch_assets.spec.models import GeneratedDatasetSpec
 
 WATCH_SECONDS = 2.0
 SHOWN_DIFFERENCES = 50
 JUMPS_SECONDS = 24 * 3600.0  # for so long it is said that the clock was set
 
 
-def show_status(names: Sequence[str], broken: Sequence[BrokenFile], *, alone: bool, watch: bool, as_json: bool) -> None:
-    """Print the status of these datasets once, or every two seconds until a signal; `broken`: files of others."""
+def show_status(
+    names: Sequence[str],
+    broken: Sequence[BrokenFile],
+    *,
+    declared: tuple[GeneratedDatasetSpec, Path] | None,
+    watch: bool,
+    as_json: bool,
+) -> None:
+    """Print the status of these datasets once, or every two seconds until a signal; `broken`: files of others.
+
+    `declared`: the one dataset that was named; once, its source is held against the snapshot, too.
+    """
+    alone = declared is not None
     console = Console()
     with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
         live = None
@@ -43,13 +58,22 @@ def show_status(names: Sequence[str], broken: Sequence[BrokenFile], *, alone: bo
             live = stack.enter_context(Live(console=console, auto_refresh=False))
         while True:
             statuses = [dataset_status(observer, time.time()) for observer in seen]
+            changed = DeclaredChanges()
+            if declared is not None and not watch and statuses[0].snapshot is not None:
+                changed = DeclaredChanges.look(*declared, seen[0].store)
             if as_json:
                 found = [status.as_json() for status in statuses]
+                if alone:
+                    found[0]["rows_changed"] = None if changed.problem or watch else changed.rows
                 print_json(found[0] if alone else {"datasets": found, "broken": [one.as_json() for one in broken]})
             else:
                 table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time())
                 jumps = seen[0].fleet_db.clock_jumps(JUMPS_SECONDS) if seen else ()
-                lines = [*clock_lines(jumps), *(f"{one.name} cannot be used: {one.error}" for one in broken)]
+                lines = [
+                    *changed.lines(names[0] if names else ""),
+                    *clock_lines(jumps),
+                    *(f"{one.name} cannot be used: {one.error}" for one in broken),
+                ]
                 if live is not None:
                     live.update(Group(table, *map(Text, lines)), refresh=True)
                 else:
@@ -65,12 +89,20 @@ def _dagster_runs(seen: Sequence[Observer]) -> bool:
     return bool(seen) and dagster_runs(dagster_home(), seen[0].instance)
 
 
-def show_verification(name: str, *, as_json: bool = False) -> int:
-    """Compare everything of a dataset and print what differs; returns the exit status."""
+def show_verification(spec: GeneratedDatasetSpec, folder: Path, *, as_json: bool = False) -> int:
+    """Compare everything of a dataset and print what differs; returns the exit status.
+
+    What the dataset's file and source ask for by now is a note: the table is right for its snapshot.
+    """
     from batch_assets.publishing.verify import ledger_of_reports, verify
 
+    name = spec.name
     with observing([name]) as (seen,):
         found = verify(seen.store, ledger_of_reports(seen.reports()))
+        if found.snapshot is not None and not any(one.kind == "corrupt_snapshot" for one in found.differences):
+            changed = DeclaredChanges.look(spec, folder, seen.store)
+            lines = [line.removeprefix(f"{name}: ") for line in changed.lines(name)]
+            found = dataclasses.replace(found, notes=(*found.notes, *lines))
     if as_json:
         print_json(
             dataclasses.asdict(found.totals)
