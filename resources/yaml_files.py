@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -184,6 +184,23 @@ def read_settings(path: Path, model: type[Settings], error: type[UserFacingError
         raise error(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from None
+
+
+def line_of(node: Any, keys: Sequence[str | int]) -> int:
+    """The line, from 1, of the deepest place of a document on the way to these keys; 0 without a document."""
+    line = 0 if node is None else node.start_mark.line + 1
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(name, value) for name, value in node.value if name.value == str(key)]
+            if not pairs:
+                break
+            line, node = pairs[-1][0].start_mark.line + 1, pairs[-1][1]
+        elif isinstance(node, yaml.SequenceNode) and str(key).isdigit() and int(key) < len(node.value):
+            node = node.value[int(key)]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
 
 
 def compose(text: str) -> Any:

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import engine_url
@@ -27,10 +26,12 @@ from resources import endpoints
 from resources.alerts import AlertConfig
 from resources.fleet.engine_tls import EngineTls, tls_of_environment
 from resources.pricing.sources import PricingConfig
-from resources.yaml_files import YamlProblem, load, read_text
+from resources.yaml_errors import problem_of
+from resources.yaml_files import Document, YamlProblem, line_of, load_documents, read_text
 
 ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
 LARGEST_FILE = 1 << 20
+MOST_PROBLEMS = 50  # that one message lists
 LLAMA_CPP_SLOTS = 16  # 61 tokens/s of a 135M model on one thread, 20 with one slot
 RENTED = ("local", "kubernetes", "ssh", "ec2", "runpod")  # keys of providers of real machines
 RentedConfig = LocalProviderConfig | KubernetesProviderConfig | SshProviderConfig | Ec2ProviderConfig | RunPodConfig
@@ -326,7 +327,8 @@ class FleetConfig(BaseModel):
                 raise FleetConfigError(f"{path}: expected the file that BATCH_ASSETS_FLEET names, found none")
             return cls.embedded()
         try:
-            found = cls.model_validate(load(read_text(path, LARGEST_FILE)))
+            document = _document(read_text(path, LARGEST_FILE))
+            found = _validated(cls, document, path)
             below: dict[str, object] = {"prices": found.prices.below(path.parent)}
             if found.kubernetes:
                 below["kubernetes"] = [one.below(path.parent) for one in found.kubernetes]
@@ -335,9 +337,6 @@ class FleetConfig(BaseModel):
             if found.ssh:
                 below["ssh"] = [one.below(path.parent) for one in found.ssh]
             return found.model_copy(update=below)
-        except ValidationError as error:
-            problems = "; ".join(_problem(found) for found in error.errors())
-            raise FleetConfigError(f"{path}: {problems}") from None
         except YamlProblem as error:
             raise FleetConfigError(f"{path}: {error}") from None
         except OSError as error:
@@ -377,17 +376,48 @@ def _endpoint_engine(url: str, api_key_env: str | None) -> EngineConfig:
     return own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint", "tls": tls})
 
 
-def _problem(error: ErrorDetails) -> str:
-    """Key, expected and found. Of what may be a secret only the type: a part, a setting of an engine's environment, an
+def _document(text: str) -> Document:
+    """The one document of a file. Raises YamlProblem."""
+    documents = load_documents(text)
+    if len(documents) > 1:
+        raise YamlProblem("one document", str(len(documents)))
+    return documents[0] if documents else Document(None, None)
+
+
+def _validated(model: type[FleetConfig], document: Document, path: Path) -> FleetConfig:
+    """Raises FleetConfigError with every wrong place: its line, key, what was expected and found."""
+    try:
+        return model.model_validate(document.value)
+    except ValidationError as error:
+        details = sorted(error.errors(include_url=False), key=lambda one: line_of(document.node, one["loc"]))
+        details = details[:MOST_PROBLEMS]
+        lines = [_problem(dict(one), model, document) for one in details]
+        more = error.error_count() - len(lines)
+        if len(lines) == 1:
+            raise FleetConfigError(f"{path}: {lines[0]}") from None
+        listed = "".join(f"\n  {line}" for line in [*lines, *([f"and {more} more"] if more else [])])
+        raise FleetConfigError(f"{path}: {error.error_count()} problems{listed}") from None
+
+
+def _problem(detail: dict[str, Any], model: type[FleetConfig], document: Document) -> str:
+    """One wrong place. Of what may be a secret only the type is shown: a part, a setting of an engine's environment, an
     address, or whatever stands under a key that we do not know (`api_key: …`).
     """
-    keys, said, found = error["loc"], error["msg"], error["input"]
-    unknown = error["type"] == "extra_forbidden" and isinstance(found, str)
-    secret = {"environment", "alerts"} & set(keys) or unknown or {"@", "/", "?", "#"} & set(str(found))
-    plain = isinstance(found, str | int | float | bool) and not secret
-    shown = f"{found!r:.80}" if plain else type(found).__name__
-    where = ".".join(map(str, keys))
-    text = f"{said[0].lower()}{said[1:]}".removeprefix("value error, ")
-    return f"{where + ': ' if where else ''}{text}" + (
-        "" if isinstance(error.get("ctx", {}).get("error"), _WholeProblem) else f", found {shown}"
-    )
+    keys, found, kind = detail["loc"], detail["input"], detail["type"]
+    line = line_of(document.node, keys)
+    place = f" (line {line})" if line else ""
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, _WholeProblem):
+        where = ".".join(map(str, keys))
+        return f"{where + ': ' if where else ''}{cause}{place}"
+    secret = {"environment", "alerts"} & set(keys) or {"@", "/", "?", "#"} & set(str(found))
+    if secret or not isinstance(found, str | int | float | bool):
+        detail = {**detail, "input": None}
+    said = problem_of(detail, model, document.value)
+    key = ".".join(map(str, keys)) or "this file"
+    if kind in ("extra_forbidden", "missing"):
+        return f"{key}: expected {said.expected}, found {said.found}. {said.hint}".rstrip(". ") + place
+    shown = said.found if detail["input"] is not None else type(found).__name__
+    expected = said.expected[:1].lower() + said.expected[1:]
+    expected = expected.removeprefix("value error, ")
+    return f"{key}: expected {expected}, found {shown}" + (f". {said.hint}" if said.hint else "") + place

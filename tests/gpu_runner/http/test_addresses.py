@@ -108,7 +108,9 @@ def test_the_command_line_refuses_secrets_in_addresses(home: Path, monkeypatch: 
 def test_keys_that_fleet_yaml_does_not_know_show_no_values(tmp_path: Path):
     file = tmp_path / "fleet.yaml"
     file.write_text(f"engines:\n  - {{name: a, kind: endpoint, url: 'http://h', api_key: {SECRET}}}\n")
-    with pytest.raises(FleetConfigError, match=r"engines\.0\.api_key: extra inputs .* found str") as raised:
+    with pytest.raises(
+        FleetConfigError, match=r"api_key: expected a known key, found 'api_key'\. .*api_key_env"
+    ) as raised:
         FleetConfig.load(file)
     assert SECRET not in str(raised.value)
 
