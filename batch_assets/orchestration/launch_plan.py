@@ -60,12 +60,12 @@ def plan_launch(
 
 
 def run_size(batches_per_run: int, wanted: int, instances: int | None) -> int:
-    """Batches per run for a request that may use this many instances at once; None: one will do.
+    """Batches per run for a request that may use this many instances at once; None, or one: one run after the other.
 
     With a deadline every instance must have a run of its own, and the last runs should end together: each new run
     takes a share of what is left (guided self-scheduling: Polychronopoulos, Kuck, IEEE Trans. Computers C-36, 1987).
     """
-    if instances is None:
+    if instances is None or instances <= 1:
         return batches_per_run
-    share = -(-wanted // (RUNS_PER_INSTANCE * max(1, instances)))
+    share = -(-wanted // (RUNS_PER_INSTANCE * instances))
     return max(1, min(batches_per_run, max(LEAST_BATCHES, share)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ from batch_assets.tags import (
     SIMULATE_TAG,
 )
 from gpu_runner.fleet.targets import DatasetTarget
-from resources.fleet.resource import GpuFleet
+from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.store.dataset_store import BatchStore
 
 SPARE_RUNS = 3
@@ -169,7 +170,7 @@ def _launch(
         dict.fromkeys(wanted),
         runs,
         backfill_open=request.backfill_open,
-        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target)),
+        batches_per_run=run_size(spec.batches_per_run, len(wanted), _at_once(spec, asked_by, target, fleet)),
         room=(1 if target is None else target.instances) + SPARE_RUNS,
     )
     own = sum(run.request == asked_by.run_id for run in runs)
@@ -201,7 +202,9 @@ def _run_request(
     )
 
 
-def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: DatasetTarget | None) -> int | None:
+def _at_once(
+    spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: DatasetTarget | None, fleet: GpuFleet
+) -> int | None:
     """How many instances the request may come to use at once; None where nothing presses."""
     try:
         wanted = request_options(spec, asked_by.tags)
@@ -211,4 +214,19 @@ def _at_once(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, target: Datase
         return None
     planned = target.plan.instances_wanted if target is not None and target.plan is not None else 0
     most = wanted.max_instances or UNPLANNED_INSTANCES
+    if (engines := _engines(spec, asked_by, fleet)) is not None:
+        most = min(most, engines)
     return min(most, planned) if planned else most
+
+
+def _engines(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, fleet: GpuFleet) -> int | None:
+    """How many engines there are for the request; None where more can be rented, or fleet.yaml cannot be used."""
+    if asked_by.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT"):
+        return 1
+    try:
+        config = fleet.config()
+        if config.rented or config.simulated is not None:
+            return None
+        return len(config.engines_for(spec.model, None))
+    except FleetConfigError:
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import subprocess
 import time
@@ -26,7 +27,7 @@ from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, Bulk
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import GrpcServerCodeLocationOrigin, RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
-from support.sensor_site import KEYS, ROWS, S, Site, publish_run, report_in_bulk
+from support.sensor_site import KEYS, ROWS, SPEC, S, Site, publish_run, report_in_bulk
 from support.snapshots import questions, write_snapshot
 
 from batch_assets.catalog import ledger
@@ -584,3 +585,35 @@ def test_the_sensors_tick_at_10_000_batches(large_site: Site):
         found = large_site.tick(sensor)
         launches += found.run_requests or ()
     assert len(launches) == SPARE_RUNS
+
+
+ENGINE = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}
+
+
+@pytest.mark.parametrize(
+    ("engines", "tags", "runs"),
+    [
+        ([ENGINE], {}, 1),
+        ([ENGINE, {**ENGINE, "name": "other", "models": ["n"]}], {}, 1),  # the other one serves another model
+        ([ENGINE, {**ENGINE, "name": "second", "url": "http://127.0.0.1:9001"}], {}, 3),
+        (None, {ENDPOINT_TAG: "http://127.0.0.1:9000"}, 1),
+        (None, {}, 3),  # more can be rented
+    ],
+)
+def test_48_rows_on_one_engine_are_one_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: list[dict[str, Any]] | None,
+    tags: dict[str, str],
+    runs: int,
+):
+    """Also by a deadline, where work is else cut into runs for as many instances as may be rented."""
+    monkeypatch.delenv("BATCH_ASSETS_ENDPOINT", raising=False)
+    if engines is not None:
+        (tmp_path / "fleet.yaml").write_text(json.dumps({"engines": engines}))
+    with contextlib.ExitStack() as stack:
+        spec = {**SPEC, "batches_per_run": 100, "deadline": "6h"}
+        site = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, spec)
+        site.snapshot(48, batch_rows=4)
+        site.request(**tags)
+        assert len(site.ranges()) == runs

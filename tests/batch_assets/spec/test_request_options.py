@@ -86,6 +86,7 @@ def test_a_requests_time_and_command_stay_while_its_wishes_may_change(fleet_db: 
         (1, 400, 8, 1),  # unless the dataset says so
         (100, 80_000, 20, 100),  # never more than the dataset says
         (100, 0, 8, 4),
+        (100, 12, 1, 100),  # one engine: nothing is gained by a second run
     ],
 )
 def test_with_a_deadline_runs_are_small_enough_for_all_instances(
