@@ -48,6 +48,13 @@ def trace_of(header: str | None, random_hex: Callable[[int], str] = secrets.toke
     return Trace(found.trace_id, random_hex(8), found.flags)
 
 
+def continued_trace(header: str) -> Trace:
+    """The trace of what has begun under this `traceparent`, and goes on: its span is still the same. A new trace where
+    the header names none.
+    """
+    return parse_traceparent(header) or trace_of(None)
+
+
 @dataclass(slots=True)
 class RequestAccess:
     """One request. `headers` are added to its answer. `refused`: why its key or token is refused, for the audit log."""

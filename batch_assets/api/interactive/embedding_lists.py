@@ -175,7 +175,9 @@ class EmbeddingLists:
         async with self._proxy.open(PATH, request, first.access, time.monotonic()) as answer:
             if answer.http.status != 200:
                 error = await self._proxy.refusal(answer, PATH)
-                said = EngineRefusal(error.status, error.message, code=error.code, headers=error.headers)
+                said = EngineRefusal(
+                    error.status, error.message, param=error.param, code=error.code, headers=error.headers
+                )
                 if error.status in _REFUSED:
                     raise ListRefused(said)
                 if len(inputs) == 1 or error.status >= 500:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any
 
 from batch_assets.api.requests.errors import ApiError
@@ -10,6 +12,16 @@ RELAYED = frozenset({400, 404, 408, 413, 415, 422})  # what an engine says of th
 LOST = "The engine was lost before it answered."
 LATE = "The engine did not answer in time."
 UNREADABLE = "The engine's answer could not be read."
+_NAME = re.compile(r"[\w.\[\]-]{1,100}")  # of a field or of an error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    """What an engine says in an error. `param`: the field that it is about; `code`: a stable word; None: not said."""
+
+    message: str = ""
+    param: str | None = None
+    code: str | None = None
 
 
 def is_failure(status: int) -> bool:
@@ -17,10 +29,10 @@ def is_failure(status: int) -> bool:
     return status == 429 or (status >= 500 and status != 501)
 
 
-def error_for_caller(status: int, said: str, retry_after: str | None) -> ApiError:
-    """`said`: the engine's words, as `message_of` gives them. `retry_after`: its header."""
+def error_for_caller(status: int, said: EngineError, retry_after: str | None) -> ApiError:
+    """`said`: as `read_error` gives it. `retry_after`: the engine's header."""
     if status in RELAYED:
-        return ApiError(status, said or "The engine refused the request.")
+        return ApiError(status, said.message or "The engine refused the request.", param=said.param, code=said.code)
     if status in (429, 503):
         headers = {"Retry-After": _seconds(retry_after)}
         return ApiError(503, "The engine is overloaded. Please try again.", code="engine_overloaded", headers=headers)
@@ -41,11 +53,22 @@ def no_route(path: str) -> ApiError:
     return ApiError(404, f"Invalid URL (POST {path}): the engine of this model has no such route.", code="unknown_url")
 
 
-def message_of(found: Any) -> str:
-    """What an engine says in an error: `{"error": {"message": …}}`, or `{"message": …}` of older ones."""
+def read_error(found: Any) -> EngineError:
+    """An error as engines write it: `{"error": {"message", "param", "code"}}`, or older ones without the outer object.
+
+    A `code` that is a number, as vLLM's, repeats the status and says nothing of its own.
+    """
     error = found.get("error", found) if isinstance(found, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return message[:500] if isinstance(message, str) else ""
+    if not isinstance(error, dict):
+        return EngineError()
+    message = error.get("message")
+    return EngineError(
+        message[:500] if isinstance(message, str) else "", _name(error.get("param")), _name(error.get("code"))
+    )
+
+
+def _name(found: Any) -> str | None:
+    return found if isinstance(found, str) and _NAME.fullmatch(found) else None
 
 
 def _seconds(text: str | None) -> str:

@@ -32,11 +32,12 @@ from batch_assets.api.interactive.engine_errors import (
     LOST,
     RELAYED,
     UNREADABLE,
+    EngineError,
     error_for_caller,
     error_of_answer,
     is_failure,
-    message_of,
     no_route,
+    read_error,
 )
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
@@ -275,12 +276,14 @@ class Proxy:
     async def refusal(self, found: EngineAnswer, path: str) -> ApiError:
         """What an answer other than 200 to a request to this path means for the caller. Raises nothing."""
         answer = found.http
-        status, said = answer.status, ""
+        status, said = answer.status, EngineError()
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             async with asyncio.timeout(self._policy.connect):
-                said = message_of(orjson.loads(await read_beginning(answer, ERROR_BYTES)))
+                said = read_error(orjson.loads(await read_beginning(answer, ERROR_BYTES)))
         self._metrics.engine_request("refused" if status in RELAYED else "failed")
-        if path in OPTIONAL_ROUTES and (status in (405, 501) or (status == 404 and "model" not in said.lower())):
+        if path in OPTIONAL_ROUTES and (
+            status in (405, 501) or (status == 404 and "model" not in said.message.lower())
+        ):
             self.directory.lacks_route(found.engine, path)
             return no_route(path)
         return error_for_caller(status, said, answer.headers.get("Retry-After"))

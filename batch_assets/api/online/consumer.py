@@ -206,6 +206,7 @@ class Consumer:
             return
         self._figures.retried(error.failure.value)
         wait = self._policy.wait(failures if charged else claim.returned + 1, self._uniform)
+        wait = min(wait, max(0.0, claim.expires_at - self._clock()))  # then it is claimed to be told that it expired
         await self._surely(lambda: self._queue.retry(serving.claim, wait, charged=charged))
 
     async def _store(self, serving: _Serving, result: TaskResult, used: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import orjson
 
-from batch_assets.api.access.request_access import RequestAccess, trace_of
+from batch_assets.api.access.request_access import RequestAccess, continued_trace
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
 from batch_assets.api.interactive.streams.event_stream import Usage
@@ -94,7 +94,7 @@ class ProxyDispatcher:
         size, salted = size_of(fields, len(request.body)), SALT in fields
         wanted = InteractiveRequest(request.model, request.body, False, False, request.expected_tokens, size, salted)
         caller = Caller(request.tenant, None, frozenset())
-        access = RequestAccess(trace=trace_of(request.traceparent), caller=caller)
+        access = RequestAccess(trace=continued_trace(request.traceparent), caller=caller)
         asked = False
         try:
             async with self._proxy.open(request.kind.path, wanted, access, time.monotonic()) as answer:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from batch_assets.api.access.request_access import RequestAccess, trace_of
+from batch_assets.api.access.request_access import RequestAccess, continued_trace
 from batch_assets.api.interactive.embedding_lists import (
     EmbeddingAnswer,
     EmbeddingInput,
@@ -54,7 +54,7 @@ class ListDispatcher:
             return None
         size = size_of(orjson.loads(request.body), len(request.body))
         wanted = InteractiveRequest(request.model, request.body, False, False, request.expected_tokens, size)
-        inputs = read_inputs(wanted, RequestAccess(trace=trace_of(request.traceparent)), MOST_TEXTS)
+        inputs = read_inputs(wanted, RequestAccess(trace=continued_trace(request.traceparent)), MOST_TEXTS)
         return None if inputs is None else await self._asked(inputs)
 
     async def _asked(self, inputs: Sequence[EmbeddingInput]) -> list[EmbeddingAnswer] | None:

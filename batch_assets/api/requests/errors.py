@@ -16,6 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +31,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 MESSAGE_LENGTH = 500
 RETRY_AFTER_SECONDS = 5  # while the records or the store are away
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+CLOSED = 499  # as nginx has it: the caller was gone before its answer began
 REASON = "error_code"  # in the state of a request's ASGI scope
 
 
@@ -146,7 +149,7 @@ def described(problems: Sequence[Any]) -> tuple[str, str | None, str | None]:
     return f"Invalid value for '{param}': {first.get('msg', 'invalid')}."[:MESSAGE_LENGTH], param, "invalid_value"
 
 
-async def _on_records_error(request: Request, error: Exception) -> JSONResponse:
+async def _on_records_error(request: Request, error: Exception) -> Response:
     """Of every route: the records are away. Whether a change was made may be unknown; it may be asked for again."""
     if not is_records_trouble(error):
         return await _on_defect(request, error)
@@ -183,8 +186,10 @@ def store_away() -> ApiError:
     return ApiError(503, said, code="store_unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
-async def _on_defect(request: Request, error: Exception) -> JSONResponse:
+async def _on_defect(request: Request, error: Exception) -> Response:
     """What went wrong inside stays inside: the log has it, by the request's path."""
+    if isinstance(error, ClientDisconnect):  # in the middle of the body: nobody reads this answer
+        return Response(status_code=CLOSED)
     log.error("%s %s: %s", request.method, request.url.path[:200], type(error).__name__)
     message = "The server had an error while processing your request. Sorry about that!"
     return error_response(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Callable, Iterable
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batch_assets.api.access.audit import AuditEvent, AuditLog, known_ids, worth_keeping
 from batch_assets.api.access.request_access import RequestAccess, begin_access
-from batch_assets.api.requests.errors import REASON
+from batch_assets.api.requests.errors import CLOSED, REASON
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Attributes, Spans
 
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 UNMATCHED = "unmatched"
 OPENAI_VERSION = "2020-10-01"  # of the REST API, as OpenAI sends it with every answer
-CLOSED = 499  # as nginx has it: the caller was gone before its answer began
 
 
 class Observation:
@@ -59,6 +59,8 @@ class Observation:
         self._metrics.in_progress.inc()
         try:
             await self._app(scope, receive, noted)
+        except ClientDisconnect:
+            pass  # no defect, and nobody is there to be told
         finally:
             self._metrics.in_progress.dec()
             self._note(scope, access, status, self._clock() - began)

@@ -22,6 +22,7 @@ from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
+from batch_assets.api.interactive.engine_errors import read_error
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.proxy import Proxy, ProxyPolicy
 from batch_assets.api.interactive.shared_supply import first_token_policy
@@ -390,6 +391,23 @@ def test_an_error_of_status_200_is_an_error_for_the_caller(
             assert (call.status, error_of(call)["message"]) == (status, said)
 
     asyncio.run(scenario())
+
+
+def test_the_field_and_the_code_of_an_engines_error_reach_the_caller(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said = {"message": "too long", "type": "x", "param": "messages[0].content", "code": "context_length_exceeded"}
+        text = orjson.dumps({"error": said}).decode()
+        async with http_server({CHAT: status(400, text)}) as url, running(tmp_path, url) as service:
+            error = error_of(await ask(service))
+            assert (error["param"], error["code"]) == (said["param"], said["code"])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("found", [None, [], {"param": 7, "code": {}}, {"param": "a b\n", "code": "x" * 101}, "text"])
+def test_what_is_no_name_of_a_field_is_not_passed_on(found: object) -> None:
+    said = read_error({"error": found})
+    assert (said.param, said.code) == (None, None)
 
 
 def broken(kind: str) -> Handler:

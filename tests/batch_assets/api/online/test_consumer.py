@@ -16,7 +16,7 @@ from support.timing import PATIENCE
 from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online import consumer as consumers
 from batch_assets.api.online.consumer import Consumer
-from batch_assets.api.online.dispatcher import DispatchAnswer
+from batch_assets.api.online.dispatcher import DispatchAnswer, DispatchFailed, Failure
 from batch_assets.api.online.figures import OnlineFigures
 from batch_assets.api.online.queues.protocol import Claim, QueueAway
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult
@@ -86,6 +86,51 @@ class LosingQueue:
 
     async def reclaim(self, consumer: str, silent: float, most: int) -> list[Claim]:
         return []
+
+
+class WaitingQueue(LosingQueue):
+    """Notes how long a task that is given back is to wait."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.waits: list[float] = []
+
+    async def retry(self, claim: Claim, seconds: float, *, charged: bool) -> bool:
+        self.waits.append(seconds)
+        self.ended.set()
+        return True
+
+
+@pytest.mark.parametrize(("now", "wait"), [(10.0, 0.25), (59.9, 0.1), (60.0 - 1e-9, 0.0)])
+def test_a_task_waits_for_no_try_after_its_time_to_live(now: float, wait: float) -> None:
+    """Else it would be told that it expired when that try is due: seconds late."""
+
+    async def scenario() -> None:
+        queue: Any = WaitingQueue()
+
+        class Requests:
+            async def ask(self, *arguments: object, reusable: bool) -> tuple[DispatchAnswer, bool]:
+                raise DispatchFailed(Failure.AWAY, "no_engine", "No engine.")
+
+        figures, requests = OnlineFigures(CollectorRegistry()), Requests()
+        consumer = Consumer(
+            queue,
+            requests,  # type: ignore[arg-type]
+            figures,
+            name="c",
+            concurrency=2,
+            clock=lambda: now,
+            uniform=lambda: 1.0,
+            settle=settle,
+        )
+        work = asyncio.create_task(consumer.run())
+        async with asyncio.timeout(PATIENCE * 10):
+            await queue.ended.wait()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        assert queue.waits[0] == pytest.approx(wait, abs=1e-6)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -153,6 +153,27 @@ def test_an_interactive_request_is_a_tree_and_a_failed_call_is_marked(
     asyncio.run(scenario())
 
 
+def test_a_submitted_request_continues_a_span_that_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        async with otlp_receiver() as collector, engine.running() as url:
+            traced(monkeypatch, collector)
+            async with whole_service(tmp_path, url, monkeypatch) as site:
+                ask = {"model": "tiny", "input": PROMPT, "client_id": "c"}
+                answer = await site.client.post("/v1/inference", json=ask, headers={"traceparent": TRACEPARENT})
+                assert answer.status_code == 202, answer.text
+                task_id = answer.json()["task_id"]
+                found = await site.client.get(f"/v1/result/{task_id}", params={"wait": "30"})
+                assert found.json()["status"] == "SUCCESS", found.text
+            (submitted,) = collector.children(CALLER[1])
+            (call,) = collector.children(submitted)
+            assert (submitted.name, call.name) == ("POST /v1/inference", "chat tiny")
+            assert engine.asked == [f"00-{CALLER[0]}-{call.id}-01"]
+            nothing_but_ids(collector)
+
+    asyncio.run(scenario())
+
+
 def test_a_collector_that_is_away_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         engine = Engine()
