@@ -39,12 +39,12 @@ def error_for_caller(status: int, said: EngineError, retry_after: str | None) ->
     return ApiError(502, "The engine could not answer the request.", code="engine_error")
 
 
-def error_of_answer(status: int | None, said: str) -> ApiError:
+def error_of_answer(status: int | None, said: EngineError) -> ApiError:
     """Of an error that an engine wrote as an answer of status 200. `status`: what it names; the words of one that names
     none are passed on, for nothing shows that they are about us.
     """
-    if status is None and said:
-        return ApiError(502, said, code="engine_error")
+    if status is None and said.message:
+        return ApiError(502, said.message, code="engine_error")
     return error_for_caller(status or 502, said, None)
 
 

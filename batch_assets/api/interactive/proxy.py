@@ -303,7 +303,7 @@ class Proxy:
             status = named or 502
             self.directory.answered(answer.engine, well=not is_failure(status))
             self._metrics.engine_request("refused" if status in RELAYED else "failed")
-            raise error_of_answer(named, message_of(found))
+            raise error_of_answer(named, read_error(found))
         self.directory.answered(answer.engine, well=True)
         self._metrics.engine_request("answered")
         answer.sent.answered(None if usage is None else usage.completion_tokens, whole=True)
