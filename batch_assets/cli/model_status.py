@@ -24,6 +24,7 @@ from batch_assets.durations import duration
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.settings import fleet_database
 from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.money import format_usd
 
 MOST_SHOWN = 50  # batches; `--json` has all
 
@@ -123,7 +124,7 @@ def status_page(found: ModelStatus) -> Table:
     booting = f", {found.engines_booting} more boot" if found.engines_booting else ""
     whole.add_row(f"engines: {found.engines_wanted} wanted, {found.engines_held} held{booting}")
     if found.usd_spent is not None:
-        whole.add_row(f"{found.usd_spent:.2f} $ spent since the first of these batches")
+        whole.add_row(f"{format_usd(found.usd_spent)} $ spent since the first of these batches")
     if found.reason is not None:
         whole.add_row(f"last decision: {found.reason}")
     return whole

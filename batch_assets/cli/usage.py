@@ -16,6 +16,7 @@ from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
 from batch_assets.cli.output import PLAIN_WIDTH, print_json
 from batch_assets.local_dagster.home import prepare_home
+from gpu_runner.money import format_usd
 
 
 def show_usage(tenant: str | None, days: int, *, as_json: bool, today: datetime.date) -> None:
@@ -46,7 +47,7 @@ def show_usage(tenant: str | None, days: int, *, as_json: bool, today: datetime.
 
 
 def _cells(used: Used) -> tuple[str, str, str, str]:
-    return f"{used.requests:,}", f"{used.input_tokens:,}", f"{used.output_tokens:,}", f"{used.usd:,.4f}"
+    return f"{used.requests:,}", f"{used.input_tokens:,}", f"{used.output_tokens:,}", format_usd(used.usd, fine=True)
 
 
 def _shown(line: UsageLine) -> dict[str, object]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from batch_assets.catalog.progress import Figures, eta_seconds
 from batch_assets.durations import duration
+from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
     from batch_assets.monitoring.dataset_status import DatasetStatus
@@ -172,8 +173,10 @@ def problem_lines(status: DatasetStatus) -> list[str]:
 def request_lines(status: DatasetStatus, now: float) -> list[str]:
     """Deadline and money of the request under way, or how the last one ended; nothing when nobody wants anything."""
     wanted = status.request
-    money = f"{wanted.usd_spent:.2f} $ spent" + (f" of {wanted.budget_usd:.2f} $" if wanted.budget_usd else "")
-    money += f", {wanted.usd_wasted:.2f} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
+    money = f"{format_usd(wanted.usd_spent)} $ spent" + (
+        f" of {format_usd(wanted.budget_usd)} $" if wanted.budget_usd else ""
+    )
+    money += f", {format_usd(wanted.usd_wasted)} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
     if wanted.finished_at is not None:
         if wanted.missing:
             todo = f"`batch-assets run {status.dataset}` goes on from there"
@@ -194,7 +197,7 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
         first, last = wanted.finish_p50 - now, wanted.finish_p95 - now
         found.append(f"expected {_from_now(wanted.finish_p50, now)} (P50) to {duration(max(first, last, 0))} (P95)")
     if wanted.usd_p50 is not None and wanted.usd_p95 is not None:
-        money += f", {wanted.usd_p50:.2f} to {wanted.usd_p95:.2f} $ expected in all"
+        money += f", {format_usd(wanted.usd_p50)} to {format_usd(wanted.usd_p95)} $ expected in all"
     lines = [f"{status.dataset}: {'; '.join([*found, money])}"]
     if wanted.paused:
         lines.append(f"paused: {wanted.paused}")

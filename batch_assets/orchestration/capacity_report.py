@@ -10,6 +10,7 @@ from batch_assets.orchestration.checks import ON_TIME, to_go_on
 from batch_assets.planning.decision import Decision
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.money import format_usd
 from resources.alerts import Alert
 
 
@@ -31,14 +32,15 @@ def check_event(report: Decision) -> dg.AssetCheckEvaluation:
 
 def done_event(target: DatasetTarget, ended: RequestSummary, now: float) -> dg.AssetObservation:
     """The end of a request: when, for how much, and whether that was what was wanted."""
-    said = f"done in {duration(target.age)} for {ended.usd_spent:.4f} $"
+    spent = f"{format_usd(ended.usd_spent, fine=True)} $"
+    said = f"done in {duration(target.age)} for {spent}"
     if ended.missing:
-        said = f"given up after {duration(target.age)} and {ended.usd_spent:.4f} $ with {ended.missing} batches missing"
+        said = f"given up after {duration(target.age)} and {spent} with {ended.missing} batches missing"
     elif target.deadline_at is not None:
         margin = target.deadline_at - now
         said += f", {duration(abs(margin))} {'before' if margin >= 0 else 'after'} the deadline"
     if target.budget_usd is not None:
-        said += f", of a budget of {target.budget_usd:.2f} $"
+        said += f", of a budget of {format_usd(target.budget_usd)} $"
     if ended.missing:
         said += f": {to_go_on(target.dataset)} goes on from there"
     numbers = {"seconds": target.age, "usd": ended.usd_spent, "wasted_usd": ended.usd_wasted}

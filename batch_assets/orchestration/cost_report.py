@@ -21,6 +21,7 @@ from batch_assets.planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reporting.reports import Billed
+from gpu_runner.money import format_usd
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_for_sensor, open_objects
 from resources.store.dataset_store import BatchStore
@@ -160,7 +161,7 @@ def datasets_markdown(lines: Sequence[SpendLine], today: datetime.date) -> str:
 def _usd(amount: float | None) -> str:
     if amount is None:
         return "–"
-    return f"{amount:,.2f}" if amount >= 10 else f"{amount:.4f}"
+    return format_usd(amount, fine=True)
 
 
 @dg.asset(
@@ -220,5 +221,5 @@ def cost_report_sensor(context: dg.SensorEvaluationContext, store: BatchStore, f
     return dg.SensorResult(
         asset_events=[dg.AssetMaterialization(SPEND_KEY, metadata=metadata)],
         cursor=json.dumps(asdict(Written(billed.now, billed.seconds))),
-        skip_reason=f"${metadata['usd_total']:,.2f} so far, ${metadata['usd_today']:,.2f} today",
+        skip_reason=f"${format_usd(metadata['usd_total'])} so far, ${format_usd(metadata['usd_today'])} today",
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gpu_runner.money import format_usd
 from gpu_runner.planner.types import Candidate, Plan, say_fleet
 
 WIDTH, HEIGHT = 760, 380
@@ -102,9 +103,7 @@ def _row(name: str, one: Candidate) -> str:
 
 def dollars(usd: float) -> str:
     """`$0.0123`, `$4.20`, `$1,234`."""
-    if usd >= 1000:
-        return f"${usd:,.0f}"
-    return f"${usd:.2f}" if usd >= 1 or usd == 0 else f"${usd:.2g}"
+    return f"${format_usd(round(usd))[:-3]}" if usd >= 1000 else f"${format_usd(usd)}"
 
 
 def _finite(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -15,6 +15,7 @@ from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.market.workload import Workload
+from gpu_runner.money import format_usd
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Candidate, HeldInstance, Plan, Target
 
@@ -136,7 +137,7 @@ def words(one: Candidate) -> str:
     fleet = " + ".join(f"{count} × {option.name}" for option, count in one.fleet if count)
     return (
         f"{fleet or 'nothing'}: in {duration(one.finish.p50)} (P95 {duration(one.finish.p95)}) "
-        f"for {one.usd.p50:.2f} $ (P95 {one.usd.p95:.2f} $)"
+        f"for {format_usd(one.usd.p50)} $ (P95 {format_usd(one.usd.p95)} $)"
     )
 
 

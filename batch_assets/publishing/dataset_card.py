@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from batch_assets.publishing.batch_reader import table_name
 from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.money import format_usd
 from resources.store.dataset_store import SnapshotManifest
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _bill_words(bill: Split) -> str:
 
 
 def _dollars(usd: float | None) -> str:
-    return "not known" if usd is None else f"${usd:,.4f}"
+    return "not known" if usd is None else f"${format_usd(usd, fine=True)}"
 
 
 def _table(header: Sequence[str], lines: Any) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu_runner.market.speed import Basis, LengthMix, ModelFacts, NoSpeed, Speed, Throughput
+from gpu_runner.money import format_usd
 
 Objective = Literal["cheapest", "fastest", "efficient"]
 
@@ -178,7 +179,7 @@ class OfferFilter:
         if offer.spot and not self.spot:
             found.append("spot is not allowed")
         if self.max_price_per_hour is not None and not offer.price_per_hour <= self.max_price_per_hour:
-            found.append(f"price {offer.price_per_hour:.2f} $/h is above {self.max_price_per_hour:.2f}")
+            found.append(f"price {format_usd(offer.price_per_hour)} $/h is above {format_usd(self.max_price_per_hour)}")
         if not offer.reliability >= self.min_reliability:
             found.append(f"reliability {offer.reliability:.3f} is below {self.min_reliability:.3f}")
         if offer.capacity is not None and offer.capacity < 1:
@@ -277,7 +278,7 @@ def describe(one: RankedOffer) -> str:
         "estimate": "a roofline estimate",
     }
     return (
-        f"{one.offer.name}: {one.usd:.2f} $ in {one.seconds / HOUR:.2f} h "
-        f"({one.offer.price_per_hour:.2f} $/h, boot {one.offer.boot_seconds:.0f} s, "
+        f"{one.offer.name}: {format_usd(one.usd)} $ in {one.seconds / HOUR:.2f} h "
+        f"({format_usd(one.offer.price_per_hour)} $/h, boot {one.offer.boot_seconds:.0f} s, "
         f"{one.speed.tokens_per_second:,.0f} tokens/s, {basis[one.speed.basis]})"
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gpu_runner.market.offers import HOUR, Offer, RankedOffer, Ranking, Refusal, describe, objective_value
+from gpu_runner.money import format_usd
 
 
 class FailureKind(enum.StrEnum):
@@ -160,9 +161,9 @@ def consider_move(tokens: float, old: Pace, new: Pace) -> Move:
         return Move(False, -boot, f"stay: the work is done in {tokens / old.tokens_per_second:.0f} s, before it boots")
     stay, go = old.usd(left), new.usd(left) + boot
     figures = (
-        f"{left:,.0f} tokens cost {stay:.2f} $ here ({old.price_per_hour:.2f} $/h) and {go:.2f} $ there "
-        f"({new.price_per_hour:.2f} $/h, boot {boot:.2f} $ included)"
+        f"{left:,.0f} tokens cost {format_usd(stay)} $ here ({format_usd(old.price_per_hour)} $/h) "
+        f"and {format_usd(go)} $ there ({format_usd(new.price_per_hour)} $/h, boot {format_usd(boot)} $ included)"
     )
     if stay <= go:
         return Move(False, stay - go, f"stay: {figures}")
-    return Move(True, stay - go, f"move and save {stay - go:.2f} $: {figures}")
+    return Move(True, stay - go, f"move and save {format_usd(stay - go)} $: {figures}")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from gpu_runner.fleet.capacity_plan import Assignment, Pause, PauseKind
 from gpu_runner.market.offers import HOUR
+from gpu_runner.money import format_usd
 from gpu_runner.planner.feasibility import MIN_SAVING, FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate
 from gpu_runner.planner.planner import make_plan
@@ -176,7 +177,7 @@ def fit_budget(command: Command, fleet: FleetCandidate, budget: float, timing: C
     fewer = FleetCandidate(fleet.kept, tuple(new))
     if len(fewer.options) == len(fleet.options):
         return command
-    reason = f"the budget has {budget:.2f} $ left, which is not enough for more; {command.reason}"
+    reason = f"the budget has {format_usd(budget)} $ left, which is not enough for more; {command.reason}"
     ordered = {option.name: number for option, number in new}
     places = tuple((name, ordered[name]) for name, _ in command.new if name in ordered)
     return replace(command, instances=len(fewer.options), offers=fewer.offers, reason=reason, new=places)
@@ -196,16 +197,15 @@ def end_beyond_budget(check: FeasibilityCheck) -> tuple[Command, Plan] | None:
         return None
     plan = make_plan(check.work, check.options, held, check.target)
     if kept:
-        reason = f"{budget:.2f} $ are left of the budget: {len(kept)} of {len(held)} instances are kept"
+        reason = f"{format_usd(budget)} $ are left of the budget: {len(kept)} of {len(held)} instances are kept"
         return order(FleetCandidate(tuple(kept)), held, "shrink", reason), plan
     if held:
         least = min(one.option.usd_per_hour for one in held) / HOUR * reserve
-        rule = (
-            f"{least:.2f} $ are held back for the {reserve:.0f} s until an instance that goes on is drained and ended"
-        )
+        until = "until an instance that goes on is drained and ended"
+        rule = f"{format_usd(least)} $ are held back for the {reserve:.0f} s {until}"
     else:
         rule = _why_no_entry(there, check.timing)
-    reason = f"budget reached: {budget:.2f} $ are left, and {rule}; the work needs {_needed(plan)}"
+    reason = f"budget reached: {format_usd(budget)} $ are left, and {rule}; the work needs {_needed(plan)}"
     pause, ended = Pause(PauseKind.BUDGET_REACHED, reason), tuple(one.instance for one in held)
     return Command(0, (), ended, pause=pause, kind="paused", reason=reason), plan
 
@@ -214,14 +214,17 @@ def _why_no_entry(options: Sequence[PlannedOffer], timing: ControlTiming) -> str
     """The rule by which no instance may be ordered, with the numbers of the offer that comes closest."""
     nearest = min(options, key=lambda one: entry_usd(one, timing))
     rate, boot = nearest.usd_per_hour / HOUR, nearest.boot_seconds
+    work = f"{format_usd(rate * max(boot, timing.reserve))} $ to work at least as long"
     return (
-        f"the next instance needs {entry_usd(nearest, timing):.2f} $ ({nearest.name}: {rate * boot:.2f} $ to boot, "
-        f"{rate * max(boot, timing.reserve):.2f} $ to work at least as long, {rate * timing.reserve:.2f} $ held back "
+        f"the next instance needs {format_usd(entry_usd(nearest, timing))} $ ({nearest.name}: "
+        f"{format_usd(rate * boot)} $ to boot, {work}, {format_usd(rate * timing.reserve)} $ held back "
         f"for the {timing.reserve:.0f} s until it is drained and ended)"
     )
 
 
 def _needed(plan: Plan) -> str:
     if plan.chosen is not None:
-        return f"{plan.chosen.usd.p50:.2f} $ more ({say_fleet(plan.chosen)}, {say_time(plan.chosen.finish.p50)})"
-    return "more" if plan.earliest is None else f"at most {plan.earliest.usd.p50:.2f} $ more"
+        return (
+            f"{format_usd(plan.chosen.usd.p50)} $ more ({say_fleet(plan.chosen)}, {say_time(plan.chosen.finish.p50)})"
+        )
+    return "more" if plan.earliest is None else f"at most {format_usd(plan.earliest.usd.p50)} $ more"

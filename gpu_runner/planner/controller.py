@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from gpu_runner.fleet.capacity_plan import Assignment, ControllerState
 from gpu_runner.market.offers import HOUR
+from gpu_runner.money import format_usd
 from gpu_runner.planner.command import (
     Command,
     CommandKind,
@@ -220,7 +221,7 @@ class Controller:
         now, then = stay.usd.p50, plan.chosen.usd.p50
         if self.check.objective_value(plan.chosen) < (1 - MIN_SAVING) * self.check.objective_value(stay):
             fleet = self.check.fleet_of(plan)
-            why = f"saves {now - then:.2f} of {now:.2f} $"
+            why = f"saves {format_usd(now - then)} of {format_usd(now)} $"
             if then > now:
                 why = f"takes {say_time(plan.chosen.finish.p50)} instead of {say_time(stay.finish.p50)}"
             for needed in (False, True):
@@ -231,7 +232,7 @@ class Controller:
                 if change.kind != "switch" or self.check.meets_deadline(after, STAY_CONFIDENCE * confidence):
                     return self._explore(change), plan
         plan = plan_to_stay(plan, stay, self.held, self.check.target)
-        words = f"another fleet would save {max(0.0, now - then):.2f} of {now:.2f} $; {plan.reason}"
+        words = f"another fleet would save {format_usd(max(0.0, now - then))} of {format_usd(now)} $; {plan.reason}"
         return self._explore(keep_all(self.held, words)), plan
 
     def _fleet(self, command: Command) -> FleetCandidate:
@@ -288,7 +289,9 @@ class Controller:
             found = choose_initial_fleet(check, usual, self.pilots, ONE_SCENARIO if confidence >= 1 else 0.0)
             if found is not None:
                 best, cost = found
-                said.append(f"expected to cost {cost.usd:.2f} $ in the end, tight in {cost.late:.0%} of the cases")
+                said.append(
+                    f"expected to cost {format_usd(cost.usd)} $ in the end, tight in {cost.late:.0%} of the cases"
+                )
         if said and not best.new and len(best.kept) == len(self.held):
             return keep_all(self.held, f"{said[0]}, any other fleet more; {plan.reason}")
         command = change_to(best, self.check, plan, "is needed for the deadline", needed=True)

@@ -25,6 +25,7 @@ from typing import Literal
 import numpy as np
 
 from gpu_runner.market.offers import HOUR
+from gpu_runner.money import format_usd
 from gpu_runner.planner.feasibility import FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate
 from gpu_runner.planner.search import ENDLESS, P95, PlanSearch
@@ -224,7 +225,7 @@ def best_probe(check: FeasibilityCheck, fleet: FleetCandidate) -> tuple[PlannedO
     if best is None or figures[best][0] <= figures[best][1]:
         return None
     saves, costs = figures[best]
-    return best, f"one {best.name} to learn its speed: {costs:.2f} $, may save {saves:.2f} $"
+    return best, f"one {best.name} to learn its speed: {format_usd(costs)} $, may save {format_usd(saves)} $"
 
 
 def _saving(check: FeasibilityCheck, fleet: FleetCandidate, one: PlannedOffer) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpu_runner.money import format_usd
 from gpu_runner.planner.search import ENDLESS, PlanSearch
 from gpu_runner.planner.types import (
     Candidate,
@@ -98,18 +99,18 @@ def _idle(work: Work, target: Target) -> Plan:
 
 
 def _explain(chosen: Candidate | None, within: bool, earliest: Candidate, target: Target) -> str:
-    budget = "" if target.budget_usd is None else f", budget {target.budget_usd:.2f} $"
+    budget = "" if target.budget_usd is None else f", budget {format_usd(target.budget_usd)} $"
     soonest = (
         f"the earliest possible finish is in {say_time(earliest.finish.p95)} (P95) with {say_fleet(earliest)} "
-        f"for {earliest.usd.p50:.2f} $"
+        f"for {format_usd(earliest.usd.p50)} $"
     )
     if chosen is None and target.budget_usd is None:
         return f"the deadline in {say_time(target.deadline or 0.0)} cannot be met: {soonest}"
     if chosen is None:
-        return f"the budget of {target.budget_usd or 0.0:.2f} $ does not pay for all the work: {soonest}"
+        return f"the budget of {format_usd(target.budget_usd or 0.0)} $ does not pay for all the work: {soonest}"
     figures = (
         f"{say_fleet(chosen)}: done in {say_time(chosen.finish.p50)} (P95 {say_time(chosen.finish.p95)}) "
-        f"for {chosen.usd.p50:.2f} $ (P95 {chosen.usd.p95:.2f} $)"
+        f"for {format_usd(chosen.usd.p50)} $ (P95 {format_usd(chosen.usd.p95)} $)"
     )
     if target.deadline is None:
         return figures + budget

@@ -19,6 +19,7 @@ from gpu_runner.market.offers import Ranking
 from gpu_runner.market.selection import MEMORY, FailureKind, choose, explain, recently_lost
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Workload
+from gpu_runner.money import format_usd
 from gpu_runner.providers.base import DiagnosingProvider, Provider
 from gpu_runner.providers.engine_process import EngineStartError, answers
 from resources.fleet.allocation import CapacityAllocation, order_by_plan, waits, waits_for_offer
@@ -368,7 +369,9 @@ class FleetClient:
                 if access is not None and any(answers(access.endpoint) for _ in range(HEALTH_TRIES)):
                     self._warm_instances.reached(instance.name)
                     leased = self._orders.leased(lease, instance, instance_offer(instance), access)
-                    leased.why = f"warm: it serves {instance.model} already, at {instance.price_per_hour:.2f} $/h"
+                    leased.why = (
+                        f"warm: it serves {instance.model} already, at {format_usd(instance.price_per_hour)} $/h"
+                    )
                     return leased
             if access is not None:
                 access.close()

@@ -13,6 +13,7 @@ from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.market.offers import HOUR, Offer
 from gpu_runner.market.selection import FailureKind
 from gpu_runner.models.facts import Placement
+from gpu_runner.money import format_usd
 from gpu_runner.providers.base import (
     EngineAccess,
     EngineOrder,
@@ -93,7 +94,7 @@ class Provisioner:
             return None
         heart.hold(lease, asked_at)
         try:
-            note(f"renting {offer.name} at {offer.price_per_hour:.2f} $/h as {lease.instance}")
+            note(f"renting {offer.name} at {format_usd(offer.price_per_hour)} $/h as {lease.instance}")
             self._create(provider, offer, order, lease)
             access = self._wait_ready(provider, offer, lease, pause)
         except BaseException as error:

@@ -27,6 +27,7 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.money import format_usd
 from gpu_runner.planner.types import Candidate, Interval, Plan, Target
 
 CURVE_LINES = 12
@@ -118,7 +119,7 @@ def report(view: Proposal) -> Group:
         f"({work.mix.prompt_tokens:,.0f} + {work.mix.output_tokens:,.0f} per row, {work.output_basis})",
         *(f"  assumed: {text}" for text in work.assumptions),
         f"wanted: {wanted_words(view.target)}",
-        *([f"held: {len(view.held)} instances; spent so far: {view.spend.usd:.2f} $"] if view.spend else []),
+        *([f"held: {len(view.held)} instances; spent so far: {format_usd(view.spend.usd)} $"] if view.spend else []),
         *([scale] if (scale := scale_words(view.clocks)) else []),
         *(f"problem: {text}" for text in view.problems),
     ]
@@ -137,7 +138,7 @@ def report(view: Proposal) -> Group:
 def wanted_words(target: Target, *, most: bool = True) -> str:
     """Deadline and budget in words; with `most`, also the objective and most instances."""
     words = ["no deadline" if target.deadline is None else f"done in {duration(max(0.0, target.deadline))}"]
-    words.append("no budget" if target.budget_usd is None else f"for at most {target.budget_usd:.2f} $")
+    words.append("no budget" if target.budget_usd is None else f"for at most {format_usd(target.budget_usd)} $")
     words += [target.objective, f"at most {target.max_instances} instances"] if most else []
     return ", ".join(words)
 
@@ -154,13 +155,13 @@ def _table(title: str, rows: Sequence[tuple[str, Candidate]]) -> Table:
     table.add_column("instances", overflow="fold")
     for name, one in rows:
         fleet = " + ".join(f"{count} × {option.name}" for option, count in one.fleet if count)
-        figures = (duration(one.finish.p50), duration(one.finish.p95), _money(one.usd.p50), _money(one.usd.p95))
+        figures = (
+            duration(one.finish.p50),
+            duration(one.finish.p95),
+            *(format_usd(usd, fine=True) for usd in (one.usd.p50, one.usd.p95)),
+        )
         table.add_row(name, *figures, Text(fleet))
     return table
-
-
-def _money(usd: float) -> str:
-    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
 
 
 def _spread(items: Sequence[Candidate], most: int) -> list[Candidate]:

@@ -28,6 +28,7 @@ from gpu_runner.client.engine_client import EngineError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import TlsFiles
+from gpu_runner.money import format_usd
 from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
 from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
@@ -241,7 +242,8 @@ def _whole_lines(found: Preview) -> list[str]:
     ]
     if chosen is not None:
         lines.append(
-            f"rented as `batch-assets plan` would: {chosen.usd.p50:,.4f} $ (P95 {chosen.usd.p95:,.4f} $), "
+            f"rented as `batch-assets plan` would: {format_usd(chosen.usd.p50, fine=True)} $ "
+            f"(P95 {format_usd(chosen.usd.p95, fine=True)} $), "
             f"{duration(chosen.finish.p50)} (P95 {duration(chosen.finish.p95)})"
         )
     else:

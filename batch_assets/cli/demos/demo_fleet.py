@@ -21,6 +21,7 @@ from batch_assets.planning.clock_scale import scale_words
 from batch_assets.tags import DEADLINE_TAG
 from gpu_runner.fleet.accounting.bill_split import InstanceCost
 from gpu_runner.fleet.database import Instance
+from gpu_runner.money import format_usd
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from resources.fleet.config import ENDPOINT_VARIABLE
@@ -92,7 +93,7 @@ def machine_lines(instances: Sequence[Instance], costs: Sequence[InstanceCost]) 
         bill = bills[one.name]
         what = f"{one.provider} {one.gpu}{' spot' if one.spot else ''}"
         lines.append(
-            f"  {what}: {bill.rows:,} rows for {bill.usd.total:.4f} $ in {duration(bill.seconds.total)}; "
-            f"{one.reason or one.state}"
+            f"  {what}: {bill.rows:,} rows for {format_usd(bill.usd.total, fine=True)} $ "
+            f"in {duration(bill.seconds.total)}; {one.reason or one.state}"
         )
     return lines

@@ -17,6 +17,7 @@ from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.money import format_usd
 
 PARTS = ("useful", "booting", "idle", "wasted")
 
@@ -84,7 +85,7 @@ def _figures(line: CostLine) -> list[str]:
 
 
 def _usd(amount: float) -> str:
-    return f"{amount:,.2f}" if amount >= 10 else f"{amount:.4f}"
+    return format_usd(amount, fine=True)
 
 
 def instance_table(instances: Sequence[Instance]) -> Table:

@@ -23,6 +23,7 @@ from gpu_runner.market.offers import HOUR, Offer, OfferFilter, RankedOffer, Rank
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.models.facts import KnownModel, Placement
+from gpu_runner.money import format_usd
 from gpu_runner.providers.rentable import CLOUDS
 from resources.objects.opening import open_objects
 from resources.pricing.market import Market
@@ -224,7 +225,7 @@ def _filter_words(accept: OfferFilter) -> str:
         if values is not None
     ]
     words.append("spot allowed" if accept.spot else "no spot")
-    words += [f"at most {accept.max_price_per_hour:.2f} $/h"] if accept.max_price_per_hour is not None else []
+    words += [f"at most {format_usd(accept.max_price_per_hour)} $/h"] if accept.max_price_per_hour is not None else []
     words += [f"reliability from {accept.min_reliability:.3f}"] if accept.min_reliability else []
     return "filter: " + ", ".join(words)
 
@@ -247,13 +248,13 @@ def _ranked_table(ranked: Sequence[RankedOffer], now: float) -> Table:
             Text(offer.instance_type),
             Text(_gpu(offer)),
             "spot" if offer.spot else "",
-            f"{offer.price_per_hour:.2f}",
+            format_usd(offer.price_per_hour),
             _age(now - offer.observed_at),
             f"{one.speed.tokens_per_second:,.0f}",
             one.speed.basis,
             f"{one.seconds / HOUR:.2f}",
-            _money(one.usd),
-            f"{one.usd_per_million_tokens:.3f}",
+            format_usd(one.usd, fine=True),
+            format_usd(one.usd_per_million_tokens, fine=True),
         )
     return table
 
@@ -265,7 +266,9 @@ def _refused_table(refused: Sequence[Refusal]) -> Table:
     table.add_column("$/h", justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for one in refused:
-        table.add_row(Text(one.offer.name), Text(_gpu(one.offer)), f"{one.offer.price_per_hour:.2f}", Text(one.reason))
+        table.add_row(
+            Text(one.offer.name), Text(_gpu(one.offer)), format_usd(one.offer.price_per_hour), Text(one.reason)
+        )
     return table
 
 
@@ -275,10 +278,6 @@ def _more(count: int, limit: int) -> list[Text]:
 
 def _gpu(offer: Offer) -> str:
     return f"{offer.gpus or '?'}× {offer.gpu} {offer.gpu_memory_gib:g} GiB"
-
-
-def _money(usd: float) -> str:
-    return f"{usd:.2f}" if usd >= 1 else f"{usd:.4f}"
 
 
 def _age(seconds: float) -> str:

@@ -21,6 +21,7 @@ from batch_assets.api.billing.usage import Used
 from batch_assets.orchestration.cost_report import DIGITS, SPEND_KEY, put_table, table_metadata
 from batch_assets.orchestration.front_door.api_records import opened_records
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
+from gpu_runner.money import format_usd
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_for_sensor, open_objects
 from resources.store.dataset_store import BatchStore
@@ -99,7 +100,7 @@ def classes_markdown(classes: Mapping[str, Margin]) -> str:
     for name, one in classes.items():
         counts = (one.used.requests, one.used.input_tokens, one.used.output_tokens)
         usd = (one.used.usd, one.gpu_usd, one.margin_usd)
-        cells = [f"{count:,}" for count in counts] + [f"{amount:,.4f}" for amount in usd]
+        cells = [f"{count:,}" for count in counts] + [format_usd(amount, fine=True) for amount in usd]
         found.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(found)
 
@@ -148,7 +149,7 @@ def billing_report_sensor(context: dg.SensorEvaluationContext, store: BatchStore
     return dg.SensorResult(
         asset_events=[dg.AssetMaterialization(BILLING_KEY, metadata=metadata)],
         cursor=json.dumps(known),
-        skip_reason=f"{metadata['requests']:,} requests, ${metadata['charged_usd']:,.2f} charged",
+        skip_reason=f"{metadata['requests']:,} requests, ${format_usd(metadata['charged_usd'])} charged",
     )
 
 

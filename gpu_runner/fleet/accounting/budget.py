@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from gpu_runner.fleet.accounting.bill_end import bill_end
 from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
 from gpu_runner.market.offers import HOUR
+from gpu_runner.money import format_usd
 
 # From a lease's end to the machine's: a sweep comes at least every ten seconds, and its call takes time.
 END_SECONDS = 15.0
@@ -47,12 +48,13 @@ class Spend:
     def rule(self, drain_seconds: float = 0.0) -> str:
         """What was spent and what is held back, in words."""
         held_back = _held_back_words(self.held_back(drain_seconds), drain_seconds)
-        return f"{self.usd:.2f} $ spent, what is rented costs {held_back}"
+        return f"{format_usd(self.usd)} $ spent, what is rented costs {held_back}"
 
 
 def _held_back_words(usd: float, drain_seconds: float) -> str:
     drain = f"{drain_seconds:.0f} s to drain, " if drain_seconds else ""
-    return f"{usd:.2f} $ until it could be ended ({drain}its lease, {END_SECONDS:.0f} s until a sweep has ended it)"
+    until = f"({drain}its lease, {END_SECONDS:.0f} s until a sweep has ended it)"
+    return f"{format_usd(usd)} $ until it could be ended {until}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,11 @@ class BudgetRefusal:
 
     def words(self) -> str:
         """One sentence for people."""
-        boot = f" and {2 * self.boot_usd:.2f} $ for twice its boot" if self.boot_usd else ""
+        boot = f" and {format_usd(2 * self.boot_usd)} $ for twice its boot" if self.boot_usd else ""
+        held_back = _held_back_words(self.held_back_usd, self.drain_seconds)
         return (
-            f"budget of {self.budget_usd:.2f} $ leaves no room for another instance: {self.spent_usd:.2f} $ are spent, "
-            f"and with it {_held_back_words(self.held_back_usd, self.drain_seconds)}{boot} would be held back"
+            f"budget of {format_usd(self.budget_usd)} $ leaves no room for another instance: "
+            f"{format_usd(self.spent_usd)} $ are spent, and with it {held_back}{boot} would be held back"
         )
 
 
@@ -138,9 +141,9 @@ def line_reached(connection: sa.Connection, now: float, instance: str, ttl: floa
         return None
     spend = _count(connection, now, budget)
     if spend.bound() > budget.usd:
-        return Line(True, f"budget of {budget.usd:.2f} $ reached ({spend.rule()})")
+        return Line(True, f"budget of {format_usd(budget.usd)} $ reached ({spend.rule()})")
     if spend.bound(drain_seconds) > budget.usd:
-        return Line(False, f"budget of {budget.usd:.2f} $ is nearly reached ({spend.rule(drain_seconds)})")
+        return Line(False, f"budget of {format_usd(budget.usd)} $ is nearly reached ({spend.rule(drain_seconds)})")
     return None
 
 
@@ -149,7 +152,7 @@ def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
     found = [Budget(*line) for line in connection.execute(_BUDGETS).all()]
     spends = [(budget, _count(connection, now, budget)) for budget in found]
     return {
-        budget.dataset: f"budget of {budget.usd:.2f} $ reached ({spend.rule()})"
+        budget.dataset: f"budget of {format_usd(budget.usd)} $ reached ({spend.rule()})"
         for budget, spend in spends
         if spend.bound() > budget.usd
     }

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from gpu_runner.market.offers import Offer
+from gpu_runner.money import format_usd
 from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.ec2 import launch
@@ -182,7 +183,9 @@ def _prices(provider: Account) -> list[CheckResult]:
     remedy = "set price_per_hour, or a price source under `prices` that has AWS"
     if cheapest is None:
         return [CheckResult(CheckSubject.PRICES, FAILED, "nothing that is rented has a price below its limit", remedy)]
-    words = f"{len(offers)} offers, from {cheapest.name} at {cheapest.price_per_hour:.2f} $/h ({cheapest.source})"
+    words = (
+        f"{len(offers)} offers, from {cheapest.name} at {format_usd(cheapest.price_per_hour)} $/h ({cheapest.source})"
+    )
     found = [CheckResult(CheckSubject.PRICES, OK, words)]
     if without := unpriced(provider.config, listed, spot):
         found.append(CheckResult(CheckSubject.PRICES, WARNING, f"no price: {', '.join(without[:10])}", remedy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gpu_runner.market.offers import Offer
+from gpu_runner.money import format_usd
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.runpod.config import RunPodConfig
@@ -50,5 +51,7 @@ def _prices(config: RunPodConfig, offers: Sequence[Offer]) -> CheckResult:
             CheckSubject.PRICES, WARNING if offers else FAILED, f"no price: {', '.join(without)}", remedy
         )
     cheapest = min(offers, key=lambda one: one.price_per_hour)
-    words = f"{len(offers)} offers, from {cheapest.name} at {cheapest.price_per_hour:.2f} $/h ({cheapest.source})"
+    words = (
+        f"{len(offers)} offers, from {cheapest.name} at {format_usd(cheapest.price_per_hour)} $/h ({cheapest.source})"
+    )
     return CheckResult(CheckSubject.PRICES, OK, words)
