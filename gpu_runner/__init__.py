@@ -9,6 +9,7 @@ __all__ = [
     "bounded_postgres",
     "cost_meter",
     "errors",
+    "money",
     "reachability",
     "rows",
     "sqlite_files",

@@ -1,7 +1,7 @@
 """The command line: `batch-assets new | check | preview | run | show | status | plan | fleet | verify | demo | ui …`.
 
-Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 130 interrupted. Heavy packages
-are imported by the commands that need them, so that `--help` answers at once.
+Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 3 paused by the budget, 130
+interrupted. Heavy packages are imported by the commands that need them, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def run(
         str | None, typer.Option(help="With --regenerate: only rows like \"finish_reason = 'length'\" (SQL).")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --regenerate: do not ask.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait while the budget pauses it, instead of status 3.")] = False,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
@@ -139,7 +140,7 @@ def run(
         from batch_assets.spec.request_options import tags_of
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances)
-        asked = Request(name, endpoint, model, request_options, verify, rows, simulate)
+        asked = Request(name, endpoint, model, request_options, verify, rows, simulate, waits=wait)
         if regenerate:
             from dataclasses import replace
 

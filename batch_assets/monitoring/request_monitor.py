@@ -34,6 +34,7 @@ from batch_assets.tags import (
     RETRY_RUN_TAG,
     ROWS_TAG,
 )
+from gpu_runner.fleet.capacity_plan import Pause, PauseKind
 from resources.objects.health import GIVE_UP_SILENT_SECONDS, is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError
 
@@ -42,13 +43,15 @@ QUIET_SECONDS = 45.0
 CANCEL_SECONDS = 60.0
 STILL_SECONDS = 1.5
 NAMED_PROBLEMS = 3
+OF_BUDGET = (PauseKind.BUDGET_REACHED, PauseKind.LEASE_REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """How the work ended. `runs` are those to look at, newest first.
 
-    `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over.
+    `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over. `pause`: the
+    budget stopped it; the runs that are under way wait for a larger one. `spent_usd`: US dollars of it until then.
     """
 
     ok: bool
@@ -58,6 +61,8 @@ class RunResult:
     verification: Verification | None = None
     verify_seconds: float = 0.0
     trial: Figures | None = None
+    pause: Pause | None = None
+    spent_usd: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class RequestMonitor:
 
     `progress` is told where a verification is, in this thread: raising ends it. `verifies`: without, the end is checked
     by names and sizes only. `redrive_error`: the request is a re-drive, of dead letters of this error; "": of all.
+    `waits`: a request that its budget pauses is followed until the budget is raised.
     """
 
     def __init__(
@@ -88,11 +94,12 @@ class RequestMonitor:
         progress: Callable[[ProgressUpdate], None] = lambda _: None,
         verifies: bool = True,
         redrive_error: str | None = None,
+        waits: bool = False,
     ) -> None:
         self.observer, self.request = observer, request
         self._redrive_error, self._dead = redrive_error, list[str]()
         self._redrive_seen = False
-        self._progress = progress
+        self._progress, self._waits = progress, waits
         self._checker = FinalChecker(observer, self._verifying) if verifies else None
         self._figures: Figures | None = None
         self._instance, self._dataset = observer.instance, observer.store.dataset
@@ -163,7 +170,19 @@ class RequestMonitor:
             reason = f"canceled: {len(sight.missing)} batches are not committed"
         if reason:
             return _ended(self._failed(reason, request.run_id, runs), sight.figures)
+        if not self._waits and (pause := self._pause()) is not None:
+            spent = self.observer.fleet_db.spend(self._dataset).usd
+            said = f"paused: {pause.describe()}"
+            return _ended(RunResult(False, said, pause=pause, spent_usd=spent), sight.figures)
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
+
+    def _pause(self) -> Pause | None:
+        """Why the budget lets nothing be done any more; None while it does, or rows are still in flight."""
+        target = self.observer.fleet_db.target(self._dataset)
+        if target is None or not target.request or target.pause is None or target.pause.kind not in OF_BUDGET:
+            return None
+        leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
+        return None if leased else target.pause
 
     def _look_at_redrive(self, request: dg.DagsterRun, error: str) -> ProgressUpdate:
         """A re-drive ends with its runs: each batch that held dead letters at its start is tried once."""

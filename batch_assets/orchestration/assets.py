@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import dagster as dg
 
+from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
@@ -43,6 +44,7 @@ from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
+from gpu_runner.planner.types import ControlTiming
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.fleet.simulation import is_simulation
@@ -238,7 +240,8 @@ def plan_metadata(
         if not work.rows:
             return {"plan": "nothing is missing"}
         wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}
-        found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished)
+        timing = ControlTiming.of_sensor(settings.capacity_seconds())
+        found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished, timing)
     except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
         return {"plan": f"no plan: {error}"}
     target, chosen = found.target, found.plan.chosen

@@ -23,7 +23,7 @@ from gpu_runner.market.selection import MEMORY, OfferFailure
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
-from gpu_runner.planner.types import HeldInstance, Plan, PlannedOffer, Target, Work
+from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
 from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import beliefs, held, options
@@ -205,9 +205,10 @@ def propose(
     spec: GeneratedDatasetSpec,
     work: Workload,
     tags: Mapping[str, str],
+    timing: ControlTiming,
 ) -> Proposal:
     """Plan for the work that is left; where nothing is, for all of it. `tags`: wishes that take the place of the spec's
-    and of those of the request under way. Raises InvalidTag."""
+    and of those of the request under way. `timing`: of the sensor that will decide. Raises InvalidTag."""
     if not work.rows:
         text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
         assumed = (*work.assumptions, Assumption(Subject.ROWS, text))
@@ -216,6 +217,7 @@ def propose(
     request = target if target is not None and target.request else None
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
+    wanted = with_idle_tail(around.config, wanted, timing)
     asked = build_input(
         around,
         spec,
@@ -226,12 +228,24 @@ def propose(
         rows_total=work.all_rows,
         started_ago=request.age if request is not None else 0.0,
     )
+    if not asked.held:  # as `gpu_runner.planner.controller.decide` begins
+        wanted = replace(wanted, reserve_seconds=timing.reserve)
     plan = make_plan(asked.work, asked.options, asked.held, wanted)
     plan = in_detail(plan, asked.work, asked.options, asked.held, wanted)
     name = request.request if request is not None else ""
     return Proposal(
         spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks
     )
+
+
+def with_idle_tail(config: FleetConfig, wanted: Target, timing: ControlTiming) -> Target:
+    """The target with the seconds that an instance stands idle, and is paid, after its last row.
+
+    One decision of the sensor where time or money is bounded: then nothing stays warm for whoever may come.
+    """
+    idle = config.idle_minutes * 60
+    bounded = wanted.deadline is not None or wanted.budget_usd is not None
+    return replace(wanted, idle_seconds=min(idle, timing.tick) if bounded else idle)
 
 
 def wanted_of(

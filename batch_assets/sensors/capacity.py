@@ -20,7 +20,7 @@ from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.planning.decision import Decision, capacity_plan, observation
-from batch_assets.planning.planner_input import FleetView, Markets, build_input
+from batch_assets.planning.planner_input import FleetView, Markets, build_input, with_idle_tail
 from batch_assets.planning.standing_engines import with_standing_engines
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
@@ -28,8 +28,10 @@ from gpu_runner.fleet.capacity_plan import Pause, PauseKind
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.market.offers import Objective
+from gpu_runner.money import round_up_usd
+from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command, decide
-from gpu_runner.planner.types import ControlTiming, Target
+from gpu_runner.planner.types import ControlTiming, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.pricing.price_files import PricingError
@@ -179,7 +181,7 @@ def _answer(
     assert found.work is not None
     spend = fleet_db.spend(spec.name)
     rows_total = max(found.work.rows, target.plan.rows_total if target.plan else 0)
-    wanted = _wanted(question, share, spend.usd)
+    wanted = with_idle_tail(around.config, _wanted(question, share, spend.usd), timing)
     asked = build_input(
         around,
         spec,
@@ -213,8 +215,8 @@ def _answer(
         units=found.units,
         rents=bool(asked.options or asked.held),
     )
-    if not asked.held:
-        command = _unless_refused(command, question)
+    refused = command if asked.held else _unless_refused(command, question, spend.usd, plan, timing)
+    command = _with_enough(refused, spend.usd)
     idle = around.idle(spec.name, timing.tick) if _bounded(target) else ()
     report = Decision(
         dataset=spec.name,
@@ -245,7 +247,7 @@ def _wanted(question: Open, share: int, spent_usd: float) -> Target:
     )
 
 
-def _unless_refused(command: Command, question: Open) -> Command:
+def _unless_refused(command: Command, question: Open, spent: float, plan: Plan, timing: ControlTiming) -> Command:
     """A pause where the fleet's database refused this budget a first instance: it holds the budget to the cent, and
     knows better than the plan what one may cost. What it said of another budget, before it was raised, counts no more.
     """
@@ -254,7 +256,18 @@ def _unless_refused(command: Command, question: Open) -> Command:
     refused = None if budget is None else next((one for one in refusals if one.budget_usd == budget), None)
     if refused is None:
         return command
-    return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words()), kind="paused")
+    enough = refused.spent_usd + refused.held_back_usd + 2 * refused.boot_usd - spent
+    if plan.chosen is not None:
+        enough = max(enough, needed_usd(plan.chosen, timing.reserve))
+    return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words(), enough), kind="paused")
+
+
+def _with_enough(command: Command, spent: float) -> Command:
+    """The command whose pause names what would be enough since the request began, not from now on."""
+    if command.pause is None or command.pause.enough_usd is None:
+        return command
+    enough = round_up_usd(spent + command.pause.enough_usd)
+    return dataclasses.replace(command, pause=dataclasses.replace(command.pause, enough_usd=enough))
 
 
 def _write(fleet_db: FleetDatabase, report: Decision) -> Decision:

@@ -39,10 +39,14 @@ class PauseKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Nothing may be rented. `text`: the rule that says so with its numbers, one sentence for people."""
+    """Nothing may be rented. `text`: the rule that says so with its numbers, one sentence for people.
+
+    `enough_usd`: US dollars with which the work would be done; None where nobody knows.
+    """
 
     kind: PauseKind
     text: str
+    enough_usd: float | None = None
 
     def describe(self) -> str:
         """For people."""
@@ -60,10 +64,11 @@ def read_pause(text: str) -> Pause | None:
         return None
     try:
         found = json.loads(text)
-        kind, words = str(found["kind"]), str(found["text"])
-    except (ValueError, TypeError, KeyError):
+        kind, words, enough = str(found["kind"]), str(found["text"]), found.get("enough_usd")
+        enough = None if enough is None else float(enough)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return Pause(PauseKind.BUDGET_REACHED, text)
-    return Pause(PauseKind(kind) if kind in [*PauseKind] else PauseKind.UNKNOWN, words)
+    return Pause(PauseKind(kind) if kind in [*PauseKind] else PauseKind.UNKNOWN, words, enough)
 
 
 @dataclass(frozen=True, slots=True)

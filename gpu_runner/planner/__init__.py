@@ -5,4 +5,4 @@
 put together and answer.
 """
 
-__all__ = ["command", "controller", "feasibility", "fleet", "planner", "search", "speed_model", "types"]
+__all__ = ["budget", "command", "controller", "feasibility", "fleet", "planner", "search", "speed_model", "types"]

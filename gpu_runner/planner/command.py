@@ -8,7 +8,8 @@ from typing import Literal
 
 from gpu_runner.fleet.capacity_plan import Assignment, Pause, PauseKind
 from gpu_runner.market.offers import HOUR
-from gpu_runner.money import format_usd
+from gpu_runner.money import format_usd, round_up_usd
+from gpu_runner.planner.budget import affordable, entry_usd, fitting
 from gpu_runner.planner.feasibility import MIN_SAVING, FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate
 from gpu_runner.planner.planner import make_plan
@@ -144,24 +145,6 @@ def _kind(plan: Plan, number: int, retired: int, held: int) -> CommandKind:
     return "grow" if number > held else "steady"
 
 
-def entry_usd(option: PlannedOffer, timing: ControlTiming) -> float:
-    """US dollars that a budget must have left before an instance of this offer is ordered.
-
-    Its boot, as long again (at least one reserve) to earn it, and the reserve that it costs on after the decision to
-    end it. So what is commanded is not refused by the fleet's database, which ask for twice the boot, a drain and a
-    lease's end (`gpu_runner.fleet.accounting.budget.refuse_beyond`).
-    """
-    return (
-        option.usd_per_hour / HOUR * (option.boot_seconds + max(option.boot_seconds, timing.reserve) + timing.reserve)
-    )
-
-
-def affordable(options: Sequence[PlannedOffer], budget: float, timing: ControlTiming) -> list[PlannedOffer]:
-    """Offers of which one instance can be had, works, and may be ordered with so much left."""
-    there = (one for one in options if one.capacity != 0 and one.tokens_per_second > 0)
-    return [one for one in there if entry_usd(one, timing) <= budget]
-
-
 def fit_budget(command: Command, fleet: FleetCandidate, budget: float, timing: ControlTiming) -> Command:
     """The command without new instances that the budget could not boot, use and end: the dearest go first.
 
@@ -169,12 +152,8 @@ def fit_budget(command: Command, fleet: FleetCandidate, budget: float, timing: C
     affordable.
     """
     left = budget - timing.reserve * sum(one.option.usd_per_hour for one in fleet.kept) / HOUR
-    new: list[tuple[PlannedOffer, int]] = []
-    for option, wanted in sorted(fleet.new, key=lambda pair: pair[0].usd_per_hour):
-        number = max(0, min(wanted, int(left / entry_usd(option, timing))))
-        left -= 2 * timing.reserve * option.usd_per_hour / HOUR * number
-        new += [(option, number)] if number else []
-    fewer = FleetCandidate(fleet.kept, tuple(new))
+    new = fitting(fleet.new, left, timing.reserve)
+    fewer = FleetCandidate(fleet.kept, new)
     if len(fewer.options) == len(fleet.options):
         return command
     reason = f"the budget has {format_usd(budget)} $ left, which is not enough for more; {command.reason}"
@@ -195,7 +174,8 @@ def end_beyond_budget(check: FeasibilityCheck) -> tuple[Command, Plan] | None:
     there = [one for one in check.options if one.capacity != 0 and one.tokens_per_second > 0]
     if len(kept) == len(held) and (held or not there or affordable(there, budget, check.timing)):
         return None
-    plan = make_plan(check.work, check.options, held, check.target)
+    target = check.target if held else replace(check.target, reserve_seconds=reserve)
+    plan = make_plan(check.work, check.options, held, target)
     if kept:
         reason = f"{format_usd(budget)} $ are left of the budget: {len(kept)} of {len(held)} instances are kept"
         return order(FleetCandidate(tuple(kept)), held, "shrink", reason), plan
@@ -206,17 +186,17 @@ def end_beyond_budget(check: FeasibilityCheck) -> tuple[Command, Plan] | None:
     else:
         rule = _why_no_entry(there, check.timing)
     reason = f"budget reached: {format_usd(budget)} $ are left, and {rule}; the work needs {_needed(plan)}"
-    pause, ended = Pause(PauseKind.BUDGET_REACHED, reason), tuple(one.instance for one in held)
+    pause, ended = Pause(PauseKind.BUDGET_REACHED, reason, plan.least_usd), tuple(one.instance for one in held)
     return Command(0, (), ended, pause=pause, kind="paused", reason=reason), plan
 
 
 def _why_no_entry(options: Sequence[PlannedOffer], timing: ControlTiming) -> str:
     """The rule by which no instance may be ordered, with the numbers of the offer that comes closest."""
-    nearest = min(options, key=lambda one: entry_usd(one, timing))
+    nearest = min(options, key=lambda one: entry_usd(one, timing.reserve))
     rate, boot = nearest.usd_per_hour / HOUR, nearest.boot_seconds
     work = f"{format_usd(rate * max(boot, timing.reserve))} $ to work at least as long"
     return (
-        f"the next instance needs {format_usd(entry_usd(nearest, timing))} $ ({nearest.name}: "
+        f"the next instance needs {format_usd(entry_usd(nearest, timing.reserve))} $ ({nearest.name}: "
         f"{format_usd(rate * boot)} $ to boot, {work}, {format_usd(rate * timing.reserve)} $ held back "
         f"for the {timing.reserve:.0f} s until it is drained and ended)"
     )
@@ -227,4 +207,4 @@ def _needed(plan: Plan) -> str:
         return (
             f"{format_usd(plan.chosen.usd.p50)} $ more ({say_fleet(plan.chosen)}, {say_time(plan.chosen.finish.p50)})"
         )
-    return "more" if plan.earliest is None else f"at most {format_usd(plan.earliest.usd.p50)} $ more"
+    return "more" if plan.least_usd is None else f"{format_usd(round_up_usd(plan.least_usd))} $ more"

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from gpu_runner.fleet.capacity_plan import Assignment, ControllerState
 from gpu_runner.market.offers import HOUR
 from gpu_runner.money import format_usd
+from gpu_runner.planner.budget import affordable
 from gpu_runner.planner.command import (
     Command,
     CommandKind,
-    affordable,
     assign,
     change_to,
     end_beyond_budget,
@@ -83,6 +83,7 @@ def decide(
     if target.budget_usd is not None:
         payable = affordable(options, target.budget_usd, timing)
         offered = payable if payable or held else offered  # else they are named as what the budget cannot begin
+        target = replace(target, reserve_seconds=0.0 if held else timing.reserve)
     check = FeasibilityCheck(work, tuple(offered), tuple(held), target, timing)
     command, plan = Controller(check, memory, measured, pilots).answer()
     if surplus:

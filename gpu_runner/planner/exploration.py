@@ -149,7 +149,7 @@ class FleetSimulation:
         done = sum(speed * (until - one.ready_in) for speed, one in zip(speeds, fleet, strict=True))
         if done >= tokens:
             until -= (done - tokens) / sum(speeds)
-            return rate * until, until > deadline
+            return rate * (until + check.target.idle_seconds), until > deadline
         spent = rate * until
         seen = {one.option.hardware_type for one in fleet}
         estimates = condition_on(self._estimates, {one: scenario.speeds[one] for one in seen})

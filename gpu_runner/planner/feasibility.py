@@ -161,7 +161,7 @@ class FeasibilityCheck:
 
     def run_on(self, held: Sequence[HeldInstance]) -> Candidate | None:
         """What happens when all of these work to the end; None when they cannot end."""
-        search = PlanSearch(self.work, (), held, Target(max_instances=len(held)))
+        search = PlanSearch(self.work, (), held, Target(max_instances=len(held), idle_seconds=self.target.idle_seconds))
         return search.all_of_it() if search.groups else None
 
     def evaluate_current(self, confidence: float) -> Candidate | None:

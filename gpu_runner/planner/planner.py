@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpu_runner.money import format_usd
+from gpu_runner.money import format_usd, round_up_usd
+from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.search import ENDLESS, PlanSearch
 from gpu_runner.planner.types import (
     Candidate,
@@ -29,6 +30,8 @@ from gpu_runner.planner.types import (
     say_fleet,
     say_time,
 )
+
+NOTHING_THERE = "no offer that can do the work is to be had and nothing is held"
 
 
 def make_plan(
@@ -54,9 +57,11 @@ def make_plan(
     if work.tokens <= 0 or search.most < 1:
         return _idle(work, target)
     earliest = search.earliest()
+    chosen = search.choose(earliest, allow_late=allow_late) if earliest else None
+    if chosen is None and target.budget_usd is not None and allow_late:
+        return _beyond_budget(work, options, held, target)
     if earliest is None:
-        return Plan(None, None, "no offer that can do the work is to be had and nothing is held")
-    chosen = search.choose(earliest, allow_late=allow_late)
+        return Plan(None, None, NOTHING_THERE)
     if chosen is None:
         return Plan(None, earliest.candidate, _explain(None, False, earliest.candidate, target))
     deadline = (ENDLESS if target.deadline is None else target.deadline) + 1e-6
@@ -69,6 +74,38 @@ def make_plan(
         met=chosen.finish <= deadline,
         keep=chosen.keep,
     )
+
+
+def _beyond_budget(work: Work, options: Sequence[PlannedOffer], held: Sequence[HeldInstance], target: Target) -> Plan:
+    """Nothing is chosen: says with how much it can be done, by the deadline if it can be kept at all."""
+    search = PlanSearch(work, options, held, replace(target, budget_usd=None))
+    earliest = search.earliest()
+    found = least_budget(work, options, held, target)
+    if earliest is None or found is None:
+        return Plan(None, None, NOTHING_THERE)
+    usd, fleet = found
+    reason = (
+        f"the budget of {format_usd(target.budget_usd or 0.0)} $ does not pay for all the work: "
+        f"{format_usd(round_up_usd(usd))} $ do, with {say_fleet(fleet)}, done in {say_time(fleet.finish.p50)} "
+        f"(P95 {say_time(fleet.finish.p95)})"
+    )
+    return Plan(None, earliest.candidate, reason, least_usd=usd)
+
+
+def least_budget(
+    work: Work, options: Sequence[PlannedOffer], held: Sequence[HeldInstance], target: Target
+) -> tuple[float, Candidate] | None:
+    """US dollars from now on that do all the work, within the deadline if any sum does, and the fleet; None: none does.
+
+    The sum holds what has to be left of it (`gpu_runner.planner.budget.needed_usd`).
+    """
+    search = PlanSearch(work, options, held, replace(target, budget_usd=None))
+    for deadline in dict.fromkeys((ENDLESS if target.deadline is None else target.deadline, ENDLESS)):
+        found = [one.candidate for one in search.frugal(deadline)]
+        if found:
+            sums = ((needed_usd(one, target.reserve_seconds), one) for one in found)
+            return min(sums, key=lambda pair: pair[0])
+    return None
 
 
 def in_detail(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpu_runner.market.offers import HOUR
+from gpu_runner.planner.budget import entry_usd, needed_usd
 from gpu_runner.planner.knapsack import QUANTA, KnapsackItem, is_coverable, solve_covering_knapsack
 from gpu_runner.planner.types import Candidate, HeldInstance, Interval, PlannedOffer, Target, Work
 
@@ -73,7 +74,7 @@ class PlanSearch:
         for option in options:
             count = self.most if option.capacity is None else option.capacity
             groups.append(self._group(option, count, option.boot_seconds, ()))
-        self.groups = [group for group in groups if group.count > 0 and group.slow > 0]
+        self.groups = [group for group in groups if group.count > 0 and group.slow > 0 and self._may_begin(group)]
 
     def _group(self, option: PlannedOffer, count: int, wait: float, names: tuple[str, ...]) -> InstanceGroup:
         loss = option.interruptions_per_hour / HOUR * option.boot_seconds  # boots per productive second, in seconds
@@ -83,7 +84,13 @@ class PlanSearch:
         doubt = P95 * math.hypot(option.spread, self.work.spread)
         slow, counted = speed * math.exp(-doubt), speed * math.exp(-self.confidence * doubt)
         until = self.spot_cutoff if option.spot else 0.0
-        return InstanceGroup(option, count, wait, until, names, speed, slow, counted, paid, usd_per_second * wait)
+        start = usd_per_second * (wait + self.target.idle_seconds)
+        return InstanceGroup(option, count, wait, until, names, speed, slow, counted, paid, start)
+
+    def _may_begin(self, group: InstanceGroup) -> bool:
+        """Whether the budget, as far as its reserve is to be seen to here, allows to order one."""
+        budget, reserve = self.target.budget_usd, self.target.reserve_seconds
+        return budget is None or not reserve or bool(group.held) or entry_usd(group.option, reserve) <= budget
 
     def choose(self, earliest: SearchResult, *, allow_late: bool = True) -> SearchResult | None:
         """What is to be done, or None when the budget allows nothing."""
@@ -97,7 +104,25 @@ class PlanSearch:
             within = [one for one in some if one and one.finish <= deadline + 1e-6 and self._affordable(one)]
             if within:
                 return min(within, key=lambda one: one.usd * one.candidate.finish.p50)
-        return self._soonest(earliest) if allow_late or self.target.objective == "fastest" else None
+        fastest = self.target.objective == "fastest"
+        soonest = self._soonest(earliest) if allow_late or fastest else None
+        if not self.target.reserve_seconds or (fastest and soonest and soonest.finish <= deadline + 1e-6):
+            return soonest
+        frugal = next(filter(self._affordable, self.frugal(deadline)), None)
+        if frugal is None and soonest is None and allow_late:
+            frugal = next(filter(self._affordable, self.frugal(ENDLESS)), None)
+        return frugal or soonest
+
+    def frugal(self, seconds: float) -> list[SearchResult]:
+        """The cheapest fleets for a finish time, each without the offers that are dearest to begin with in the last."""
+        kept, reserve = self.groups, self.target.reserve_seconds
+        results: list[SearchResult] = []
+        while self.groups and (found := self.at(seconds)) is not None:
+            results.append(found)
+            dearest = max(entry_usd(option, reserve) for option, _ in found.candidate.fleet)
+            self.groups = [group for group in self.groups if entry_usd(group.option, reserve) < dearest]
+        self.groups = kept
+        return results
 
     def at(self, seconds: float, quanta: int = 0) -> SearchResult | None:
         """The least cost of a finish within so many seconds. `quanta` of work; 0: as many as an exact plan takes."""
@@ -126,7 +151,9 @@ class PlanSearch:
         ]
 
     def _affordable(self, found: SearchResult) -> bool:
-        return self.target.budget_usd is None or found.usd <= self.target.budget_usd
+        budget, reserve = self.target.budget_usd, self.target.reserve_seconds
+        needed = needed_usd(found.candidate, reserve) if reserve else found.usd
+        return budget is None or needed <= budget
 
     def _soonest(self, earliest: SearchResult) -> SearchResult | None:
         """The earliest finish that the budget allows, or nearly so."""
@@ -172,7 +199,7 @@ class PlanSearch:
         """All instances that there are, paid until the expected finish."""
         counts = [group.count for group in self.groups]
         rate = sum(group.count * group.option.usd_per_hour for group in self.groups) / HOUR
-        return self._candidate(counts, rate * self._finish(counts, 0))
+        return self._candidate(counts, rate * (self._finish(counts, 0) + self.target.idle_seconds))
 
     def _fastest(self, seconds: float) -> list[int]:
         counts, left = [0] * len(self.groups), self.most

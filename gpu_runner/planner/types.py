@@ -92,12 +92,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is wanted. `deadline`: seconds from now, may be negative. `budget_usd`: US dollars from now on."""
+    """What is wanted. `deadline`: seconds from now, may be negative. `budget_usd`: US dollars from now on.
+
+    `idle_seconds`: that an instance stands idle, and is paid, after its last row. `reserve_seconds`: that instances may
+    cost on after the decision to end them; the budget has to hold this back. 0: whoever asks has done so already.
+    """
 
     deadline: float | None = None
     budget_usd: float | None = None
     max_instances: int = 20
     objective: Objective = "cheapest"
+    idle_seconds: float = 0.0
+    reserve_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class Candidate:
 class Plan:
     """`chosen`: None when no offer can do it or the budget allows nothing. `keep`: the held instances in it.
 
+    `least_usd`: US dollars from now on with which it can be done, where the budget is not enough.
     `earliest`: the earliest possible finish whatever it costs. `feasible`: P95 of the finish within the deadline, and
     the expected cost within the budget. `met`: the same at the confidence asked for. `next_best`: up to 3 others.
     `curve`: cost against finish time, fastest first.
@@ -139,6 +146,7 @@ class Plan:
     keep: tuple[str, ...] = ()
     next_best: tuple[Candidate, ...] = ()
     curve: tuple[Candidate, ...] = ()
+    least_usd: float | None = None
 
     @property
     def fleet(self) -> tuple[tuple[PlannedOffer, int], ...]:

@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import WIDE_WIDTH, print_json
@@ -27,8 +28,8 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.market.workload import Assumption, Subject, Workload
-from gpu_runner.money import format_usd
-from gpu_runner.planner.types import Candidate, Interval, Plan, Target
+from gpu_runner.money import format_usd, round_up_usd
+from gpu_runner.planner.types import Candidate, ControlTiming, Interval, Plan, Target
 
 CURVE_LINES = 12
 
@@ -49,6 +50,7 @@ def as_json(found: Proposal) -> dict[str, Any]:
         "feasible": plan.feasible,
         "instances": plan.instances,
         "reason": plan.reason,
+        "least_usd": None if plan.least_usd is None else round_up_usd(plan.least_usd),
         "chosen": _candidate_json(plan.chosen),
         "earliest": _candidate_json(plan.earliest),
         "next_best": [_candidate_json(one) for one in plan.next_best],
@@ -87,7 +89,8 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()
     with fleet.open_database() as fleet_db:
-        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags)
+        timing = ControlTiming.of_sensor(settings.capacity_seconds())
+        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags, timing)
 
 
 def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:

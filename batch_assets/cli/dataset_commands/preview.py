@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from batch_assets import settings
 from batch_assets.cli.dataset_commands.row_text import indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import error_console
@@ -29,6 +30,7 @@ from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.money import format_usd
+from gpu_runner.planner.types import ControlTiming
 from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
 from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
@@ -140,7 +142,8 @@ def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine 
         return Preview(spec.name, spec.model, asked, counter, seconds)
     fleet = the_fleet()
     with fleet.open_database() as fleet_db:
-        plan = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, {})
+        timing = ControlTiming.of_sensor(settings.capacity_seconds())
+        plan = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, {}, timing)
     return Preview(spec.name, spec.model, asked, counter, seconds, plan)
 
 

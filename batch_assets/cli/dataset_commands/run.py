@@ -39,6 +39,7 @@ class Request:
     `rows`: only the first batches, which hold so many (trial.py). `simulate`: made-up texts will do.
     `redrive_error`: only dead letters are tried again, those of this error, or with "" all.
     `regenerate`: which rows are asked again, as the tag batch/regenerate says it.
+    `waits`: what its budget pauses is waited for.
     """
 
     dataset: str
@@ -50,6 +51,7 @@ class Request:
     simulate: bool = False
     redrive_error: str | None = None
     regenerate: str | None = None
+    waits: bool = False
 
     @property
     def job(self) -> str:
@@ -127,6 +129,7 @@ class Runner:
             progress=self._verifying,
             verifies=self.request.verifies,
             redrive_error=self.request.redrive_error,
+            waits=self.request.waits,
         )
         try:
             return self._follow(dagster, follower)
@@ -196,6 +199,8 @@ class Runner:
             if moment.remark:
                 self.display.say(moment.remark)
             if moment.ending is not None:
+                if moment.ending.pause is not None and self.own:
+                    self._give_up(dagster, follower)
                 return moment.ending
             self._show_page(dagster, began)
             if not self._has_page():

@@ -13,14 +13,17 @@ from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.durations import duration
 from batch_assets.monitoring.display import display
+from gpu_runner.money import format_usd, round_up_usd
 
 if TYPE_CHECKING:
     from batch_assets.catalog.progress import Figures
     from batch_assets.monitoring.dataset_status import DatasetStatus, Observer
     from batch_assets.monitoring.request_monitor import RunResult
     from batch_assets.publishing.dead_letters import DeadLetterExample
+    from gpu_runner.fleet.capacity_plan import Pause
 
 UI_PORT = 3000
+PAUSED_STATUS = 3
 
 
 def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
@@ -49,6 +52,8 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
             "verify_seconds": round(ending.verify_seconds, 1),
             "trial": trial,
             "dead_letters": [asdict(one) for one in dead],
+            "paused": None if ending.pause is None else ending.pause.describe(),
+            "enough_usd": None if ending.pause is None else ending.pause.enough_usd,
         }
         print_json(status.as_json() | extra)
     elif ending.trial is not None:
@@ -61,12 +66,33 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         print("\n".join(dead_lines(request.dataset, dead)), flush=True)
     for warning in ending.warnings:
         console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if ending.pause is not None:
+        words = "\n".join(paused(request.dataset, ending.pause, ending.spent_usd, own=runner.own))
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return PAUSED_STATUS
     if not ending.ok:
         where = f"  look at it with `batch-assets ui`: http://127.0.0.1:{UI_PORT}" if runner.own else f"  {runner.url}"
         links = [f"{where}/runs/{run}" for run in ending.runs]
         text = "\n".join([f"{request.dataset}: {ending.said}", *links])
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     return 0 if ending.ok else 1
+
+
+def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:
+    """The last lines of a run that its budget stopped after so many US dollars.
+
+    `own`: its Dagster ends with it: the next `run` is a request of its own. Else its runs wait for a larger budget.
+    """
+    said = f"{dataset}: paused: {pause.describe()}"
+    enough = pause.enough_usd
+    if own and enough is not None:
+        enough = round_up_usd(enough - spent)
+    command = f"batch-assets {'run' if own else 'adjust'} {dataset} --budget-usd"
+    if enough is None:
+        return [said, f"`{command} SUM` goes on from there with a larger budget; what is finished is kept"]
+    kind = f"{format_usd(enough)} $ {'more' if own else 'in all'} would do"
+    number = format_usd(enough).replace(",", "")
+    return [said, f"{kind}: `{command} {number}` goes on from there; what is finished is kept"]
 
 
 def _verified(dataset: str, ending: RunResult) -> str:

@@ -38,6 +38,7 @@ from batch_assets.tags import (
     ROWS_TAG,
     WILL_RETRY_TAG,
 )
+from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan, Pause, PauseKind
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RunActivity
 from resources.objects.opening import open_objects
@@ -146,6 +147,19 @@ def test_a_lost_worker_that_is_retried_is_followed_to_its_retry(site: Site):
     follower = site.follow(lost)
     follower.look()
     assert follower.request == retry
+
+
+def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is_waited_for(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.batches(request, S.STARTED)
+    site.fleet_db.begin_request("d", request, deadline_at=None, budget_usd=0.1)
+    pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.10 $ are left", 1.37)
+    assert site.look(request).ending is None
+    assert site.fleet_db.command("d", request, 0, (), pause, CapacityMemory(), CapacityPlan())
+    ending = site.look(request).ending
+    assert ending is not None and (ending.ok, ending.pause) == (False, pause)
+    waiting = RequestMonitor(site.observer, request, clock=lambda: site.now, waits=True)
+    assert waiting.look().ending is None
 
 
 def test_canceling_the_source_run_ends_it(site: Site):

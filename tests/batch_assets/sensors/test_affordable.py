@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpu_runner.fleet.capacity_plan import PauseKind
 from gpu_runner.market.offers import HOUR, Objective
-from gpu_runner.planner.command import affordable, entry_usd
+from gpu_runner.planner.budget import affordable, entry_usd
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import TIMING, ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 
@@ -70,13 +70,13 @@ def test_a_pause_says_its_rule_with_numbers_that_explain_it():
     assert command.pause is not None and command.pause.kind is PauseKind.BUDGET_REACHED
     assert command.pause.describe().startswith(
         "budget reached: 0.21 $ are left, and the next instance needs 0.26 $ (1×A100: 0.10 $ to boot, 0.10 $ to work "
-        "at least as long, 0.06 $ held back for the 150 s until it is drained and ended); the work needs 0.12 $ more"
+        "at least as long, 0.062 $ held back for the 150 s until it is drained and ended); the work needs 0.27 $ more"
     )
     held = (HeldInstance("i0", ONE),)
     command, _ = tick([ONE], Target(None, 0.05), work=little, held=held)
     assert (command.kind, command.retire) == ("paused", ("i0",))
     assert (
-        "0.05 $ are left, and 0.06 $ are held back for the 150 s until an instance that goes on"
+        "0.05 $ are left, and 0.062 $ are held back for the 150 s until an instance that goes on"
         in command.pause.describe()
     )
 
@@ -115,7 +115,7 @@ def test_work_left_and_an_affordable_offer_never_give_no_instance_without_a_stat
     timing = ControlTiming.of_sensor(seconds)
     named = [replace(one, name=f"o{i}{' spot' if one.spot else ''}") for i, one in enumerate(market)]
     held = tuple(HeldInstance(f"i{i}", named[i % len(named)], wait) for i, wait in enumerate(waits))
-    budget = share * min(entry_usd(one, timing) for one in named)
+    budget = share * min(entry_usd(one, timing.reserve) for one in named)
     memory = ControllerState(tried=tuple(one.name for one in named[:tried]))
     target = Target(deadline, budget, limit, objective)
     command, _ = tick(
@@ -137,4 +137,4 @@ def test_work_left_and_an_affordable_offer_never_give_no_instance_without_a_stat
     for name, number in command.offers:
         option = next(one for one in named if one.name == name)
         staying = sum(one.option.name == name and one.instance not in command.retire for one in held)
-        assert number <= staying or entry_usd(option, timing) <= budget * (1 + 1e-9)
+        assert number <= staying or entry_usd(option, timing.reserve) <= budget * (1 + 1e-9)

@@ -22,7 +22,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.planner.types import Target
+from gpu_runner.planner.types import TIMING, Target
 
 QUESTIONS = 3000
 
@@ -96,6 +96,16 @@ def test_what_cannot_be_done_is_said_with_the_earliest_finish_and_ends_with_stat
     assert "earliest" in found["reason"]
 
 
+def test_a_budget_that_is_not_enough_is_answered_with_the_least_sum_which_is_enough(home: Path) -> None:
+    status, found = plan("--budget-usd", "0.02")
+    assert (status, found["feasible"], found["chosen"]) == (1, False, None)
+    least = found["least_usd"]
+    assert f"{least} $ do, with" in found["reason"]
+    assert least < found["earliest"]["usd"]["p50"]
+    status, found = plan("--budget-usd", str(least))
+    assert (status, found["feasible"], found["least_usd"]) == (0, True, None)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -140,7 +150,7 @@ def test_what_is_held_and_spent_already_is_part_of_the_plan(site: Site) -> None:
     instance(site, "ba-1", seconds=100, tokens=200_000)
     spec = load_spec({**SPEC, "budget_usd": 9.0}, "defs.yaml")
     work = WorkloadEstimator(spec, site.store, site.folder).look()
-    found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, spec, work, {})
+    found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, spec, work, {}, TIMING)
     assert [one.instance for one in found.held] == ["ba-1"] and found.held[0].ready_in == 0
     assert found.target.deadline == pytest.approx(6 * 3600, abs=60)
     assert isinstance(found.spend, Spend) and found.request

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from batch_assets.cli.dataset_commands.run import Request
-from batch_assets.cli.dataset_commands.run_summary import dead_lines, success
+from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, success
 from batch_assets.publishing.dead_letters import DeadLetterExample
+from gpu_runner.fleet.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,17 @@ def test_dead_letters_are_counted_by_error_with_an_example() -> None:
         "    2 timeout, as row r9",
         "batch-assets redrive d [--error CODE]: tries them again, and nothing else",
     ]
+
+
+def test_a_run_that_its_budget_stopped_says_the_sum_and_the_command_that_goes_on() -> None:
+    pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.10 $ are left", 1.5)
+    assert read_pause(pause_to_json(pause)) == pause
+    assert paused("d", pause, 0.5, own=False)[1] == (
+        "1.50 $ in all would do: `batch-assets adjust d --budget-usd 1.50` goes on from there; what is finished is kept"
+    )
+    assert paused("d", pause, 0.5, own=True)[1].startswith(
+        "1.00 $ more would do: `batch-assets run d --budget-usd 1.00`"
+    )
+    before = read_pause('{"kind": "budget_reached", "text": "of an earlier version"}')
+    assert before is not None and before.enough_usd is None
+    assert "--budget-usd SUM` goes on" in paused("d", before, 0.0, own=True)[1]

@@ -1,0 +1,51 @@
+"""What a budget allows: one rule and one reserve for plans, for commands and for what is told to people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpu_runner.market.offers import HOUR
+from gpu_runner.planner.types import Candidate, ControlTiming, PlannedOffer
+
+
+def entry_usd(option: PlannedOffer, reserve: float) -> float:
+    """US dollars that a budget must have left before an instance of this offer is ordered.
+
+    Its boot, as long again (at least one reserve) to earn it, and the reserve (seconds): what it costs on after the
+    decision to end it. So what is commanded is not refused by the fleet's database, which ask for twice the boot, a
+    drain and a lease's end (`gpu_runner.fleet.accounting.budget.refuse_beyond`).
+    """
+    return option.usd_per_hour / HOUR * (option.boot_seconds + max(option.boot_seconds, reserve) + reserve)
+
+
+def affordable(options: Sequence[PlannedOffer], budget: float, timing: ControlTiming) -> list[PlannedOffer]:
+    """Offers of which one instance can be had, works, and may be ordered with so much left."""
+    there = (one for one in options if one.capacity != 0 and one.tokens_per_second > 0)
+    return [one for one in there if entry_usd(one, timing.reserve) <= budget]
+
+
+def fitting(
+    new: Sequence[tuple[PlannedOffer, int]], budget: float, reserve: float
+) -> tuple[tuple[PlannedOffer, int], ...]:
+    """Of the instances that are to be ordered those that the budget can boot, use and end: the dearest go first."""
+    found: list[tuple[PlannedOffer, int]] = []
+    left = budget
+    for option, wanted in sorted(new, key=lambda pair: pair[0].usd_per_hour):
+        entry = entry_usd(option, reserve)
+        number = wanted if entry <= 0 else max(0, min(wanted, int(left / entry)))
+        left -= 2 * reserve * option.usd_per_hour / HOUR * number
+        found += [(option, number)] if number else []
+    return tuple(found)
+
+
+def needed_usd(fleet: Candidate, reserve: float) -> float:
+    """US dollars from now on with which this fleet, all of it new, is ordered at once and works to the end.
+
+    What the work costs and the reserve of all its instances; not less than what `fitting` asks for all of them.
+    """
+    rate = sum(option.usd_per_hour * number for option, number in fleet.fleet) / HOUR
+    needed, begun = fleet.usd.p50 + reserve * rate, 0.0
+    for option, number in sorted(fleet.fleet, key=lambda pair: pair[0].usd_per_hour):
+        needed = max(needed, begun + number * entry_usd(option, reserve))
+        begun += 2 * reserve * option.usd_per_hour / HOUR * number
+    return needed * (1 + 1e-9)  # the same sum, added up in another order
