@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.cli.user_errors import CommandError
 from batch_assets.local_dagster.local_fleet import the_fleet
@@ -20,6 +21,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import ROWS_TAG
 from gpu_runner.market.workload import Workload
+from gpu_runner.planner.types import ControlTiming
 from resources.store.dataset_store import BatchObject
 
 
@@ -61,7 +63,8 @@ def _cost(spec: GeneratedDatasetSpec, work: Workload, tags: dict[str, str], endp
         return "by an engine that stands there anyway, whose price is not known here"
     tags.pop(ROWS_TAG, None)
     with fleet.open_database() as fleet_db:
-        plan = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags).plan
+        timing = ControlTiming.of_sensor(settings.capacity_seconds())
+        plan = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags, timing).plan
     return plan.reason if plan.chosen is None else words(plan.chosen)
 
 
