@@ -19,6 +19,7 @@ CLASS_WORDS = ("__name__", "__qualname__", "__module__")
 OTHER_PROGRAMS = {
     ("batch_assets/dagster_internals/code_server.py", "is_unreachable"),  # an error that Dagster has written down
     ("batch_assets/local_dagster/dagster_client.py", "launch"),  # the type of an answer in Dagster's GraphQL schema
+    ("batch_assets/api/interactive/proxy.py", "refusal"),  # an engine's 404: of a route, or of a model
     ("gpu_runner/providers/kubernetes/api.py", "_forbidden"),  # a quota, in the words of Kubernetes' admission
     ("gpu_runner/providers/kubernetes/provider.py", "create"),  # reasons of Kubernetes' Status object, a closed list
     ("gpu_runner/fleet/migrations/versions/v0002_kinds.py", "upgrade"),  # what version 0001 of ours wrote

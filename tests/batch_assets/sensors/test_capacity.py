@@ -370,10 +370,7 @@ def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: Site) -> None:
 
 
 def test_engines_in_use_by_others_do_not_count(site: Site) -> None:
-    (site.folder / "fleet.yaml").write_text(
-        yaml.safe_dump({"engines": [{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}]})
-    )
-    fleet_yaml(site.folder, engines=[{"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9000"}])
+    fleet_yaml(site.folder, engines=[{"name": "lab", "kind": "simulated"}])
     large(site)
     site.request()
     site.fleet_db.begin_run("theirs", "e", "00000", "00001")

@@ -56,14 +56,16 @@ def test_batches_that_were_never_made_count_as_missing_in_dagster_itself(tmp_pat
 
 def test_an_interrupted_refresh_is_told_with_what_is_left_and_what_to_do_until_nothing_is(site: Site):
     changed(site)
-    assert checks(site) == [(False, f"12 of 12 batches are of an earlier snapshot or lost: {TODO}")]
+    assert checks(site) == [(False, f"12 of 12 batches are of an earlier snapshot, lost or to be made anew: {TODO}")]
     assert checks(site) == []
     run = site.batches(S.STARTED, KEYS[0], KEYS[-1], site.request())
-    assert checks(site) == [(False, "12 of 12 batches are of an earlier snapshot or lost: they are being made.")]
+    assert checks(site) == [
+        (False, "12 of 12 batches are of an earlier snapshot, lost or to be made anew: they are being made.")
+    ]
     site.commit(*KEYS[:4])
     assert checks(site) == [], "not an event for each batch"
     site.end(run, dg.DagsterEventType.RUN_CANCELED)
-    assert checks(site) == [(False, f"8 of 12 batches are of an earlier snapshot or lost: {TODO}")]
+    assert checks(site) == [(False, f"8 of 12 batches are of an earlier snapshot, lost or to be made anew: {TODO}")]
     assert site.instance.get_materialized_partitions(ledger.rows_key("d")) == set(KEYS), "Dagster's bar has no gap"
     site.commit(*KEYS[4:])
     assert checks(site) == [(True, "All 12 batches are of the newest snapshot, or were never made.")]
@@ -87,7 +89,7 @@ def test_a_batch_that_is_lost_is_told_too(site: Site):
     site.instance.report_runless_asset_event(
         ledger.void_event("d", KEYS[3], version.voided(), "snapshot", "its object is gone", None)
     )
-    assert checks(site) == [(False, f"1 of 12 batches are of an earlier snapshot or lost: {TODO}")]
+    assert checks(site) == [(False, f"1 of 12 batches are of an earlier snapshot, lost or to be made anew: {TODO}")]
 
 
 def test_a_snapshot_that_comes_back_is_current_again(site: Site):

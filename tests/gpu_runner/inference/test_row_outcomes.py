@@ -75,7 +75,9 @@ def test_a_repair_that_does_not_fit_the_context_is_an_answer_that_misses_the_sch
 class FilteredEngine(FakeEngine):
     """A content filter ends the answer to `r1`."""
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         found = await super().generate(prompt, repair=repair, admit=admit)
         return replace(found, finish_reason="content_filter", filtered=True) if prompt == b'"r1"' else found
 

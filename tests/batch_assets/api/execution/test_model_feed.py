@@ -245,7 +245,7 @@ def test_lines_of_a_shorter_window_pass_those_that_were_read_and_not_sent(
         with simulated_engine("--max-num-seqs", "4", "--weights-ms", "3", "--output-tokens", "fixed:2") as engine:
             local = LocalJournal(None, "me", lambda call: call())
             monkeypatch.setattr(local, "note", lambda batch, part, outcome: answered.update([batch]))
-            feed = ModelFeed("tiny", "chat", EndpointSupply(engine.url, 4), lambda run, footer: None, local)
+            feed = ModelFeed("tiny", "chat", EndpointSupply(engine.url, None, 4), lambda run, footer: None, local)
             serving = asyncio.create_task(feed.serve())
             try:
                 feed.add(run_of(LocalObjects(tmp_path / "1"), "batch_long", lines=2000, expires_at=900))

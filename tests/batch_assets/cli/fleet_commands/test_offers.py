@@ -408,7 +408,7 @@ def test_changing_the_hardware_regenerates_nothing() -> None:
     [
         ({"gpu": "H100"}, "hardware.gpu: expected a known key, found 'gpu'. Did you mean 'gpus'?"),
         ({"gpus": []}, "hardware.gpus: expected at least this many entries: 1"),
-        ({"spot": "yes"}, "hardware.spot: expected true or false"),
+        ({"spot": "perhaps"}, "hardware.spot: expected true or false"),
         ({"max_price_per_hour": 0}, "hardware.max_price_per_hour: expected more than 0"),
         ({"min_reliability": 1.5}, "hardware.min_reliability: expected at most 1"),
         ({"model_facts": {"weights_gib": 1}}, "hardware.model_facts.active_billions: expected a value, found nothing"),

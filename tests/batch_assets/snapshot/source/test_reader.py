@@ -328,7 +328,8 @@ def test_parquet_values_keep_their_types(tmp_path: Path) -> None:
 def test_a_truncated_or_damaged_parquet_file_is_refused_and_named(tmp_path: Path, damage: Any) -> None:
     file = parquet(tmp_path, q=[os.urandom(20).hex() for _ in range(300)])
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(SourceError, match=r"^a\.parquet: (expected a whole Parquet file|broken at row)"):
+    said = r"^a\.parquet: (expected a whole Parquet file|expected at least one row|broken at row)"
+    with pytest.raises(SourceError, match=said):
         rows_of(tmp_path, ["q"], path="a.parquet")
 
 

@@ -145,7 +145,9 @@ class TimedEngine(FakeEngine):
         super().__init__(slots=slots, seconds=seconds)
         self.times: list[float] = []
 
-    async def generate(self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None) -> Completion:
+    async def generate(
+        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+    ) -> Completion:
         self.times.append(asyncio.get_running_loop().time())
         return await super().generate(prompt, repair=repair, admit=admit)
 
