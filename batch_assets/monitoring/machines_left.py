@@ -33,7 +33,7 @@ def machines_left(
 
 def _sentence(one: Instance, idle_seconds: float, now: float, zone: tzinfo | None, *, ends_now: bool) -> str:
     spot = " spot" if one.spot else ""
-    said = f"{one.name} ({one.provider} {one.instance_type}{spot}, {format_usd(one.price_per_hour)}/h)"
+    said = f"{one.name} ({one.provider} {one.instance_type}{spot}, {format_usd(one.price_per_hour)} $/h)"
     if one.state == "ending":
         return f"{said} is being ended"
     if ends_now:
@@ -44,6 +44,6 @@ def _sentence(one: Instance, idle_seconds: float, now: float, zone: tzinfo | Non
     until = datetime.fromtimestamp(now + left, zone).strftime("%H:%M:%S")
     usd = one.price_per_hour * one.clock * left / 3600
     return (
-        f"{said} stays for the next run until {until}, for {duration(left)} and {format_usd(usd)} at most; "
+        f"{said} stays for the next run until {until}, for {duration(left)} and {format_usd(usd)} $ at most; "
         "`batch-assets fleet down` ends it now"
     )
