@@ -112,6 +112,7 @@ class EveryProvider:
         pods = self.runpod.provider(
             gpus=[{"gpu_type": "NVIDIA L40S", "price_per_hour": PRICES["runpod"], **GPU}], boot_seconds=2.0, reach="tcp"
         ).config.model_dump(mode="json")
+        aws["engine_image"] = pods["engine_image"] = f"gpu_runner.simulator@sha256:{'0' * 64}"  # else sim-a is left out
         rented = {"local": [local], "ssh": [lab], "ec2": [aws], "runpod": [pods]}
         return {"simulated": simulated, **rented, "idle_minutes": idle_seconds / 60, "move_seconds": 600}
 
