@@ -495,7 +495,7 @@ def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_
     site.fleet_db.begin_request("d", "r", budget_usd=1.0)
     assert not site.fleet_db.renew(leased.lease, 60)
     said = renter.look(leased).retired
-    assert re.match(r"budget of 1\.00 \$ reached \(\d\.\d\d \$ spent, what is rented costs ", said), said
+    assert re.match(r"budget of 1\.00 \$ reached \(\d\.\d+ \$ spent, what is rented costs ", said), said
     renter.release(leased, reason="lease lost")
     assert site.running() == []
 
