@@ -302,7 +302,10 @@ def measure(options: argparse.Namespace, folder: Path, server: PostgresServer | 
         entries, times = ledger_entries(instance)
         if len(entries) != batches:
             raise RuntimeError(f"expected {batches} batches in the ledger; found {len(entries)}")
-        if (found := asked(urls)) != {"requests": options.rows, "completed": options.rows, "repeated": 0}:
+        found = asked(urls)
+        # A slow engine may have been asked for a sign of life too: one prompt more on that engine.
+        once = found["completed"] == found["requests"] and not found["repeated"]
+        if not once or not 0 <= found["requests"] - options.rows <= len(urls):
             raise RuntimeError(f"expected {options.rows} requests, each of another prompt; the engines had {found}")
         taken = phases(instance)
         return {

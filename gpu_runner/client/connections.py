@@ -11,8 +11,8 @@ import aiohttp
 from gpu_runner.client.protocol import EngineError, EngineRefused, Transient
 from gpu_runner.http import addresses
 
-# Below the 5 s after which uvicorn closes an idle connection, so that we mostly close first.
-KEEP_ALIVE_SECONDS = 4.0
+# Well below the 5 s after which uvicorn closes an idle connection: we close first also where either side is busy.
+KEEP_ALIVE_SECONDS = 2.0
 
 
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -199,13 +199,17 @@ def test_embeddings_come_as_vectors() -> None:
 def test_the_window_settles_at_four_times_the_slots() -> None:
     async def main(engine: SimulatedEngine) -> None:
         sizes = []
-        feed = make_feed(source(3000), Sink())
+        feed = make_feed(source(60_000), Sink())
         serving = asyncio.create_task(serve(feed, engine.url, max_num_seqs=None))
-        while not serving.done():
+        grown_at = None
+        while not serving.done() and (grown_at is None or len(sizes) < grown_at + 40):
             sizes.append(feed.progress().window)
+            if grown_at is None and sizes[-1] == 256:
+                grown_at = len(sizes)
             await asyncio.wait((serving,), timeout=0.05)
-        await serving
-        assert 64 < max(sizes) <= 256
+        serving.cancel()
+        await asyncio.wait((serving,))
+        assert max(sizes) == 256
 
     with_engine(main)
 
