@@ -19,6 +19,7 @@ import orjson
 from gpu_runner.answers import NO_PARTS, AnswerParts
 from gpu_runner.client.answers import answer_numbers, unreadable
 from gpu_runner.client.answers.answer_parts import at_index_0, chat_parts, completion_parts
+from gpu_runner.client.answers.quota_codes import quota_code
 from gpu_runner.client.json_schemas.openai_strict import strict_takes
 from gpu_runner.rows import Generation, Output, Task
 
@@ -106,12 +107,13 @@ class RequestDenied(EngineRefused):
 
     Whether every request is refused (key, credit, model, settings of the request), or this row alone (moderation, an
     invalid text), only another request shows. The text is for the case that all are; `code` and `message` are those of
-    the row's dead letter otherwise.
+    the row's dead letter otherwise. `of_account`: the server says that the account cannot pay (quota_codes.py): where
+    other requests are answered, this row is tried again.
     """
 
-    def __init__(self, code: str, refusal: str, message: str = "") -> None:
+    def __init__(self, code: str, refusal: str, message: str = "", *, of_account: bool = False) -> None:
         super().__init__(refusal)
-        self.code, self.message = code, message[:MESSAGE_LENGTH]
+        self.code, self.message, self.of_account = code, message[:MESSAGE_LENGTH], of_account
 
     def like(self, other: EngineRefused) -> bool:
         """Whether both were refused for one reason, as far as status and message tell.
@@ -119,6 +121,8 @@ class RequestDenied(EngineRefused):
         What denies access does so in many words, and before a request is read: there the status is enough.
         """
         if not isinstance(other, RequestDenied) or (self.code in _OF_ACCESS and other.code in _OF_ACCESS):
+            return True
+        if self.of_account and other.of_account:
             return True
         return self.code == other.code and _kind_of_message(self.message) == _kind_of_message(other.message)
 
@@ -246,7 +250,8 @@ def not_an_answer(task: Task, headers: Mapping[str, str], body: bytes) -> Engine
         return Transient("garbage_body", unreadable.what_is_wrong(body, task))
     if (status := unreadable.status_in(error)) is not None:
         return error_of(status, headers, body)
-    return Transient(ERROR_ANSWER, _error_text(body)[0])
+    message, *codes = _error_text(body)
+    return error_of(429, headers, body) if quota_code(*codes) else Transient(ERROR_ANSWER, message)
 
 
 def _text(task: Task, answer: Any) -> Completion:
@@ -280,14 +285,16 @@ def _usage(answer: Any) -> tuple[int, int]:
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
     """What an HTTP status other than 200 means for the row or the engine."""
-    message, code = _error_text(body)
+    message, code, kind = _error_text(body)
+    if status >= 400 and (spent := quota_code(code, kind)):
+        return RequestDenied(rejected(status), _out_of_quota(status, spent), message, of_account=True)
     if status == 500 and _TOO_LONG_TO_EMBED.search(message):
         return RowRejected(CONTEXT_EXCEEDED, message)
     if status in (408, 425, 429) or status >= 500 or status < 200:
         return Transient(f"http_{status}", message, retry_after=retry_after(headers), taken=status != 429)
     if 200 <= status < 300:
         return Transient("garbage_body", f"status {status} without an answer")
-    if status not in _ACCESS and _TOO_LONG.search(f"{code} {message}"):
+    if status not in _ACCESS and _TOO_LONG.search(f"{code} {kind} {message}"):
         return RowRejected(CONTEXT_EXCEEDED, message)
     return RequestDenied(rejected(status), _refusal(status), message)
 
@@ -321,20 +328,27 @@ def _refusal(status: int) -> str:
     return f"expected an answer, found a redirect (status {status}), which is never followed: use the final address"
 
 
-def _error_text(body: bytes) -> tuple[str, str]:
-    """(message, code) of an error body: OpenAI's `{"error": {…}}`, FastAPI's `{"detail": …}`, or plain text."""
+def _out_of_quota(status: int, code: str) -> str:
+    return (
+        f"expected an account that can pay for requests, found status {status} ({code}): look at its credit, its quota "
+        "and its spend limits on the billing pages of whoever runs the endpoint"
+    )
+
+
+def _error_text(body: bytes) -> tuple[str, str, str]:
+    """(message, code, type) of an error body: OpenAI's `{"error": {…}}`, FastAPI's `{"detail": …}`, or plain text."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body[:MESSAGE_LENGTH].decode("utf-8", "replace"), ""
+        return body[:MESSAGE_LENGTH].decode("utf-8", "replace"), "", ""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     try:
         if isinstance(error, dict):
             message = error.get("message") or error.get("detail") or ""
-            return str(message)[:MESSAGE_LENGTH], f"{error.get('code')} {error.get('type')}"
-        return str(error)[:MESSAGE_LENGTH], ""
+            return str(message)[:MESSAGE_LENGTH], str(error.get("code")), str(error.get("type"))
+        return str(error)[:MESSAGE_LENGTH], "", ""
     except RecursionError:  # lists in lists, nearly as deep as orjson reads them
-        return "", ""
+        return "", "", ""
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -128,7 +128,7 @@ def _not_an_answer(body: bytes, task: Task) -> EngineError:
 
 
 def _as_of_row(status: int, error: EngineError, body: bytes) -> EngineError:
-    if isinstance(error, RequestDenied) and (status in (401, 402) or 300 <= status < 400 or _is_of_model(status, body)):
+    if isinstance(error, RequestDenied) and (error.of_account or _of_all_requests(status, body)):
         return EngineRefused(str(error))
     if isinstance(error, RowRejected | RequestDenied):
         error = RowRejected(rejected(status))
@@ -137,9 +137,10 @@ def _as_of_row(status: int, error: EngineError, body: bytes) -> EngineError:
     return error
 
 
-def _is_of_model(status: int, body: bytes) -> bool:
-    """A 404 that says that there is no such model: it was there when the engine was asked what it serves."""
-    return status == 404 and b"model" in body[:KEPT_ERROR_BYTES].lower()
+def _of_all_requests(status: int, body: bytes) -> bool:
+    """Of key, credit or address; or a 404 that says that there is no such model, which was served when it was asked."""
+    no_model = status == 404 and b"model" in body[:KEPT_ERROR_BYTES].lower()
+    return status in (401, 402) or 300 <= status < 400 or no_model
 
 
 def error_json(body: bytes) -> str:

@@ -227,7 +227,14 @@ class EngineWorker:
         try:
             admit = partial(self._admit, rows)
             completions = await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
-        except (RowRejected, RequestDenied):
+        except RequestDenied as error:
+            if error.of_account:  # smaller lists would be refused as well
+                self._note(refused, None, len(rows))
+                now = self._answered(*rows)
+                for item in rows:
+                    self.failures.denied(item, error, now)
+                return
+        except RowRejected:
             pass
         except Transient as error:
             self._note(refused, None, len(rows))

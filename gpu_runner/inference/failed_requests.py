@@ -144,7 +144,7 @@ class FailedRequests:
             if verdict == "undecided":
                 break
             self._undecided.popleft()
-            self._try_again(failure, charged=verdict == "charged")
+            self._try_again(failure.item, failure.error, failure.at, charged=verdict == "charged")
             judged = True
         if judged:
             self._loop.call_soon(self._wake)
@@ -163,11 +163,15 @@ class FailedRequests:
         own = self.denials.of_rows(now, size, in_flight, exhausted=exhausted)
         for denial in own:
             self._slots.watchdog.answered(now)
-            self._slots.end_dead(denial.item, denial.error.code, denial.error.message)
+            if denial.error.of_account:  # a limit that has passed, or one account of several behind a gateway
+                charged = denial.item.voids >= self._policy.retry.max_voids
+                self._try_again(denial.item, denial.error, now, charged=charged)
+            else:
+                self._slots.end_dead(denial.item, denial.error.code, denial.error.message)
         return bool(own)
 
-    def _try_again(self, failure: Failure, *, charged: bool) -> None:
-        item, error, policy = failure.item, failure.error, self._policy.retry
+    def _try_again(self, item: Item, error: Transient | RequestDenied, failed_at: float, *, charged: bool) -> None:
+        policy = self._policy.retry
         if charged:
             self._work.charge(item)
             if item.tries >= policy.max_tries:
@@ -175,8 +179,9 @@ class FailedRequests:
                 return
         else:
             self._work.void(item)
-        wait = backoff(policy, item.tries if charged else item.voids, error.retry_after, self._rng)
-        self._work.later(item, failure.at + wait)
+        asked = error.retry_after if isinstance(error, Transient) else None
+        wait = backoff(policy, item.tries if charged else item.voids, asked, self._rng)
+        self._work.later(item, failed_at + wait)
 
     def give_up(self) -> tuple[list[Item], list[Item]]:
         """Takes out all rows, of which nothing was proved, and says which of them the engine may have worked on."""

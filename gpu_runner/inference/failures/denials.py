@@ -1,7 +1,8 @@
 """Rows that a server refused with a 4xx or a redirect: is it this row, or what all rows have in common?
 
 In common they have key, credit, model and address, and the settings of the request (sampling, output.json_schema).
-What says itself that it is the row's (a prompt that is too long) is no case for this module. Evidence decides, from the
+What says itself that it is the row's (a prompt that is too long) is no case for this module. A row that is refused
+because the account cannot pay (`of_account`) is tried again where others get a dead letter. Evidence decides, from the
 weakest to the strongest:
 
 - A canary is answered: a request with the settings and roles of a denied row, and "ping" for its texts. The denied rows
@@ -183,6 +184,8 @@ class Denials:
 
     def _all_denied(self) -> EngineRefused:
         last = self._aside[-1]
+        if last.error.of_account:
+            return told(last.error, last.item.row.prompt)
         return EngineRefused(
             f"expected rows to be answered, found {self._sum} refused ({last.error.code}) and none answered, "
             "though a short request without their content was: check the prompt template against what the server, or "

@@ -122,7 +122,8 @@ def test_garbage_is_transient(body: bytes) -> None:
         ({"message": "no credit", "code": 402}, RequestDenied, "rejected_402", "no credit"),
         ({"message": "slow down", "code": "429"}, Transient, "http_429", "slow down"),
         ({"message": "maximum context length is 10", "code": 400}, RowRejected, "context_length_exceeded", None),
-        ({"message": "boom", "code": "insufficient_quota"}, Transient, "error_answer", "boom"),
+        ({"message": "no quota", "code": "insufficient_quota"}, RequestDenied, "rejected_429", "no quota"),
+        ({"message": "boom", "code": "oops"}, Transient, "error_answer", "boom"),
         ("boom", Transient, "error_answer", "boom"),
     ],
 )
@@ -175,6 +176,34 @@ def test_busy_and_broken_servers_are_transient(status: int) -> None:
     assert (error.code, error.retry_after, error.message) == (f"http_{status}", 3.0, "busy")
     assert error.taken == (status != 429)
     assert error.overload == (status in (429, 503))
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 429, 500])
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        ({"type": "insufficient_quota", "code": "insufficient_quota"}, "insufficient_quota"),
+        ({"type": "insufficient_quota", "code": "project_spend_limit_exceeded"}, "project_spend_limit_exceeded"),
+        ({"type": "insufficient_quota", "code": None}, "insufficient_quota"),
+        ({"type": "exceeded_current_quota_error"}, "exceeded_current_quota_error"),
+        ({"type": "invalid_request_error", "code": "billing_hard_limit_reached"}, "billing_hard_limit_reached"),
+    ],
+)
+def test_an_account_that_cannot_pay_is_known_by_its_code_whatever_the_status(
+    status: int, error: dict[str, Any], named: str
+) -> None:
+    denied = error_of(status, {"Retry-After": "1"}, orjson.dumps({"error": {"message": "add credit", **error}}))
+    assert isinstance(denied, RequestDenied) and denied.of_account
+    assert (denied.code, denied.message) == (f"rejected_{status}", "add credit")
+    assert f"found status {status} ({named}): look at its credit" in str(denied)
+
+
+@pytest.mark.parametrize(
+    "code", ["rate_limit_exceeded", "tokens", "RESOURCE_EXHAUSTED", 429, None, ["insufficient_quota"]]
+)
+def test_a_limit_that_passes_is_none_of_the_account_whatever_its_words(code: Any) -> None:
+    words = "You exceeded your current quota, please check your plan and billing details: insufficient_quota"
+    assert isinstance(error_of(429, {}, orjson.dumps({"error": {"message": words, "code": code}})), Transient)
 
 
 @pytest.mark.parametrize("status", [301, 307, 401, 403, 404])

@@ -47,6 +47,7 @@ def test_a_refused_request_is_its_writers_affair(status: int) -> None:
 
 def test_a_refused_key_or_model_says_something_of_the_engine() -> None:
     assert isinstance(refused(401), EngineRefused) and isinstance(refused(307), EngineRefused)
+    assert isinstance(refused(429, b'{"error": {"type": "insufficient_quota"}}'), EngineRefused)
     assert isinstance(refused(404, b'{"message": "The model `x` does not exist."}'), EngineRefused)
     assert isinstance(refused(404, b'{"message": "no such page"}'), RowRejected)
 
@@ -122,6 +123,7 @@ def test_what_is_no_whole_answer_is_asked_again(body: bytes) -> None:
     ("error", "kind", "code"),
     [
         ({"message": "no credit", "code": 402}, EngineRefused, None),
+        ({"message": "no quota", "code": "insufficient_quota"}, EngineRefused, None),
         ({"message": "flagged", "code": 403}, RowRejected, "rejected_403"),
         ({"message": "slow down", "code": "429"}, Transient, "http_429"),
         ({"message": "boom", "code": "oops"}, Transient, "http_502"),

@@ -17,7 +17,7 @@ from support.virtual_time import run
 from gpu_runner.client.engine_client import EngineClient
 from gpu_runner.client.protocol import EngineRefused, RowRejected, error_of
 from gpu_runner.inference.feed import Feed
-from gpu_runner.rows import Generation
+from gpu_runner.rows import Generation, Task
 
 STATUSES = [400, 402, 409, 413, 418, 422, 451]
 
@@ -44,6 +44,11 @@ class Server(FakeEngine):
         error = self.refuse(self.asked.total(), orjson.loads(prompt)) if content else self.probe_error
         if error is not None:
             raise error
+
+
+def no_quota() -> Exception:
+    error = {"message": "You exceeded your current quota.", "type": "insufficient_quota", "code": "insufficient_quota"}
+    return error_of(429, {"Retry-After": "20"}, orjson.dumps({"error": error}))
 
 
 def make_feed(rows: int, sink: Sink) -> Feed:
@@ -128,6 +133,46 @@ def test_a_canary_that_is_refused_for_another_reason_says_nothing_of_the_rows() 
         engine.probe_error = refusal(400, "unsupported parameter: 'seed'")
         await make_feed(2, sink).serve(engine, ORIGIN, 8)
         assert set(sink.dead()) == {"r0", "r1"}
+
+    run(main)
+
+
+@pytest.mark.parametrize("answered", [0, 320])
+@pytest.mark.parametrize("task", ["completion", "embedding"])
+def test_an_account_without_quota_ends_the_run_at_once_and_charges_no_row(answered: int, task: Task) -> None:
+    async def main() -> None:
+        sink, engine = Sink(), Server(generation=Generation(task, "m"))
+        engine.refuse = lambda number, row: no_quota() if number >= answered else None
+        engine.probe_error = no_quota()
+        feed = make_feed(1000, sink)
+        with pytest.raises(EngineRefused, match=r'429 \(insufficient_quota\).*"You exceeded your current quota\."'):
+            await feed.serve(engine, ORIGIN, 16)
+        assert asyncio.get_running_loop().time() < 10
+        assert feed.counts.requests <= answered + 128 and feed.counts.charged == 0
+        assert all(outcome.ok for _, outcome in sink.rows)
+        await feed.serve(FakeEngine(), ORIGIN, 16)
+        assert sink.dead() == {}
+
+    run(main)
+
+
+def test_one_account_of_several_without_quota_costs_no_row_its_answer() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), Server()
+        engine.refuse = lambda number, row: no_quota() if number % 3 == 0 else None
+        await make_feed(600, sink).serve(engine, ORIGIN, 16)
+        assert sink.dead() == {} and len(sink.outcomes()) == 600
+        assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
+
+    run(main)
+
+
+def test_a_row_that_alone_is_refused_for_quota_ends_as_a_dead_letter() -> None:
+    async def main() -> None:
+        sink, engine = Sink(), Server()
+        engine.refuse = lambda number, row: no_quota() if row == "r7" else None
+        await make_feed(300, sink).serve(engine, ORIGIN, 16)
+        assert sink.dead() == {"r7": "rejected_429"} and engine.asked["r7"] == 13  # 10 that nobody charged, and 3
 
     run(main)
 
