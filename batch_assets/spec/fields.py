@@ -66,6 +66,14 @@ def _source_path(value: str) -> str:
     return value
 
 
+def _delimiter(value: str) -> str:
+    if len(value) != 1 or value in '"\r\n\0\ufeff':
+        raise Unusable(
+            "one character between two fields, such as ';'", show(value), 'A tab is "\\t", in double quotes.'
+        )
+    return value
+
+
 def _cron(value: str) -> str:
     if problem := cron_problem(value):
         raise Unusable("a cron schedule of five fields, e.g. '0 6 * * *'", show(value), problem)
@@ -226,6 +234,7 @@ Scalar = Annotated[
 Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
 Name = Annotated[str, AfterValidator(_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
+Delimiter = Annotated[str, AfterValidator(_delimiter)]
 Cron = Annotated[str, AfterValidator(_cron)]
 TimeZone = Annotated[str, AfterValidator(_zone)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]

@@ -8,14 +8,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.fields import Column, Condition, Scalar, SourcePath, Strict
+from batch_assets.spec.fields import Column, Condition, Delimiter, Scalar, SourcePath, Strict
+
+Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
+_TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
 class GridColumn(Strict):
-    """One list of a grid, read from a column of a CSV file."""
+    """One list of a grid, read from a column of a CSV or TSV file."""
 
-    csv: SourcePath = Field(description="CSV file with a header line.")
+    csv: SourcePath = Field(description="CSV file with a header line, or TSV (`.tsv`).")
     column: Column = Field(description="Column of that file; every line is one value.")
+    delimiter: Delimiter | None = Field(default=None, description="As `source.delimiter`.")
+    encoding: Encoding | None = Field(default=None, description="As `source.encoding`.")
 
 
 def _grid_kind(value: Any) -> str:
@@ -41,13 +46,21 @@ class SourceSpec(Strict):
 
     path: SourcePath | None = Field(
         default=None,
-        description="Parquet, JSONL or CSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
+        description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
     )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
     )
-    format: Literal["parquet", "jsonl", "csv"] | None = Field(
+    format: Literal["parquet", "jsonl", "json", "csv", "tsv"] | None = Field(
         default=None, description="Format of the files; otherwise taken from their ending (.gz and .zst may follow)."
+    )
+    delimiter: Delimiter | None = Field(
+        default=None,
+        description="CSV and TSV only: the character between two fields, such as ';'. CSV has a comma, TSV a tab.",
+    )
+    encoding: Encoding | None = Field(
+        default=None,
+        description="Files of text only: their encoding, if it is not UTF-8. `utf-16` needs a byte order mark.",
     )
     where: Condition | None = Field(
         default=None,
@@ -64,9 +77,18 @@ class SourceSpec(Strict):
             raise Unusable("exactly one of path and grid", found)
         if _may_hold_secret(self.path or ""):
             raise Unusable("a path or address without user, password or query", "one with it", key="path")
-        if self.grid is not None and self.format is not None:
-            raise Unusable("no format beside a grid", show(self.format), key="format")
+        self._check_options()
         for name, values in (self.grid or {}).items():
             if isinstance(values, list) and not values:
                 raise Unusable("at least one value", "an empty list", key=f"grid.{name}")
         return self
+
+    def _check_options(self) -> None:
+        """Each option of files is refused where it can mean nothing; what a file's ending says, its reader checks."""
+        for key in ("format", "delimiter", "encoding"):
+            if self.grid is not None and getattr(self, key) is not None:
+                raise Unusable(f"no {key} beside a grid", show(getattr(self, key)), key=key)
+        if self.delimiter is not None and self.format not in (None, *_DELIMITED):
+            raise Unusable("a delimiter beside CSV or TSV files only", f"format: {self.format}", key="delimiter")
+        if self.encoding is not None and self.format not in (None, *_TEXT_FORMATS):
+            raise Unusable("an encoding beside files of text only", f"format: {self.format}", key="encoding")

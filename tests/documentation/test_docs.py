@@ -154,16 +154,18 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
     name = spec.source.path.removeprefix("s3://bucket/").replace("**", "2026").replace("*", "part-0")
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    write(pl.DataFrame(rows), file, spec.source.format or name)
+    write(pl.DataFrame(rows), file, spec.source.format or name, spec.source.delimiter or ",")
+    if spec.source.encoding:
+        file.write_bytes(file.read_text().encode(spec.source.encoding))
     if spec.source.path.startswith("s3://"):
         upload(file, name, request)
 
 
-def write(rows: pl.DataFrame, file: Path, kind: str) -> None:
+def write(rows: pl.DataFrame, file: Path, kind: str, delimiter: str) -> None:
     if kind.endswith("parquet"):
         rows.write_parquet(file)
     elif kind.endswith("csv"):
-        rows.write_csv(file)
+        rows.write_csv(file, separator=delimiter)
     elif kind.endswith(".gz"):
         import gzip
 

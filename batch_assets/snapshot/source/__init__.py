@@ -1,4 +1,4 @@
-"""Sources of rows: Parquet, JSONL and CSV files on disk or in S3, and grids; in blocks that know file and line.
+"""Sources of rows: Parquet, JSONL, JSON, CSV and TSV files on disk or in S3, and grids; blocks know file and line.
 
 `reader` is where to begin.
 """

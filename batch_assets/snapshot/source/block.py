@@ -19,7 +19,8 @@ BLOCK_ROWS = 1024
 class Block:
     """Consecutive rows of one file.
 
-    `columns` holds Python values by column; `lines` the 1-based line (row in Parquet and grids) of each row.
+    `columns` holds Python values by column; `lines` the 1-based line of each row (row in Parquet and
+    grids, place in a JSON array).
     `arrow` holds the same columns as they were read, where the source has types (see `source_parquet.plain`).
     `rejects` are rows that could not be read at all.
     """

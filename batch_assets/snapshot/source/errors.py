@@ -16,7 +16,8 @@ MOST_NAMES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A row that cannot be used. `line` is 1-based: line of a text file, row of a Parquet file or grid."""
+    """A row that cannot be used. `line` is 1-based: line of a text file, row of a Parquet file or grid, place in a
+    JSON array."""
 
     file: str
     line: int

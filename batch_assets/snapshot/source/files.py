@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 # A text file that unpacks to more than this many times its size is no text (deflate reaches 1032 on a constant).
 MAX_RATIO, RATIO_FROM = 300, 1 << 26
-_FORMATS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+_FORMATS = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Rows of a source, as a stream of small blocks that know the file and line of every row.
 
-A source is a Parquet, JSONL or CSV file, a glob of them, the same in S3, or a grid. Only the columns asked for are
-read. Nothing here holds more than one block, whatever the size of the source.
+A source is a Parquet, JSONL, JSON, CSV or TSV file, a glob of them, the same in S3, or a grid. Only the columns asked
+for are read. Nothing here holds more than one block, whatever the size of the source.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.encoding import in_utf8
 from batch_assets.snapshot.source.errors import SourceError, Unseen, no_column
 from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
 from batch_assets.spec.source import GridColumn, SourceSpec
@@ -42,7 +43,6 @@ def read_source(
 
 def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen) -> Iterator[Block]:
     from batch_assets.snapshot.source.parquet import ParquetReader
-    from batch_assets.snapshot.source.text import read_csv, read_jsonl
 
     assert source.path is not None
     files = find_files(source.path, base)
@@ -50,6 +50,7 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Uns
     kinds = sorted({kind for _, kind, _ in formats})
     if len(kinds) > 1:
         raise SourceError(f"{source.path}: expected files of one format, found {' and '.join(kinds)}")
+    _refuse_options(source, kinds[0])
     if not any(file.bytes for file in files):
         raise SourceError(f"{source.path}: expected at least one row, found none: the file is empty (0 bytes)")
     parquet = ParquetReader(columns)
@@ -58,8 +59,28 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Uns
             if kind == "parquet":
                 yield from parquet.read(file.name, raw, optional)
             else:
-                read = read_csv if kind == "csv" else read_jsonl
-                yield from read(file.name, unpacked(raw, packed, file.name), columns, optional)
+                text = in_utf8(unpacked(raw, packed, file.name), source.encoding, file.name)
+                yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter)
+
+
+def _text_blocks(
+    file: str, kind: str, text: BinaryIO, columns: Sequence[str], optional: Unseen, delimiter: str | None
+) -> Iterator[Block]:
+    from batch_assets.snapshot.source.text import read_csv, read_json, read_jsonl
+
+    if kind in ("csv", "tsv"):
+        return read_csv(file, text, columns, optional, delimiter or {"csv": ",", "tsv": "\t"}[kind])
+    return {"json": read_json, "jsonl": read_jsonl}[kind](file, text, columns, optional)
+
+
+def _refuse_options(source: SourceSpec, kind: str) -> None:
+    """Raise SourceError for a delimiter or an encoding of files that have none."""
+    if source.delimiter is not None and kind not in ("csv", "tsv"):
+        raise SourceError(
+            f"{source.path}: expected source.delimiter beside CSV or TSV files, found {kind}; leave it out"
+        )
+    if source.encoding is not None and kind == "parquet":
+        raise SourceError(f"{source.path}: expected source.encoding beside files of text, found parquet; leave it out")
 
 
 @contextlib.contextmanager
@@ -102,7 +123,13 @@ def _grid(source: SourceSpec, columns: Sequence[str], base: Path, optional: Unse
 
 def _csv_values(where: GridColumn, base: Path) -> list[Any]:
     values: list[Any] = []
-    for block in _files(SourceSpec(path=where.csv, format="csv"), [where.column], base, Unseen()):
+    source = SourceSpec(
+        path=where.csv,
+        format="tsv" if where.csv.lower().endswith(".tsv") else "csv",
+        delimiter=where.delimiter,
+        encoding=where.encoding,
+    )
+    for block in _files(source, [where.column], base, Unseen()):
         if block.rejects:
             raise SourceError.of_rows(block.rejects, len(block.rejects))
         values += block.columns[where.column]

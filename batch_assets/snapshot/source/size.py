@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from batch_assets.snapshot.source.encoding import in_utf8
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
+from batch_assets.snapshot.source.json_array import JsonArray
 from batch_assets.spec.source import SourceSpec
 
 SAMPLED_FILES = 16
@@ -15,7 +18,7 @@ SAMPLE_BYTES = 1 << 20  # of each sampled text file, unpacked
 
 
 def estimated_lines(source: SourceSpec, base: Path) -> float:
-    """Lines of all files of a source (rows in Parquet; combinations of a grid's lists), before `where` and `limit`.
+    """Lines (rows of Parquet, items of JSON, combinations of a grid) of a source, before `where` and `limit`.
 
     Where there are more files than are looked at, the others count by their bytes. NaN where that cannot be told: a
     grid with a list in a file, files that hold nothing. Raises SourceError.
@@ -25,7 +28,7 @@ def estimated_lines(source: SourceSpec, base: Path) -> float:
         return math.prod(map(len, lists)) if len(lists) == len(source.grid) else math.nan
     assert source.path is not None
     files = find_files(source.path, base)
-    sampled = [_lines_and_bytes(file, source.format) for file in _spread(files)]
+    sampled = [_lines_and_bytes(file, source) for file in _spread(files)]
     looked_at = sum(size for _, size in sampled)
     return sum(lines for lines, _ in sampled) / looked_at * sum(file.bytes for file in files) if looked_at else math.nan
 
@@ -37,9 +40,9 @@ def _spread(files: Sequence[SourceFile]) -> list[SourceFile]:
     return [files[i * len(files) // SAMPLED_FILES] for i in range(SAMPLED_FILES)]
 
 
-def _lines_and_bytes(file: SourceFile, given: str | None) -> tuple[float, int]:
+def _lines_and_bytes(file: SourceFile, source: SourceSpec) -> tuple[float, int]:
     """Lines in some bytes of a file, as they are stored."""
-    kind, packed = format_of(file.name, given)
+    kind, packed = format_of(file.name, source.format)
     try:
         with file.open() as raw:
             if kind == "parquet":
@@ -53,5 +56,19 @@ def _lines_and_bytes(file: SourceFile, given: str | None) -> tuple[float, int]:
     except (OSError, ValueError) as error:
         raise SourceError(f"{file.name}: cannot be read ({type(error).__name__})") from error
     whole = len(sample) < SAMPLE_BYTES
-    lines = sample.count(b"\n") + (whole and not sample.endswith(b"\n"))
-    return lines, file.bytes if whole else taken
+    text = in_utf8(io.BytesIO(sample), source.encoding, file.name).read(SAMPLE_BYTES)
+    return _lines(file.name, kind, text, whole), file.bytes if whole else taken
+
+
+def _lines(file: str, kind: str, text: bytes, whole: bool) -> int:
+    """Lines of the beginning of a text file, or items of an array, of which the last one is not counted."""
+    if kind != "json":
+        return text.count(b"\n") + (whole and not text.endswith(b"\n"))
+    items = 0
+    try:
+        for block in JsonArray(file, io.BytesIO(text)).blocks():
+            items += len(block)
+    except SourceError:
+        if whole:
+            raise
+    return items

@@ -1,4 +1,4 @@
-"""JSONL and CSV, read line by line in blocks; a line that cannot be read becomes a Reject with its number."""
+"""JSONL, JSON arrays, CSV and TSV, read in blocks; what cannot be read becomes a Reject with the number of its line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
+from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
@@ -23,6 +24,9 @@ _BOM = b"\xef\xbb\xbf"
 # orjson reads a whole number beyond 64 bits as a float with other digits. A line without a run of 19 digits has none.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _TOO_LONG = f"the line is longer than {MAX_LINE >> 20} MiB"
+_ITEM_TOO_LONG = f"the item is longer than {MAX_ITEM >> 20} MiB"
+_NO_ITEM = "expected a JSON object, found nothing: there is a comma too many"
+_DELIMITERS = (",", ";", "\t", "|")
 _KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
 
 
@@ -45,21 +49,39 @@ def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
 
 
 def read_jsonl(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
-    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null.
+    """One JSON object per line. Blank lines are no rows; a key that a row lacks counts as null."""
+    return _objects(file, line_blocks(stream), columns, optional, _TOO_LONG)
+
+
+def read_json(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
+    """One array of objects, as `read_jsonl`; the line of a row is its place in the array, from 1."""
+    return _objects(file, JsonArray(file, stream).blocks(), columns, optional, _ITEM_TOO_LONG, _NO_ITEM)
+
+
+def _objects(
+    file: str,
+    blocks: Iterable[Sequence[bytes | None]],
+    columns: Sequence[str],
+    optional: Unseen,
+    too_long: str,
+    blank: str | None = None,
+) -> Iterator[Block]:
+    """Rows of texts that are an object each. `blank`: why a text of spaces is a bad row; without it, it is none.
 
     Columns that are not optional must be somewhere in the first block of each file.
     """
     number, checked = 0, False
-    for lines in line_blocks(stream):
+    for lines in blocks:
         rows: list[dict[str, Any]] = []
         numbers: list[int] = []
         rejects: list[Reject] = []
         for line in lines:
             number += 1
             if line is None:
-                rejects.append(Reject(file, number, _TOO_LONG))
+                rejects.append(Reject(file, number, too_long))
                 continue
             if not line or line.isspace():
+                rejects += [] if blank is None else [Reject(file, number, blank)]
                 continue
             try:
                 row = _loads(line)
@@ -132,18 +154,21 @@ class _CsvLines:
             return line.decode(errors="replace") + "\n"
 
 
-def read_csv(file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen) -> Iterator[Block]:
-    """Comma-separated values with a header line (RFC 4180). All values are text; an empty field is null.
+def read_csv(
+    file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen, delimiter: str = ","
+) -> Iterator[Block]:
+    """Delimited values with a header line (RFC 4180). All values are text; an empty field is null.
 
     A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than
     MAX_LOST_LINES, or all that is left of the file: a quote was opened and not closed.
     """
     csv.field_size_limit(MAX_LINE)
     lines = _CsvLines(stream)
-    reader = csv.reader(iter(lines), strict=True)
+    reader = csv.reader(iter(lines), strict=True, delimiter=delimiter)
     header = _header(file, reader, lines)
     if header is None:
         return
+    _refuse_delimiter(file, columns, header, delimiter)
     no_column(file, columns, header)
     optional.clear()
     places = [header.index(name) for name in columns]
@@ -172,6 +197,24 @@ def _header(file: str, reader: Any, lines: _CsvLines) -> list[str] | None:
     if times > 1:
         raise SourceError(f"{file}, line 1: expected each column name once, found {shown(name)} {times} times")
     return header
+
+
+def _refuse_delimiter(file: str, columns: Sequence[str], header: Sequence[str], delimiter: str) -> None:
+    """Raise SourceError for a header that is one column without the wanted ones, but holds another delimiter."""
+    if len(header) != 1 or header[0] in columns or not columns:
+        return
+    others = [sign for sign in _DELIMITERS if sign != delimiter and sign in header[0]]
+    if others:
+        found = max(others, key=header[0].count)
+        raise SourceError(
+            f"{file}, line 1: expected columns with {_shown(delimiter)} between them, found one column "
+            f"{shown(header[0])} that holds {_shown(found)}; write delimiter: {_shown(found)} beside its path"
+        )
+
+
+def _shown(delimiter: str) -> str:
+    """A delimiter as YAML takes it."""
+    return json.dumps(delimiter, ensure_ascii=False)
 
 
 def _csv_rows(file: str, reader: Any, lines: _CsvLines, block: Block, width: int) -> Iterator[tuple[int, list[str]]]:

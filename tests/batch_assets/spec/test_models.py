@@ -151,7 +151,11 @@ def test_dedupe_is_on_by_default_exactly_when_the_temperature_is_0(attributes: d
     [
         ({"taks": "chat"}, "taks", "Did you mean 'task'?"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature", "Did you mean 'temperature'?"),
-        ({"source": {"path": "a.csv", "zzz": 1}}, "source.zzz", "Known here: format, grid, limit, path, where"),
+        (
+            {"source": {"path": "a.csv", "zzz": 1}},
+            "source.zzz",
+            "Known here: delimiter, encoding, format, grid, limit, path, where",
+        ),
         ({"checks": {"max_ded_rate": 1}}, "checks.max_ded_rate", "Did you mean 'max_dead_rate'?"),
         ({"output": {"schema": {}}}, "output.schema", "Did you mean 'json_schema'?"),
         (
@@ -228,6 +232,22 @@ def test_exactly_one_of_path_and_grid_is_needed() -> None:
     assert "found both" in problem(source={"path": "a.csv", "grid": {"a": [1]}})
     assert "source.format" in problem(source={"grid": {"a": [1]}, "format": "csv"})
     assert "source.grid.a: expected at least one value" in problem(source={"grid": {"a": []}})
+
+
+@pytest.mark.parametrize(
+    ("key", "source", "said"),
+    [
+        ("delimiter", {"path": "a.csv", "delimiter": ";;"}, "expected one character between two fields"),
+        ("delimiter", {"path": "a.csv", "delimiter": '"'}, "expected one character between two fields"),
+        ("delimiter", {"path": "a", "format": "json", "delimiter": ";"}, "expected a delimiter beside CSV or TSV"),
+        ("delimiter", {"grid": {"a": [1]}, "delimiter": ";"}, "expected no delimiter beside a grid"),
+        ("encoding", {"path": "a.csv", "encoding": "utf16"}, "'utf-16'"),
+        ("encoding", {"path": "a", "format": "parquet", "encoding": "utf-16"}, "expected an encoding beside files"),
+    ],
+)
+def test_options_of_a_file_are_refused_where_they_mean_nothing(key: str, source: dict[str, Any], said: str) -> None:
+    assert f"source.{key}: " in problem(source=source)
+    assert said in problem(source=source)
 
 
 @pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "gs://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])

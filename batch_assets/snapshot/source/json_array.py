@@ -1,0 +1,131 @@
+"""A `.json` file: one array of objects, taken apart item by item, so that no more than one item is held."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from batch_assets.snapshot.source.errors import SourceError
+
+# One item is bounded as a line of JSONL is.
+MAX_ITEM = 16 << 20
+READ_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+# All up to the next sign that counts, with whole strings; a quote that counts opens one that ends in a later piece.
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_BETWEEN = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb')*+(["\[\]{},])', re.DOTALL)
+_WITHIN = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb')*+(["\[\]{}])', re.DOTALL)
+_REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_FOUND = {b"{": "an object", b'"': "text"}
+
+
+class JsonArray:
+    """The items of one array, as their bytes."""
+
+    def __init__(self, file: str, stream: BinaryIO) -> None:
+        self._file, self._stream = file, stream
+        self._depth = 0
+        self._in_string = False
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._count = 0
+        self._ended = False
+
+    def blocks(self) -> Iterator[list[bytes | None]]:
+        """Items, a piece of the file at a time. One of more than MAX_ITEM comes as None and is never held whole.
+
+        Raises SourceError where the file is no single array: nothing after that place can be told to be an item.
+        """
+        data = self._opened()
+        while True:
+            items, rest = self._taken(data)
+            if items:
+                yield items
+            rest = rest.strip(_SPACE) if self._ended else rest
+            if self._ended and rest:
+                raise SourceError(
+                    f"{self._file}: expected the end of the file after its array, found more text; "
+                    "join the arrays to one, or write an object per line and source.format: jsonl"
+                )
+            more = self._stream.read(READ_BYTES)
+            if not more:
+                break
+            data = rest + more
+        if not self._ended:
+            raise SourceError(
+                f"{self._file}: expected the array to be closed with ], found the end of the file within item "
+                f"{self._count + 1}; the file is cut off, or a quote or bracket in it is not closed"
+            )
+
+    def _opened(self) -> bytes:
+        """What follows the bracket that opens the array."""
+        data, first = b"", True
+        while not data and (more := self._stream.read(READ_BYTES)):
+            data = (more.removeprefix(_BOM) if first else more).lstrip(_SPACE)
+            first = False
+        if data[:1] != b"[":
+            found = _FOUND.get(data[:1], "other text") if data else "nothing"
+            raise SourceError(
+                f"{self._file}: expected a JSON array of objects, [{{…}}, {{…}}], found {found}; "
+                "for one object per line write source.format: jsonl"
+            )
+        return data[1:]
+
+    def _taken(self, data: bytes) -> tuple[list[bytes | None], bytes]:
+        """(items that end in these bytes, what is to be read again with the next ones)."""
+        items: list[bytes | None] = []
+        at = start = 0
+        while not self._ended:
+            if self._in_string:
+                at = _REST_OF_STRING.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+                if at == len(data) or data[at : at + 1] == b"\\":
+                    self._keep(data[start:at])
+                    return items, data[at:]
+                self._in_string, at = False, at + 1
+            found = (_WITHIN if self._depth else _BETWEEN).match(data, at)
+            if found is None:
+                self._keep(data[start:])
+                return items, b""
+            at = found.end()
+            if self._steps(found[1]):
+                self._keep(data[start : at - 1])
+                start = at
+                items += self._item()
+        return items, data[at:]
+
+    def _steps(self, sign: bytes) -> bool:
+        """Take in a quote or bracket; whether it ends an item."""
+        if sign == b'"':
+            self._in_string = True
+        elif sign in b"[{":
+            self._depth += 1
+        elif self._depth:
+            self._depth -= 1
+        elif sign == b"}":
+            raise SourceError(
+                f"{self._file}: expected brackets that match, found one }} too many in item {self._count + 1}; "
+                "correct it. No item can be told from text after it, so on_bad_row: skip does not help here."
+            )
+        else:
+            self._ended = sign == b"]"
+            return True
+        return False
+
+    def _keep(self, part: bytes) -> None:
+        self._size += len(part)
+        if self._size <= MAX_ITEM:
+            self._parts.append(part)
+        else:
+            self._parts.clear()
+
+    def _item(self) -> list[bytes | None]:
+        """The item that ended, in a list; nothing for an array without items."""
+        item = None if self._size > MAX_ITEM else b"".join(self._parts).strip(_SPACE)
+        self._parts.clear()
+        self._size = 0
+        if item == b"" and self._ended and not self._count:
+            return []
+        self._count += 1
+        return [item]
