@@ -24,6 +24,7 @@ from batch_assets.generation.engine_session import (
 )
 from batch_assets.generation.loop_thread import LoopThread, Running
 from batch_assets.generation.pending_lease import BackgroundTask, PendingLease
+from batch_assets.generation.progress_report import late_words
 from batch_assets.generation.range_run import RangeRun
 from gpu_runner.client.engine_client import EngineLost, EngineRefused
 from gpu_runner.fleet.database import FleetDatabaseError, RunEnded
@@ -85,6 +86,7 @@ class EngineSupervisor:
         self._migration_check: BackgroundTask[Migration | None] | None = None
         self._preparing: Running[bool] | None = None
         self._silent = False
+        self._late = ""
 
     def step(self) -> StepResult:
         """Move on by one look."""
@@ -136,8 +138,16 @@ class EngineSupervisor:
             self._look(shift)
             if self.run.waits and not shift.leaving:
                 self._stand_by(shift)
+        self._tell_late()
         self._roll_over()
         return CONTINUE
+
+    def _tell_late(self) -> None:
+        """Rows that are late, unless the run has something else to say."""
+        late = late_words(self.run.progress().late)
+        if late != self._late and self.heart.activity.note in ("", self._late):
+            self.heart.tell(late)
+            self._late = late
 
     def _stand_by(self, shift: EngineSession) -> None:
         """Nothing to ask before another run has done its batches: it may need this very engine for them."""

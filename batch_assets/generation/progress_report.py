@@ -38,6 +38,14 @@ class RunProgress:
         return f"{said}, {self.rows_per_second:,.1f} rows/s, about {duration(self.seconds_left)} left"
 
 
+def late_words(late: int) -> str:
+    """What a run says of so many rows that take far longer than others did (gpu_runner/inference/hedging)."""
+    if not late:
+        return ""
+    rows = "1 row is late and is" if late == 1 else f"{late:,} rows are late and are"
+    return f"{rows} asked for once more"
+
+
 class ProgressReport:
     """When to say how far a run is, and what: `clock` in seconds."""
 

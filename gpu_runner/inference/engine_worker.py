@@ -2,7 +2,8 @@
 
 A freed slot takes its next row at once, in the task that freed it. Where the engine takes lists, a slot takes several
 rows for one request; they are counted, judged and kept one by one. A list that is refused is cut in halves until the
-rows at fault are alone (micro_batches/bisection.py). What becomes of rows: row_outcomes.py of those that were
+rows at fault are alone (micro_batches/bisection.py). Rows that are late are asked for once more, here or elsewhere
+(hedging/late_rows.py). What becomes of rows: row_outcomes.py of those that were
 answered, failed_requests.py of those whose request failed, engine_death.py of those that the engine still had at its
 end.
 """
@@ -26,9 +27,11 @@ from gpu_runner.client.protocol import (
     Transient,
 )
 from gpu_runner.cost_meter import CostMeter
+from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.engine_death import return_rows
 from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog
 from gpu_runner.inference.failed_requests import FailedRequests
+from gpu_runner.inference.hedging.late_rows import LateRows
 from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_outcomes import RowOutcomes
@@ -50,7 +53,10 @@ FREE_SHARE = 4
 
 
 class EngineWorker:
-    """One `serve` call. `wake` is called when rows may move: something became ready, or complete."""
+    """One `serve` call. `wake` is called when rows may move: something became ready, or complete.
+
+    `peers`: all workers of the feed, this one among them.
+    """
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class EngineWorker:
         window: Window,
         wake: Callable[[], None],
         spending: CostMeter,
+        peers: Callable[[], Sequence[EngineWorker]],
     ) -> None:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
         self.spending = spending
@@ -78,6 +85,7 @@ class EngineWorker:
         self._paced: asyncio.TimerHandle | None = None
         self._list_engine = engine if isinstance(engine, ListEngine) and engine.takes_lists else None
         self._lists = ListSize(policy.lists)
+        self.late = LateRows(self, work, policy.hedging, peers)
         self.outcomes = RowOutcomes(self, engine.generation, origin, work, spending, wake)
 
     # --- life ---
@@ -85,7 +93,7 @@ class EngineWorker:
     def start(self) -> None:
         """Begins to take rows."""
         self.life.start()
-        self._spawn(self.watchdog.run(self._wake, self._spawn))
+        self.spawn(self.watchdog.run(self._looked, self.spawn))
         self.fill()
 
     def drain(self) -> None:
@@ -111,13 +119,15 @@ class EngineWorker:
             failed, taken = self.failures.give_up()
             held, blamed = [*self.in_flight, *failed], [*self.in_flight, *taken]
             self.in_flight.clear()
+            self.late.close()
             return_rows(self.work, self.policy, self.outcomes, self.life.error, self.group, held, blamed)
             self.group = None
             self.work.end_trial(self)
             self.work.count_canaries(self.watchdog.canaries)
             self.life.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with this worker."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -147,7 +157,7 @@ class EngineWorker:
         self._paced = self._loop.call_later(seconds, self.fill)
 
     def _begin(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
-        slot = self._spawn(self._work(rows, refused))
+        slot = self.spawn(self._work(rows, refused))
         for item in rows:
             self.in_flight[item] = slot
 
@@ -212,7 +222,7 @@ class EngineWorker:
         """Whether suspects may be sent now: they wait until nothing else is in flight."""
         self.work.begin_trial(self)
         if self.group is None:
-            if self.in_flight or self.failures:
+            if self.in_flight or self.failures or self.late.guests:
                 self.work.memory.let_all_in()
                 return False
             self.group = self.work.next_group()
@@ -238,7 +248,8 @@ class EngineWorker:
             pass
         except Transient as error:
             self._note(refused, None, len(rows))
-            self.failures.failed(rows, error, self._answered(*rows))
+            if self._waits_for(rows[0]):
+                self.failures.failed(rows, error, self._answered(*rows))
             return
         except (EngineLost, EngineRefused) as error:
             self.end(error)
@@ -259,7 +270,9 @@ class EngineWorker:
         now = self._loop.time()
         self.watchdog.answered(now)
         tokens = sum([completion.prompt_tokens for completion in completions])
-        self._lists.counted(tokens, sum([len(item.row.prompt) for item in rows]))
+        size = sum([len(item.row.prompt) for item in rows])
+        self._lists.counted(tokens, size)
+        self.late.durations.answered(size, now - rows[0].sent, len(rows))
         self.outcomes.answered_together = len(rows)
         try:
             for item, completion in zip(rows, completions, strict=True):
@@ -300,7 +313,8 @@ class EngineWorker:
             self.outcomes.rejected(item, error)
         except Transient as error:
             self._note(refused, None, 1)
-            self.failures.failed((item,), error, self._answered(item))
+            if self._waits_for(item):
+                self.failures.failed((item,), error, self._answered(item))
         except RequestDenied as error:
             self._note(refused, error, 1)
             self.failures.denied(item, error, self._answered(item))
@@ -308,14 +322,22 @@ class EngineWorker:
             self.end(error)
         else:
             self._note(refused, (completion,), 1)
-            now = self._answered(item)
-            self.watchdog.answered(now)
-            self.window.refusals.on_served()
-            item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
-            self.outcomes.completed(item, completion)
-            self.failures.answered(item, now)
+            self._row_answered(item, completion)
         finally:
             self._done_reading((item,))
+
+    def _row_answered(self, item: Item, completion: Completion) -> None:
+        now = self._answered(item)
+        self.late.durations.answered(len(item.row.prompt), now - item.sent)
+        self.watchdog.answered(now)
+        self.window.refusals.on_served()
+        item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
+        self.outcomes.completed(item, completion)
+        self.failures.answered(item, now)
+
+    def _waits_for(self, item: Item) -> bool:
+        """False where the second request for a late row was answered while this task, its slot, ran into an error."""
+        return self.in_flight.get(item) is asyncio.current_task()
 
     async def _admit(self, rows: Sequence[Item], size: int) -> None:
         """A large answer has come: waits until there is room for it. The engine has done its part meanwhile.
@@ -323,6 +345,8 @@ class EngineWorker:
         The row of the oldest batch waits for all: another's room may depend on that batch's commit.
         """
         oldest = min(rows, key=_order)
+        if self.late.hedges:
+            self.late.answered(rows)
         for item in rows:
             item.wait_for_room()
         self._answered_rows += len(rows)
@@ -352,9 +376,62 @@ class EngineWorker:
             del self.in_flight[item]
             item.add_seconds(now)
             self.window.on_answer(now - item.sent)
+        if self.late.hedges:
+            self.late.answered(rows)
         if not self.in_flight:
             self.spending.rest(now)
         return now
+
+    # --- late rows ---
+
+    @property
+    def in_trial(self) -> bool:
+        """Suspects are in flight, and nothing else may be."""
+        return self.group is not None
+
+    def _looked(self) -> None:
+        """The watchdog has had its look."""
+        self.late.look(self._loop.time())
+        self._wake()
+
+    def may_be_asked(self, now: float) -> bool:
+        """Whether this engine takes rows, and does not refuse them for their number."""
+        calm = self.window.refusals.cap is None and now >= self.watchdog.resting_until
+        return self.life.serving and not self.in_trial and calm
+
+    async def ask_too(self, rows: Sequence[Item], admit: Admit) -> Sequence[Completion]:
+        """A second request for late rows. Raises as `Engine.generate`."""
+        self.spending.begin(self._loop.time())
+        first = rows[0]
+        if len(rows) == 1:
+            row = first.row
+            return (await self.engine.generate(row.prompt, repair=first.repair, admit=admit, seed=row.seed),)
+        assert self._list_engine is not None
+        return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
+
+    def asked_too(self) -> None:
+        """It has ended."""
+        if not self.in_flight:
+            self.spending.rest(self._loop.time())
+        self._loop.call_soon(self._wake)
+
+    def give_away(self, rows: Sequence[Item]) -> None:
+        """Another request for these rows was answered first."""
+        for item in rows:
+            del self.in_flight[item]
+        if not self.in_flight:
+            self.spending.rest(self._loop.time())
+        self._loop.call_soon(self._end_if_drained)
+
+    def take_over(self, rows: Sequence[Item], completions: Sequence[Completion], sent: float) -> None:
+        """The answer to a request that was sent to this engine at `sent`, the first one for these rows."""
+        for item in rows:
+            item.answer_hedge(sent)
+            self.in_flight[item] = None
+        if len(rows) == 1:
+            self._row_answered(rows[0], completions[0])
+        else:
+            self._list_answered(rows, completions)
 
     def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
         """The row becomes a dead letter; `last` as in `RowOutcomes.dead`."""
@@ -371,7 +448,7 @@ class EngineWorker:
 
     @property
     def _slots_taken(self) -> int:
-        return self.rows_in_flight + self.failures.slots_kept
+        return self.rows_in_flight + self.failures.slots_kept + self.late.guests
 
     @property
     def rows_in_flight(self) -> int:

@@ -43,7 +43,8 @@ class FeedProgress:
     """A snapshot. `rows_done` = `known` + `ok` + `dead`; `queued` rows are read but not submitted.
 
     `mean_seconds`: how long a row was with an engine. `last_rows`: every row is in flight or done; an engine may take
-    other work beside what is left.
+    other work beside what is left. `late`: rows in flight for much longer than others took; `hedges`: second requests
+    for such rows.
     """
 
     rows_done: int
@@ -51,6 +52,8 @@ class FeedProgress:
     ok: int
     dead: int
     in_flight: int
+    late: int
+    hedges: int
     queued: int
     open_batches: int
     batches_done: int
@@ -137,6 +140,8 @@ class Feed:
             ok=counts.ok,
             dead=counts.dead,
             in_flight=sum(len(worker.in_flight) for worker in self._workers),
+            late=sum(worker.late.count for worker in self._workers),
+            hedges=counts.hedges,
             queued=work.queued,
             open_batches=work.open_batches,
             batches_done=counts.batches,
@@ -174,7 +179,15 @@ class Feed:
             return
         window = Window(self._policy.window, max_num_seqs, most=max(1, allow_open_files() - OTHER_FILES), share=share)
         worker = EngineWorker(
-            engine, origin, self._work, self._policy, self._rng, window, self._wake, spending or CostMeter()
+            engine,
+            origin,
+            self._work,
+            self._policy,
+            self._rng,
+            window,
+            self._wake,
+            spending or CostMeter(),
+            lambda: self._workers,
         )
         self._workers.append(worker)
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, worker))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpu_runner.inference.failures.retry import RetryPolicy
+from gpu_runner.inference.hedging.request_durations import HedgePolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 
@@ -23,7 +24,7 @@ class FeedPolicy:
     many in all that were never sent. No batch is read while prompts of `ahead_bytes` or more are ready.
     `open_bytes` of answers in memory stop the reading and asking of rows, but for the oldest batch. The answers of one
     batch may have `batch_bytes`, or 64 KiB a row where that is more. Commits of more than `commit_bytes` run alone.
-    `lists`: of rows that go in one request, where the engine takes several.
+    `lists`: of rows that go in one request, where the engine takes several. `hedging`: of rows that are late.
     """
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -46,3 +47,4 @@ class FeedPolicy:
     batch_bytes: int = 64 << 20
     commit_bytes: int = 32 << 20
     lists: ListLimits = field(default_factory=ListLimits)
+    hedging: HedgePolicy = field(default_factory=HedgePolicy)

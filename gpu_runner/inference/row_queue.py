@@ -26,7 +26,9 @@ CANCEL_AGAIN_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far. `requests` counts row requests, not canaries; `seconds` adds up those of all outcomes."""
+    """What happened so far. `requests` counts row requests, not canaries; `hedges` those of them that are second
+    requests for late rows. `seconds` adds up those of all outcomes.
+    """
 
     known: int = 0
     ok: int = 0
@@ -35,6 +37,7 @@ class Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     requests: int = 0
+    hedges: int = 0
     failures: int = 0
     charged: int = 0
     voided: int = 0
@@ -199,6 +202,12 @@ class Work:
         """A request of the row begins at this time of the clock."""
         item.start(at)
         self.counts.requests += 1
+
+    def hedge(self, item: Item) -> None:
+        """A further request of a late row begins."""
+        item.hedge()
+        self.counts.requests += 1
+        self.counts.hedges += 1
 
     def charge(self, item: Item) -> None:
         """The row's failure counts as a try."""

@@ -107,7 +107,8 @@ class Item:
     `tries` are charged failures, `voids` failures that nobody charged, `deaths` engine deaths it was in
     flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests. `kept` are the
     bytes of an answer that is to be repaired, `reading` those of one that is being read. `sent` is a time of the loop,
-    `started_at` one of the clock. `group` is the trial that the row takes part in, in whatever state.
+    `started_at` one of the clock. `repeats`: further requests for it since `sent` (hedging/late_rows.py). `group` is
+    the trial that the row takes part in, in whatever state.
     """
 
     row: Row
@@ -128,6 +129,7 @@ class Item:
     group: Group[Item] | None = None
     kept: int = 0
     reading: int = 0
+    repeats: int = 0
 
     def check(self, transition: Transition) -> None:
         """Raises InvalidTransition where the transition is not allowed now."""
@@ -148,6 +150,17 @@ class Item:
         """A slot has taken the row."""
         self._move(SEND)
         self.sent = now
+        self.repeats = 0
+
+    def hedge(self) -> None:
+        """It is late: an engine is asked for it once more, beside the request that is under way."""
+        self.check(FAIL)
+        self.repeats += 1
+
+    def answer_hedge(self, sent: float) -> None:
+        """The request that was sent at `sent`, and not the first one, is answered."""
+        self.check(SUCCEED)
+        self.sent = sent
 
     def start(self, at: float) -> None:
         """A request begins; the first one counts as the row's start."""

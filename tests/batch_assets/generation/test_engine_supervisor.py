@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,31 @@ def test_a_better_offer_is_moved_to_while_rows_flow_and_no_row_is_asked_twice(tm
     assert [decision.saved_usd for decision in job.decisions] == [1.5]
     assert renter.released[0] == ("i1", "i1: move and save 1.50 $", True)
     assert renter.released[1] == ("i2", "done", False)
+
+
+def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with engines(1, speed="50") as found, a_job(tmp_path, FleetClient(*found)) as job:
+        progress = job.run.progress
+        told: list[str] = []
+
+        def step(late: int) -> None:
+            monkeypatch.setattr(job.run, "progress", lambda: replace(progress(), late=late))
+            job.supervisor.step()
+            told.append(job.heart.activity.note)
+
+        for rows in (0, 1, 1200, 0):
+            step(rows)
+        job.heart.tell("the store does not answer")
+        step(1)
+        assert told == [
+            "",
+            "1 row is late and is asked for once more",
+            "1,200 rows are late and are asked for once more",
+            "",
+            "the store does not answer",
+        ]
 
 
 def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
