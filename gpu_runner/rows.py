@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who generated a row: written into the provenance columns of its outcome."""
+    """Who generated a row: written into the provenance columns of its outcome. `model`: as the answer names it."""
 
     model: str
     engine: str
@@ -87,6 +87,13 @@ class Origin:
     def simulated(self) -> bool:
         """Whether an engine simulator wrote the row."""
         return is_simulated(self.model, self.engine)
+
+    def answered_as(self, model: str | None) -> Origin:
+        """The origin of an answer that names its model. Whether it is simulated only the engine says, not a name."""
+        mark = f" ({SIMULATED})"
+        if model is None or model.endswith(mark) or f"{model}{mark}" == self.model:
+            return self
+        return replace(self, model=f"{model}{mark}" if self.model.endswith(mark) else model)
 
 
 def is_simulated(model: str, engine: str) -> bool:

@@ -58,6 +58,7 @@ def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | Non
         "columns": dg.MetadataValue.table_schema(dg.TableSchema(columns)),
         "dagster/uri": table.uri(store.objects),
         "snapshot": table.snapshot,
+        **({} if table.model is None else {"model": table.model}),
         "files": dg.MetadataValue.path(table.glob(store.objects)),
         "simulated": table.simulated,
     }

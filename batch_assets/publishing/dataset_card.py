@@ -42,7 +42,7 @@ MEANING = {
     "tries": "requests charged to the row, those for a repair included",
     "error": "code of the error of a row without a completion, else null",
     "error_message": "its message",
-    "model": "as the engine named it",
+    "model": "as the answer named it, such as `gpt-4o-2024-08-06`; of a row without an answer, as it was asked for",
     "engine": "engine and version",
     "provider": "who rented out the instance",
     "instance_type": "kind of the instance",
@@ -117,11 +117,13 @@ def _front_matter(table: PublishedTable, card: Card) -> str:
 
 def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str:
     settings = manifest.settings()
-    models = ", ".join(dict.fromkeys([settings.model, *(source.model for source in table.sources if source.model)]))
+    others = [source.model for source in table.sources if source.model not in (None, settings.model)]
+    answered = {"answered by": ", ".join(dict.fromkeys(others))} if others else {}
     facts = {
         "owners": ", ".join(card.owners) or "not named",
         "source": manifest.source,
-        "task, model": f"{settings.task}, {models}",
+        "task, model": f"{settings.task}, {settings.model}",
+        **answered,
         "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
         "output": "JSON that fits the declared schema" if settings.json_schema else "as the model wrote it",
         "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",

@@ -131,6 +131,7 @@ def _write(
     totals = writer.totals
     table = PublishedTable(
         dataset=store.dataset,
+        model=manifest.settings().model,
         snapshot=manifest.snapshot,
         version=version,
         created_at=now,

@@ -25,6 +25,7 @@ class PublishedTable(Sealed):
     `rows` counts lines: one per source row that was not rejected, `ok` + `dead`, with `duplicates` among them. Tokens
     and `usd` are those of the rows that were asked; a duplicate adds nothing. `usd` covers all but the `unpriced` rows
     and is None while no price is known. `reused`: rows that were asked and paid for by another dataset, by its name.
+    `model`: the one that was asked for (None: written before it was kept); those that answers named are in `sources`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +52,7 @@ class PublishedTable(Sealed):
     files: list[TableFile]
     card: StoredFile | None = None
     reused: dict[str, int] = Field(default_factory=dict)
+    model: str | None = None
 
     def stored(self) -> Iterator[TableFile | StoredFile]:
         """Every object of the version beside its manifest."""

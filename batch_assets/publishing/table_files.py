@@ -17,12 +17,13 @@ from pydantic import BaseModel, ConfigDict
 
 from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.prompt_column import PROMPT, prompt_type
-from gpu_runner.rows import is_simulated
+from gpu_runner.rows import SIMULATED, is_simulated
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.outcome_columns import REUSED_FROM
 from resources.store.outcome_tables import outcome_schema
 
 SAMPLE_ROWS = 3
+MOST_ORIGINS, OTHERS = 200, "other models"
 _ORIGIN = ("model", "engine", "provider", "instance_type", "spot")
 _REPEATED = ["finish_reason", "error", "model", "engine", "provider", "instance_type", "run_id", REUSED_FROM, "batch"]
 _REPEATED += [f"{PROMPT}.list.element.role"]
@@ -115,7 +116,7 @@ class Totals:
             ([], "count_all"),
         ]
         for line in asked.group_by(list(_ORIGIN)).aggregate(figures).to_pylist():
-            origin = tuple(line[name] for name in _ORIGIN)
+            origin = self._listed(tuple(line[name] for name in _ORIGIN))
             counted = self._by_origin.setdefault(origin, Counter())
             counted["rows"] += line["count_all"]
             counted["unpriced"] += line["count_all"] - line["usd_count"]
@@ -124,6 +125,13 @@ class Totals:
             if line["usd_count"]:
                 self._priced.add(origin)
                 counted["usd"] += line["usd_sum"]
+
+    def _listed(self, origin: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The origin to count a line under: a server may name another model in each answer, and the list has an end."""
+        model, *rest = origin
+        if origin in self._by_origin or len(self._by_origin) < MOST_ORIGINS:
+            return origin
+        return (f"{OTHERS} ({SIMULATED})" if is_simulated(model, rest[0]) else OTHERS, *rest)
 
     @property
     def prompt_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gpu_runner.client.answers import answer_numbers
-from gpu_runner.client.protocol import Completion, Transient, error_of, not_an_answer
+from gpu_runner.client.protocol import Completion, Transient, error_of, model_of, not_an_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: 
         if isinstance(wrong, Transient) and wrong.code == "garbage_body":
             wrong.message += f" (asked for {len(weights):,} inputs)"
         raise wrong from error
-    return [Completion(vector, "stop", share, 0) for vector, share in zip(vectors, tokens, strict=True)]
+    model = model_of(answer)
+    return [Completion(vector, "stop", share, 0, model=model) for vector, share in zip(vectors, tokens, strict=True)]
 
 
 def answers_of_inputs(answer: Mapping[str, Any], weights: Sequence[int]) -> list[dict[str, Any]]:

@@ -142,6 +142,7 @@ class Completion:
     """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too.
 
     `parts`: what it holds besides. `filtered`: a content filter ended it, so the output is a part or nothing.
+    `model`: who answered, by the answer's own field; None where it does not say.
     """
 
     output: Output
@@ -150,6 +151,7 @@ class Completion:
     completion_tokens: int
     parts: AnswerParts = NO_PARTS
     filtered: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +268,18 @@ def _text(task: Task, answer: Any) -> Completion:
         raise TypeError("content is no text")
     parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
     word = answer_numbers.finish_word(reason)
-    return Completion(content, word, *_usage(answer), parts, filtered=word == FILTERED)
+    model = model_of(answer)
+    return Completion(content, word, *_usage(answer), parts, filtered=word == FILTERED, model=model)
 
 
 def _embedding(answer: Any) -> Completion:
     vector = answer_numbers.vector_of(at_index_0(answer["data"])["embedding"])
-    return Completion(vector, "stop", _usage(answer)[0], 0)
+    return Completion(vector, "stop", _usage(answer)[0], 0, model=model_of(answer))
+
+
+def model_of(answer: Mapping[str, Any]) -> str | None:
+    """The model that an answer names; None where it names none, or nothing that could be shown and stored."""
+    return answer_numbers.short_name(answer.get("model")).strip() or None
 
 
 def _usage(answer: Any) -> tuple[int, int]:

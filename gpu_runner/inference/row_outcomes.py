@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sized
 from dataclasses import replace
+from functools import lru_cache
 from sys import getsizeof
 from typing import Protocol
 
@@ -75,7 +76,11 @@ class RowOutcomes:
                 self._repair(item, completion.output, problem)
                 return
         answered = self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1)
-        self._settle(item, answered if completion.parts is NO_PARTS else replace(answered, parts=completion.parts))
+        if completion.parts is not NO_PARTS:
+            answered = replace(answered, parts=completion.parts)
+        if completion.model not in (None, self._origin.model):
+            answered = replace(answered, origin=_answered_as(self._origin, completion.model))
+        self._settle(item, answered)
 
     def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
         """The row becomes a dead letter; `last` as in `dead`."""
@@ -145,3 +150,7 @@ class RowOutcomes:
         now, together = self._loop.time(), self.answered_together
         others = len(self._slots.in_flight) - together
         return self._spending.settle(item.prompt_tokens, item.completion_tokens, others, now, together=together)
+
+
+# Answers of one model share their origin.
+_answered_as = lru_cache(maxsize=256)(Origin.answered_as)

@@ -13,12 +13,14 @@ from typing import Any
 
 @dataclass
 class PlainEngine:
-    """`requests`: bodies of the chats so far. `answer`: fields of the choice of the next answers."""
+    """`requests`: bodies of the chats so far. `answer`: fields of the choice of the next answers. `model`: what these
+    name as the model that wrote them."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     answer: Mapping[str, Any] = field(default_factory=lambda: {"finish_reason": "stop"})
     text: str = "a real answer"
+    model: str | None = None
 
 
 @contextmanager
@@ -40,7 +42,8 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
             engine.requests.append(asked)
             choice = {"index": 0, "message": {"role": "assistant", "content": engine.text}, **engine.answer}
             usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-            self._say(200, {"id": "c", "object": "chat.completion", "choices": [choice], "usage": usage})
+            named = {} if engine.model is None else {"model": engine.model}
+            self._say(200, {"id": "c", "object": "chat.completion", **named, "choices": [choice], "usage": usage})
 
         def _say(self, status: int, content: object) -> None:
             body = json.dumps(content).encode()

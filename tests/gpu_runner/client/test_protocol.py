@@ -82,6 +82,19 @@ def test_a_chat_answer_becomes_text_and_tokens() -> None:
     assert read_answer("chat", 200, {}, chat_answer()) == Completion("hi", "stop", 7, 2)
 
 
+@pytest.mark.parametrize(
+    ("named", "model"),
+    [("gpt-4o-2024-08-06", "gpt-4o-2024-08-06"), *((odd, None) for odd in (None, "", " ", 7, {}, "x" * 513, "a\nb"))],
+)
+def test_an_answer_says_which_model_wrote_it(named: Any, model: str | None) -> None:
+    assert read_answer("chat", 200, {}, chat_answer(model=named)).model == model
+    body = orjson.dumps({"choices": [{"index": 0, "text": "t", "finish_reason": "stop"}], "model": named})
+    assert read_answer("completion", 200, {}, body).model == model
+    body = orjson.dumps({"data": [{"index": 0, "embedding": [1, 0.5]}], "model": named})
+    assert read_answer("embedding", 200, {}, body).model == model
+    assert [one.model for one in read_vectors(200, {}, body, [1])] == [model]
+
+
 @pytest.mark.parametrize("reason", ["length", "tool_calls", "repetition"])
 def test_every_end_that_the_model_reached_is_an_outcome(reason: str) -> None:
     assert read_answer("chat", 200, {}, chat_answer(None, reason)) == Completion("", reason, 7, 2)

@@ -94,3 +94,25 @@ def test_an_answer_that_a_content_filter_ended_is_a_dead_letter_that_was_paid(ge
         assert sink.outcomes()["r0"].ok and engine.asked["r1"] == 1
 
     run(main)
+
+
+def test_an_outcome_says_which_model_answered_and_a_dead_letter_which_one_was_asked() -> None:
+    async def main() -> None:
+        sink = Sink()
+        engine = NamedModels({"r2": RowRejected("rejected_400", "no")})
+        await make_feed(3, sink).serve(engine, ORIGIN, 4)
+        assert {key: one.origin.model for key, one in sink.outcomes().items()} == {
+            "r0": "m-r0",
+            "r1": "m-r1",
+            "r2": "m",
+        }
+        assert all(replace(one.origin, model="m") == ORIGIN for one in sink.outcomes().values())
+
+    run(main)
+
+
+class NamedModels(FakeEngine):
+    """Each answer names a model of its own."""
+
+    async def _run(self, text: str, repair: Repair | None, admit: Admit | None) -> Completion:
+        return replace(await super()._run(text, repair, admit), model=f"m-{text}")
