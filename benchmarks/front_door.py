@@ -64,7 +64,7 @@ def body(endpoint: str, number: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def engine(slots: int, log: Path, instant: bool) -> Iterator[str]:
+def engine(slots: int, log: Path, *, instant: bool = False) -> Iterator[str]:
     """The simulator, with 2 ms for a token, or an engine that answers at once: its address."""
     command = [sys.executable, "-m", "gpu_runner.simulator", "--model", "tiny", "--exit-with-parent"]
     command += ["--max-num-seqs", str(slots), "--output-tokens", "fixed:32", "--weights-ms", "2"]
@@ -234,7 +234,7 @@ async def rounds(asked: argparse.Namespace, home: Path) -> list[Round]:
     """Plain and door in turn, on one engine."""
     found: list[Round] = []
     log, endpoint, lines, slots = home / "requests", asked.endpoint, asked.lines, asked.slots
-    with engine(slots, log, asked.instant) as url, service(home, url, slots) as (base, process):
+    with engine(slots, log, instant=asked.instant) as url, service(home, url, slots) as (base, process):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
             await wait_up(session, base)
             await batch(session, base, endpoint, 10, home)  # warm

@@ -22,7 +22,7 @@ from batch_assets.api.requests.callers import embedded_caller
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.start_report import Start, start_report
 from batch_assets.api.telemetry.gauges import certificate_gauges
-from batch_assets.api.telemetry.repeated_lines import count_repeated_lines
+from batch_assets.api.telemetry.repeated_lines import counted_repeated_lines
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import fleet_database
 from gpu_runner.http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
@@ -41,7 +41,11 @@ def serve(settings: ApiSettings) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended_in_order)  # uvicorn has its own while it runs, and raises the signal again then
-    count_repeated_lines()
+    with counted_repeated_lines():
+        _serve(settings)
+
+
+def _serve(settings: ApiSettings) -> None:
     service = build_front_door(settings)
     config = server_config(service, settings)
     # Fewer, cheaper garbage collections: thousands of live requests make them a large part of the CPU per line.

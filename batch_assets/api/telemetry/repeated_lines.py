@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 SECONDS = 60.0
@@ -49,8 +50,14 @@ class RepeatedLines(logging.Filter):
         return True
 
 
-def count_repeated_lines() -> None:
-    """Let all handlers of this process count: those of the root logger, and Python's own where it has none."""
-    for handler in (*logging.getLogger().handlers, logging.lastResort):
-        if handler is not None:
-            handler.addFilter(RepeatedLines())
+@contextlib.contextmanager
+def counted_repeated_lines() -> Iterator[None]:
+    """Lets all handlers of this process count: those of the root logger, and Python's own where it has none."""
+    filters = [(one, RepeatedLines()) for one in (*logging.getLogger().handlers, logging.lastResort) if one is not None]
+    for handler, lines in filters:
+        handler.addFilter(lines)
+    try:
+        yield
+    finally:
+        for handler, lines in filters:
+            handler.removeFilter(lines)

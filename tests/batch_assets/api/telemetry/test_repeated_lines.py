@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from batch_assets.api.telemetry.repeated_lines import MOST_LINES, RepeatedLines
+from batch_assets.api.telemetry.repeated_lines import MOST_LINES, RepeatedLines, counted_repeated_lines
 
 
 class Clock:
@@ -47,3 +47,11 @@ def test_a_line_that_came_once_is_written_without_a_count() -> None:
     assert said(lines, "a") == "a"
     clock.now = 61.0
     assert said(lines, "a") == "a"
+
+
+def test_a_service_that_has_ended_leaves_the_handlers_of_its_process_as_they_were() -> None:
+    before = [list(handler.filters) for handler in logging.getLogger().handlers]
+    assert before
+    with counted_repeated_lines():
+        assert all(isinstance(handler.filters[-1], RepeatedLines) for handler in logging.getLogger().handlers)
+    assert [list(handler.filters) for handler in logging.getLogger().handlers] == before
