@@ -80,7 +80,8 @@ def _fleet_names(settings: ApiSettings) -> tuple[list[str], list[str]]:
     """Names of the fleet's engines and providers."""
     fleet = fleet_of(settings.home, fleet_database())
     config = fleet.config()
-    return [engine.name for engine in config.engines], list(fleet.providers(config))
+    providers = [] if config.simulate_only_if_asked and not config.rents_really else list(fleet.providers(config))
+    return [engine.name for engine in config.engines], providers
 
 
 def server_config(service: FrontDoor, settings: ApiSettings, look_seconds: float = LOOK_SECONDS) -> uvicorn.Config:

@@ -20,6 +20,7 @@ from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.capacity.capacity import ModelCapacity
+from batch_assets.api.capacity.never_served import NeverServed
 from batch_assets.api.execution.batch_lifecycle import Capacity, Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
@@ -97,6 +98,7 @@ class Service:
             reserve={} if fleet is None else settings.models.reserve,
             engines_at_once=max(1, len(settings.endpoints)),
             capacity=None if fleet is None else _checked(check_fleet, self._capacity(fleet, settings).look),
+            never_served=_no_reason if fleet is None else NeverServed(fleet).why,
             lost=lambda run, again, given_up: on_lost(run.record.model or "", again, given_up),
             local=own_folder(settings.home / LOCAL_ROWS, self.records, left_file),
         )
@@ -173,6 +175,11 @@ class Service:
         await self._worker.run()
 
 
+def _no_reason(model: str, task: Task) -> str | None:
+    """An endpoint may serve any model when it answers."""
+    return None
+
+
 def _checked(check: Callable[[], None], look: Capacity) -> Capacity:
     def checked(records: Sequence[BatchRecord], mine: Collection[str]) -> Mapping[tuple[str, Task], int]:
         check()
@@ -197,7 +204,7 @@ def _fleet_models(fleet: GpuFleet, declared: Collection[str]) -> set[str]:
     """The models of fleet.yaml as it is now, and those of datasets that something there may serve."""
     config = fleet.config()
     named = {model for engine in config.engines for model in engine.models}
-    return named | {model for model in declared if config.may_serve(model)}
+    return named | {model for model in declared if config.may_serve(model) and not config.only_plays(model)}
 
 
 def _endpoints(settings: ApiSettings) -> tuple[Models, EngineSupply]:

@@ -66,9 +66,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class NoSpeed:
-    """The instance cannot serve the model, or nothing is known of its speed."""
+    """The instance cannot serve the model, or nothing is known of its speed.
+
+    `permanent`: it follows from the model, the instance and the settings alone, and no later moment changes it.
+    """
 
     reason: str
+    permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ def estimate_speed(
     """
     sizes = [size for size in facts.tensor_parallel if size <= gpus]
     if not sizes:
-        return NoSpeed(f"{facts.model} runs on {min(facts.tensor_parallel)} GPUs or more, the instance has {gpus}")
+        least = min(facts.tensor_parallel)
+        return NoSpeed(f"{facts.model} runs on {least} GPUs or more, the instance has {gpus}", permanent=True)
     best = 0.0
     for split in sizes:
         room = split * (memory_gib * assumed.memory - assumed.reserve_gib) * GIB - facts.weight_bytes
@@ -127,7 +132,8 @@ def estimate_speed(
         return Speed(best, "estimate")
     return NoSpeed(
         f"{facts.model} does not fit: {facts.weight_bytes / GIB:.0f} GiB of weights and the KV cache of a row "
-        f"in {max(sizes)} × {memory_gib:g} GiB"
+        f"in {max(sizes)} × {memory_gib:g} GiB",
+        permanent=True,
     )
 
 

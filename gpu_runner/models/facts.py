@@ -135,17 +135,17 @@ def place(
     own context are the engine's to refuse, and no reason against an instance.
     """
     if model.config is not None and model.config.dtype == "bfloat16" and gpu in WITHOUT_BFLOAT16:
-        return NoSpeed(f"{gpu} has no bfloat16, in which {model.name} is served")
+        return NoSpeed(f"{gpu} has no bfloat16, in which {model.name} is served", permanent=True)
     card = _Card(gpu, memory_gib)
     row = min(max_model_len or max(longest, math.ceil(mix.tokens)), model.context or 1 << 40)
     facts = model.facts(mix.tokens)
     sizes = [size for size in facts.tensor_parallel if size <= gpus]
     if not sizes:
         least = min(facts.tensor_parallel)
-        return NoSpeed(f"{model.name} runs on {least} GPUs or more, the instance has {gpus}")
+        return NoSpeed(f"{model.name} runs on {least} GPUs or more, the instance has {gpus}", permanent=True)
     fitting = [size for size in sizes if _rows_that_fit(model, facts, card, size, row) >= 1]
     if not fitting:
-        return NoSpeed(_too_large(model, facts, card, max(sizes), row))
+        return NoSpeed(_too_large(model, facts, card, max(sizes), row), permanent=True)
     paced = {size: _pace(facts, card, size, gpus, mix) for size in fitting}
     size = max(fitting, key=lambda size: (paced[size], -size))
     slots = min(card.slots, _rows_that_fit(model, facts, card, size, max(1, min(row, math.ceil(mix.tokens)))))

@@ -254,12 +254,16 @@ class FleetConfig(BaseModel):
         """
         return bool(self._fitting(model) or self.simulated is not None or self.rented)
 
+    def only_plays(self, model: str, *, simulate: bool = False) -> bool:
+        """Whether there is no engine for the model but a simulation that nobody asked for."""
+        return not simulate and self.simulate_only_if_asked and not self.serves_really(model)
+
     def _fitting(self, model: str) -> list[EngineConfig]:
         return [engine for engine in self.engines if not engine.models or model in engine.models]
 
     def check_asked(self, model: str, endpoint: str | None, *, simulate: bool) -> None:
         """Raises FleetConfigError where there is no engine but a simulation that nobody asked for."""
-        if endpoint or simulate or not self.simulate_only_if_asked or self.serves_really(model):
+        if endpoint or not self.only_plays(model, simulate=simulate):
             return
         raise FleetConfigError(
             f"no engine for {model}: expected one in fleet.yaml, a provider there, or an address, found none of these. "

@@ -40,13 +40,16 @@ class OfferSnapshot:
     """What is there now: offers that can be rented, at believable prices; all others with their reasons.
 
     `problems`: providers and price sources that did not answer. `silent`: what those providers offered when they last
-    did, each at the worst price that anybody lists for its GPU: what a plan may reckon with.
+    did, each at the worst price that anybody lists for its GPU: what a plan may reckon with. `own`: all that providers
+    themselves offer, at whatever price; `all_answered`: none of them kept silent.
     """
 
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...]
     problems: tuple[str, ...]
     silent: tuple[Offer, ...] = ()
+    own: tuple[Offer, ...] = ()
+    all_answered: bool = True
 
 
 class Market:
@@ -108,8 +111,10 @@ class Market:
         problems: list[str] = []
         silent: list[Refusal] = []
         own: list[Offer] = []
+        all_answered = True
         for name, kept in self._own.items():
             if why := kept.look(now, 0.0):
+                all_answered = False
                 problems.append(f"{name} does not say what it offers: {why}")
                 silent += [Refusal(offer, (f"{name} does not answer: {why}",)) for offer in kept.value or ()]
             else:
@@ -126,9 +131,8 @@ class Market:
         refused.sort(key=lambda one: one.offer not in mine)
         worst = _worst_prices([*believed, *(one.offer for one in silent)])
         missed = tuple(replace(one.offer, price_per_hour=worst[one.offer.hardware]) for one in silent)
-        return OfferSnapshot(
-            tuple(one for one in believed if one in mine), (*silent, *refused), tuple(problems), missed
-        )
+        rentable = tuple(one for one in believed if one in mine)
+        return OfferSnapshot(rentable, (*silent, *refused), tuple(problems), missed, tuple(own), all_answered)
 
     def model(self, name: str, declared: DeclaredModel | None = None) -> KnownModel:
         """What is known of a model. The hub is asked only where a real provider is configured."""
@@ -164,6 +168,21 @@ class Market:
         wishes = tuple(replace(one, reasons=(*one.reasons, *accept.reasons(one.offer))) for one in stock.refused)
         return Ranking(objective, found.ranked, (*found.refused, *wishes))
 
+    def never_fits(
+        self, model: str, task: Task, mix: LengthMix, longest: int, measurements: Iterable[Measurement]
+    ) -> Sequence[Refusal]:
+        """Every offer, each with why it can serve such rows of the model at no time. Empty: one can, or that is not
+        known, as there is no offer, a provider does not answer, or nothing is known of the model.
+        """
+        known, mix, stock = self.model(model), mix_of(task, mix), self.stock()
+        throughput, never = Throughput(measurements), []
+        for offer in stock.own:
+            pace = self._pace(known, throughput, offer, mix, longest, None)
+            if not isinstance(pace, NoSpeed) or not pace.permanent:
+                return []
+            never.append(Refusal(offer, (pace.reason,)))
+        return never if stock.all_answered else []
+
     def _pace(
         self,
         known: KnownModel,
@@ -175,7 +194,8 @@ class Market:
     ) -> Speed | NoSpeed:
         """Speed of an offer: measured as it is; an estimate only where the model is known and fits."""
         if self.simulates(offer.provider) and self._really(known.name):
-            return NoSpeed(f"fleet.yaml has what really serves {known.name}; simulated texts would mix with its own")
+            said = f"fleet.yaml has what really serves {known.name}; simulated texts would mix with its own"
+            return NoSpeed(said, permanent=True)
         facts = known.facts(mix.tokens)
         found = throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
         if isinstance(found, Speed) and found.basis != "estimate":

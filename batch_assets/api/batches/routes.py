@@ -25,6 +25,7 @@ from batch_assets.api.requests.errors import ApiError, not_found, store_calls
 from batch_assets.api.requests.json_body import json_body
 
 RETRY_SECONDS = 900  # longer than the stock clients' time-out of ten minutes
+WAITING_FOR, WAITING_SINCE = "waiting_for", "waiting_since"
 CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 TIMES = (
     "in_progress_at",
@@ -44,8 +45,12 @@ Writer = Annotated[Caller, Depends(caller_with(Scope.BATCHES_WRITE))]
 
 
 def shown(batch: BatchRecord, spending: Spending | None = None) -> dict[str, Any]:
-    """A batch object as documented. `spending`: of one with a budget, said beside what the client attached."""
+    """A batch object as documented. `spending`: of one with a budget, said beside what the client attached, as is what
+    its lines wait for.
+    """
     metadata = None if batch.metadata is None else json.loads(batch.metadata)
+    if spending is not None and metadata is not None:
+        metadata = {**metadata, **spending.shown()}
     return {
         "id": batch.id,
         "object": "batch",
@@ -61,8 +66,15 @@ def shown(batch: BatchRecord, spending: Spending | None = None) -> dict[str, Any
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "usage": None if batch.usage is None else json.loads(batch.usage),
-        "metadata": metadata if spending is None or metadata is None else {**metadata, **spending.shown()},
+        "metadata": _with_waiting(metadata, batch),
     }
+
+
+def _with_waiting(metadata: dict[str, str] | None, batch: BatchRecord) -> dict[str, str] | None:
+    """Pairs of these names that the client attached stay as they are."""
+    if batch.state is not BatchStatus.IN_PROGRESS or batch.waiting_for is None:
+        return metadata
+    return {WAITING_FOR: batch.waiting_for, WAITING_SINCE: str(batch.waiting_since), **(metadata or {})}
 
 
 def records_of(request: Request) -> BatchRecords:

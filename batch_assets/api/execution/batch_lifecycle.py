@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batch_assets.api.batches.lines import LineError
-from batch_assets.api.batches.snapshot import Checked, check_input
+from batch_assets.api.batches.snapshot import TASKS, Checked, check_input
 from batch_assets.api.billing.batch_usage import BatchUsage, Settle
 from batch_assets.api.billing.spending import BUDGET, Spending
 from batch_assets.api.billing.usage import Tokens
@@ -79,6 +79,7 @@ class Carried:
     run: BatchRun | None = None
     counted: tuple[int, int] = (0, 0)
     spending: Spending | None = None
+    waiting: tuple[str | None, int | None] = (None, None)
     span: Span | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,9 +90,10 @@ class Site:
 
     `resolve`: the model behind a name. `reserve`: engines of a model that stay, also without work. `engines_at_once`:
     how many a feed asks for without a reserve. `capacity`: how many engines each feed may have of a fleet, as of open
-    batches and those that this worker holds; None: nothing is rented. `lost`: hears of batch objects that are damaged
-    or gone: of how many the lines are asked for again, and of how many not once more. `local`: a folder of this
-    computer for rows that the store does not have yet; None: there is none.
+    batches and those that this worker holds; None: nothing is rented. `never_served`: why nothing can
+    ever serve a model; it may block. `lost`: hears of batch objects that are damaged or gone: of how many the lines are
+    asked for again, and of how many not once more. `local`: a folder of this computer for rows that the store does not
+    have yet; None: there is none.
     """
 
     batches: BatchRecords
@@ -108,6 +110,7 @@ class Site:
     reserve: Mapping[str, int] = field(default_factory=dict)
     engines_at_once: int = 1
     capacity: Capacity | None = None
+    never_served: Callable[[str, Task], str | None] = lambda model, task: None
     lost: OnLost = lambda run, again, given_up: None
     local: Path | None = None
 
@@ -135,7 +138,7 @@ class BatchLifecycle:
             models = await known_models(site.models)
             contexts = await known_contexts(site.models)
             checked = await self.patiently(lambda: self._check(record, models, contexts))
-        checked = await self._counted(checked, contexts)
+        checked = await self._counted(await self._servable(checked, record), contexts)
         now = int(site.clock())
         if not checked.errors and site.usage.unpriced(record, checked.model or ""):
             said = f"The model '{(checked.model or '')[:100]}' has no price for batches: a budget cannot be kept."
@@ -153,6 +156,17 @@ class BatchLifecycle:
             return False
         carried.record = current
         return True
+
+    async def _servable(self, checked: Checked, record: BatchRecord) -> Checked:
+        """The same, refused where nothing can ever serve the model."""
+        model, site = checked.model, self._site
+        if checked.errors or model is None or site.engines.running(model):
+            return checked
+        why = await asyncio.to_thread(site.never_served, model, TASKS[record.endpoint])
+        if why is None:
+            return checked
+        said = f"The model '{model[:100]}' can never be served here. {why}"
+        return Checked([LineError("model_unavailable", said, "body.model")])
 
     async def _counted(self, checked: Checked, contexts: Mapping[str, int]) -> Checked:
         """The same, refused where an engine that runs says that prompts are too long.

@@ -25,6 +25,7 @@ from batch_assets.api.execution.engines.engine_supply import (
     NoFurtherEngine,
     ServingEngine,
 )
+from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
 from batch_assets.api.execution.open_parts import OpenParts
 from batch_assets.api.execution.stops import StoppableEngine, Stops
 from batch_assets.api.execution.storage.local_journal import LocalJournal
@@ -64,6 +65,7 @@ class ModelFeed:
     ) -> None:
         self.model, self.task, self._spans = model, task, spans
         self._slots = EngineSlots(most_engines)
+        self._wait = EngineWait()
         self._kept_until = 0.0  # by the monotonic clock: engines stay so long without batches
         self._idle_since: float | None = None  # as far as somebody has looked
         self._may_lease = asyncio.Event()
@@ -143,6 +145,11 @@ class ModelFeed:
     def _has_lines(self) -> bool:
         return not all(run.paused for run in self._runs.values())
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What lines wait for, while no engine serves them."""
+        return self._wait.look(self._engines.awaited(self.model, self.task))
+
     def drain(self) -> None:
         """Send nothing more, get no engine; `serve` returns when what is in flight is answered and kept."""
         self._draining = True
@@ -175,6 +182,7 @@ class ModelFeed:
             if self._draining or not slot.needed:
                 return
             began = time.monotonic()
+            self._wait.begin()
             try:
                 async with self._engines.engine(self.model, self.task, self._waits) as engine:
                     slot.serving = True
@@ -182,6 +190,7 @@ class ModelFeed:
             except (NoFurtherEngine, NobodyWaits) as error:
                 log.debug("model %s: %s", self.model, error)
             except (EngineLost, EngineRefused, EngineAway, TlsFilesError) as error:
+                self._wait.failed(_awaited(error))
                 log.warning("model %s: %s: %s", self.model, type(error).__name__, error)
             finally:
                 slot.serving = False
@@ -219,14 +228,15 @@ class ModelFeed:
             self._stops.add(stop)
             watching = asyncio.create_task(self._stop_in_time(engine, slot, stop))
             try:
-                await self._feed.serve(
-                    StoppableEngine(client, self.stops, lambda name: self._call_span(name, engine.endpoint)),
-                    origin,
-                    engine.max_num_seqs,
-                    stop=stop,
-                    spending=engine.spending,
-                    share=engine.share,
-                )
+                with self._wait.serving():
+                    await self._feed.serve(
+                        StoppableEngine(client, self.stops, lambda name: self._call_span(name, engine.endpoint)),
+                        origin,
+                        engine.max_num_seqs,
+                        stop=stop,
+                        spending=engine.spending,
+                        share=engine.share,
+                    )
             finally:
                 watching.cancel()
                 self._stops.discard(stop)
@@ -326,3 +336,9 @@ class ModelFeed:
             log.warning("batch %s: journal not written: %s", run.batch_id, type(error).__name__)
             return False
         return True
+
+
+def _awaited(error: EngineLost | EngineRefused | EngineAway | TlsFilesError) -> Awaited:
+    if isinstance(error, EngineAway):
+        return error.awaited
+    return Awaited.ACCEPTANCE if isinstance(error, EngineRefused) else Awaited.ANSWER

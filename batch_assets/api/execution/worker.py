@@ -25,7 +25,7 @@ from batch_assets.api.execution.storage.holders import gone, own_name
 from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
 from batch_assets.api.execution.sweeper import Sweeper
 from batch_assets.api.models import known_contexts
-from batch_assets.api.records.batches import OpenBatch
+from batch_assets.api.records.batches import BatchRecord, OpenBatch
 from batch_assets.api.telemetry.tracing import batch_span
 from gpu_runner.rows import Task
 
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 HOLD_SECONDS, RENEW_SECONDS = 5.0, 1.0
 COUNT_SECONDS = 0.5
+WAITING_SECONDS = 2.0  # without an engine, before a batch says that it waits
 DRAIN_SECONDS = 3.0  # how long requests in flight have at the end
 KEEP_SECONDS = 3.0  # how long the store then has to take the rows that were finished last
 FAILED_SECONDS = 10.0
@@ -207,7 +208,7 @@ class Worker:
             return
         if held.epoch > 1:
             await self._asked(self._left.scan)
-        carried = self._carried[batch_id] = Carried(held, record)
+        carried = self._carried[batch_id] = Carried(held, record, waiting=(record.waiting_for, record.waiting_since))
         carried.span = batch_span(self._site.spans, record)
         carried.task = asyncio.create_task(self._carry(carried))
         carried.task.add_done_callback(lambda task: self._carried_to_end(carried, task))
@@ -240,6 +241,18 @@ class Worker:
                 if spending != carried.spending:
                     await self._asked(self._site.usage.spending.write, carried.held, spending)
                     carried.spending = spending
+            if run is not None and (waiting := self._waiting(carried.record, run)) != carried.waiting:
+                await self._asked(self._site.batches.wait, carried.held, *waiting)
+                carried.waiting = waiting
+
+    def _waiting(self, record: BatchRecord, run: BatchRun) -> tuple[str | None, int | None]:
+        """What the lines of a batch wait for, and since when in Unix seconds; None and None: for nothing."""
+        feed = self._served(run)
+        found = None if feed is None or run.done or run.paused else feed.waiting
+        if found is None:
+            return None, None
+        since = max(int(found.since), record.in_progress_at or 0)
+        return (None, None) if self._site.clock() - since < WAITING_SECONDS else (found.what.value, since)
 
     # one batch
 

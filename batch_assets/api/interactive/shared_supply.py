@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from batch_assets.api.execution.engines.engine_supply import EngineSupply, ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.settings import SettingError
@@ -73,6 +74,10 @@ class SharedSupply:
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Of the other supply."""
         return self._supply.running(model)
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """As the other supply says it."""
+        return self._supply.awaited(model, task)
 
 
 def first_token_policy() -> FirstTokenPolicy:

@@ -23,6 +23,7 @@ class BatchRecord:
     """One batch. Times are Unix seconds, None until they happen. `errors`, `usage`, `metadata` are JSON.
 
     `output_seconds`: how long its output files live; None: the default. `holder`: the worker that brings it on.
+    `waiting_for`: what its lines wait for, `waiting_since` then; None: an engine serves them.
     """
 
     id: str
@@ -55,6 +56,8 @@ class BatchRecord:
     epoch: int = 0
     traceparent: str | None = None
     holder: str | None = field(default=None, compare=False)
+    waiting_for: str | None = field(default=None, compare=False)
+    waiting_since: int | None = field(default=None, compare=False)
 
     @property
     def state(self) -> BatchStatus:
@@ -286,6 +289,13 @@ class BatchRecords:
                     failed=sa.case((c.failed < failed, failed), else_=c.failed),
                 )
             )
+
+    def wait(self, held: Held, waiting_for: str | None, since: int | None) -> None:
+        """What the lines of a batch that has not ended wait for, and since when; None: for nothing."""
+        with self._records.writing() as connection:
+            states = BATCHES.c.status.in_([state.value for state in OPEN])
+            values = {"waiting_for": waiting_for, "waiting_since": since}
+            connection.execute(sa.update(BATCHES).where(*_mine(held), states).values(values))
 
     def describe(self, held: Held, total: int, model: str | None) -> None:
         """What validation has found of a batch that goes on, or is being cancelled."""

@@ -40,7 +40,7 @@ FILES = sa.Table(
 # `holder`, `held_until`, `epoch`: which worker brings it on, until when without a sign of life, and how often it
 # changed hands. `errors`, `metadata`: JSON. `digest`: what was asked for; `idempotency_key`: as the client named it.
 # `reported`: the catalog has all of its partitions. `traceparent`: of the request that created it, if traced.
-# `contents_deleted_at`: the store has nothing of it any more.
+# `contents_deleted_at`: the store has nothing of it any more. `waiting_for`, `waiting_since`: what its lines wait for.
 BATCHES = sa.Table(
     "api_batches",
     METADATA,
@@ -78,6 +78,8 @@ BATCHES = sa.Table(
     sa.Column("reported", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("traceparent", sa.String(55)),
     sa.Column("contents_deleted_at", sa.Integer),
+    sa.Column("waiting_for", sa.String(200)),
+    sa.Column("waiting_since", sa.Integer),
     sa.UniqueConstraint("tenant", "idempotency_key", name="api_batches_once"),
     sa.Index("api_batches_by_tenant", "tenant", "number"),
     sa.Index("api_batches_by_status", "status"),

@@ -125,7 +125,7 @@ def test_a_large_model_is_split_where_that_is_fastest_and_refused_where_it_does_
     assert isinstance(refused, NoSpeed) and "llama-70b does not fit: 131 GiB of weights" in refused.reason
     only_pairs = replace(EIGHT, tensor_parallel=(2, 4))
     alone = estimate_speed(only_pairs, sheet("H100"), 80, 1, CHAT)
-    assert alone == NoSpeed("llama-8b runs on 2 GPUs or more, the instance has 1")
+    assert alone == NoSpeed("llama-8b runs on 2 GPUs or more, the instance has 1", permanent=True)
 
 
 def test_fp8_is_faster_only_where_the_card_has_it() -> None:

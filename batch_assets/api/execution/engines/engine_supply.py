@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.models import Models, known_models
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.http.tls_files import TlsFiles
@@ -20,7 +21,11 @@ LONGEST_REQUEST = 1800.0
 
 
 class EngineAway(Exception):
-    """No engine can be had now."""
+    """No engine can be had now. `awaited`: what is waited for."""
+
+    def __init__(self, said: str = "", awaited: Awaited = Awaited.ENGINE) -> None:
+        super().__init__(said)
+        self.awaited = awaited
 
 
 class NobodyWaits(EngineAway):
@@ -83,6 +88,9 @@ class EngineSupply(Protocol):
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Engines of a model that may be asked something now; none is begun for it. On the loop of `engine`."""
 
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """What those wait for who are in `engine` now, where that is known."""
+
 
 class EndpointSupply:
     """The engine of one `--endpoint`."""
@@ -100,6 +108,10 @@ class EndpointSupply:
     def running(self, model: str) -> Sequence[ServingEngine]:
         """The same."""
         return [self._engine]
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """Nobody waits for it here."""
+        return None
 
 
 class EndpointsSupply:
@@ -122,7 +134,7 @@ class EndpointsSupply:
         serve = [known is None or model in known for known in said]
         count = len(self._endpoints)
         if not any(serve):
-            raise EngineAway(f"none of {count} endpoints serves it now")
+            raise EngineAway(f"none of {count} endpoints serves it now", Awaited.ANSWER)
         turns = ((self._last + turn) % count for turn in range(1, count + 1))
         chosen = next((at for at in turns if serve[at] and (at, model, task) not in self._held), None)
         if chosen is None:
@@ -140,3 +152,7 @@ class EndpointsSupply:
         held = {place for place, name, _ in self._held if name == model}
         places = sorted(range(len(self._endpoints)), key=lambda place: place not in held)
         return [engine for place in places for engine in self._endpoints[place][0].running(model)]
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """Nobody waits for one here."""
+        return None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from batch_assets.api.billing.margin import fleet_name
 from batch_assets.api.execution.engines.engine_supply import EngineAway, NobodyWaits, ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import OF_KIND, Awaited
 from gpu_runner.cost_meter import CostMeter, SharedMeter
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
@@ -68,6 +69,7 @@ class FleetSupply:
         """`reserve`: engines of a model that may be leased at once, where that is more than one."""
         self._fleet, self._reserve = fleet, reserve or {}
         self._held: list[_Held] = []
+        self._waiting: list[_Lease] = []
 
     @contextlib.asynccontextmanager
     async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
@@ -103,6 +105,7 @@ class FleetSupply:
         _mark(lease.unwanted, self._to_share(model, task) is not None)
         lease.thread.start()
         held: _Held | None = None
+        self._waiting.append(lease)
         try:
             while not lease.engine.done():
                 await asyncio.wait([lease.engine], timeout=LOOK_SECONDS)
@@ -117,6 +120,7 @@ class FleetSupply:
             held.tasks.append(task)
             return held
         finally:
+            self._waiting.remove(lease)
             if held is None or held.lease is not lease:
                 await lease.close()
 
@@ -126,6 +130,10 @@ class FleetSupply:
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Those that are leased for it now."""
         return [one.engine for one in self._held if one.model == model and not one.engine.ending.is_set()]
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """What the first of those waits for that wait for a lease."""
+        return next((one.awaited for one in self._waiting if one.is_for(model, task)), None)
 
 
 async def _share(held: _Held, ending: asyncio.Event) -> None:
@@ -152,7 +160,22 @@ class _Lease:
         self.standing = False  # what is leased stands in fleet.yaml
         self.shared = threading.Event()  # by several feeds: then it is looked whether there is
         self.room = False  # for a further lease
+        self._heart: Heartbeat | None = None
         self.thread = threading.Thread(target=self._run, name="api-lease", daemon=True)
+
+    def is_for(self, model: str, task: Task) -> bool:
+        """Whether an engine of this model is leased for this task."""
+        return (self._need.model, self._need.task) == (model, task)
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """What it waits for now; None: it has only just begun."""
+        if (heart := self._heart) is None:
+            return None
+        if heart.state == "leased":
+            return Awaited.BOOT
+        wait = heart.activity.wait
+        return None if wait is None else OF_KIND.get(wait.kind)
 
     async def close(self) -> None:
         """Give up waiting, or give the engine back."""
@@ -164,12 +187,16 @@ class _Lease:
     def _run(self) -> None:
         try:
             with self._fleet.open_database() as fleet_db:
-                heart = self._fleet.heart(fleet_db, f"api-{uuid.uuid4()}")
+                heart = self._heart = self._fleet.heart(fleet_db, f"api-{uuid.uuid4()}")
                 with heart.beating(self._need.dataset, "", ""):
                     self._hold(fleet_db, heart)
         except _Closed:
             self._tell(NobodyWaits("nobody waits for an engine any more"))
-        except (FleetConfigError, PricingError, EngineStartError, RunEnded, FleetDatabaseError) as error:
+        except (FleetConfigError, PricingError) as error:
+            self._tell(EngineAway(str(error), Awaited.SETTINGS))
+        except EngineStartError as error:
+            self._tell(EngineAway(str(error), Awaited.START))
+        except (RunEnded, FleetDatabaseError) as error:
             self._tell(EngineAway(str(error)))
         except Exception as error:  # a provider's own: the next try may do better
             self._tell(EngineAway(type(error).__name__))

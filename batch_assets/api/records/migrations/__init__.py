@@ -16,7 +16,7 @@ from gpu_runner.table_versions import TableVersions
 
 __all__ = ["HEAD", "RecordsTooNew", "upgrade", "version_of"]
 
-HEAD = "0009"
+HEAD = "0010"
 VERSION_TABLE = "api_alembic_version"  # the fleet's and Dagster's own may stand in the same database
 _LOCK = 0x62617069
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from batch_assets.api.execution import batch_lifecycle, model_feed, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
+from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import NamedModels
@@ -38,6 +40,7 @@ from batch_assets.api.records.states import ACCEPT
 from batch_assets.api.records.tables import BATCHES
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome, Task
+from resources.fleet.resource import GpuFleet
 from resources.objects.opening import LocalObjects, StoreError
 from resources.store.journal import Journal
 
@@ -372,3 +375,18 @@ def test_the_records_of_a_batch_are_written_while_the_store_hangs(tmp_path: Path
     with site_of(tmp_path) as site:
         found = asyncio.run(moves(site))
         assert found is not None and found.status == "in_progress"
+
+
+def test_a_batch_of_a_model_that_nothing_can_ever_serve_fails_with_the_reason(tmp_path: Path) -> None:
+    async def validated(site: Site) -> None:
+        batch = added(site, jsonl([line("a")]))
+        carried = Carried(claimed(site, batch, "me"), batch)
+        assert not await BatchLifecycle(site).validated(carried)
+        found = site.batches.get("t", batch.id)
+        assert found is not None and found.status == "failed" and found.errors is not None
+        (error,) = json.loads(found.errors)
+        assert error["code"] == "model_unavailable" and error["message"].endswith("It needs 900 GiB.")
+
+    with site_of(tmp_path) as site:
+        engines = FleetSupply(GpuFleet(database="sqlite://", home=str(tmp_path), config_path="none"))  # none runs
+        asyncio.run(validated(replace(site, engines=engines, never_served=lambda model, task: "It needs 900 GiB.")))

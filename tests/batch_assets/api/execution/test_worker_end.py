@@ -15,6 +15,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.execution import worker as worker_module
 from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.worker import Worker
 from gpu_runner.rows import Task
@@ -44,6 +45,9 @@ class WaitingSupply:
 
     def running(self, model: str) -> list[ServingEngine]:
         return []
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        return None
 
 
 class HeldInput(LocalObjects):

@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.engines.fleet_engines import serving
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
@@ -348,6 +349,9 @@ def test_a_leased_engine_is_announced_with_the_region_of_its_offer() -> None:
 
         def running(self, model: str) -> Sequence[ServingEngine]:
             return []
+
+        def awaited(self, model: str, task: Task) -> Awaited | None:
+            return None
 
     async def scenario() -> None:
         directory = EngineDirectory(lambda: 0.0, endpoints=["http://far"], regions={"http://far": "us"}, models=listed)

@@ -10,6 +10,7 @@ import pytest
 from support.timing import PATIENCE
 
 from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.interactive import shared_supply
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
@@ -39,6 +40,9 @@ class OneEngine:
 
     def running(self, model: str) -> Sequence[ServingEngine]:
         return [self._engine]
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        return None
 
 
 @contextlib.asynccontextmanager
