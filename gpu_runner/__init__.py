@@ -14,4 +14,5 @@ __all__ = [
     "rows",
     "sqlite_files",
     "table_versions",
+    "token_price",
 ]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import engine_url
+from resources.pricing.token_prices import TokenPriceConfig
 
 FILE = "endpoints.json"
 MOST = 200
@@ -47,12 +48,16 @@ class _Key(BaseModel):
 
 
 class AllowedEndpoint(BaseModel):
-    """One address. `keys`: API keys that were given with it; `without_key`: it was given without one as well."""
+    """One address. `keys`: API keys that were given with it; `without_key`: it was given without one as well.
+
+    `usd_per_million_tokens`: the price that was given with it last.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     url: str
     keys: tuple[_Key, ...] = ()
     without_key: bool = False
+    usd_per_million_tokens: TokenPriceConfig | None = None
 
     def takes(self, key: str | None) -> bool:
         """Whether this key was given for this address."""
@@ -64,8 +69,11 @@ class _File(BaseModel):
     endpoints: tuple[AllowedEndpoint, ...] = ()
 
 
-def allow(home: Path, url: str, api_key: str | None) -> None:
-    """Allow runs of this home to send to the address, and the key with it. Raises ValueError and EndpointsError."""
+def allow(home: Path, url: str, api_key: str | None, price: TokenPriceConfig | None = None) -> None:
+    """Allow runs of this home to send to the address, and the key with it. Raises ValueError and EndpointsError.
+
+    `price`: of its tokens from now on; None: as before.
+    """
     url = engine_url(url)
     with (home / f"{FILE}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +83,8 @@ def allow(home: Path, url: str, api_key: str | None) -> None:
             new = old.model_copy(update={"without_key": True})
         else:
             new = old if old.takes(api_key) else old.model_copy(update={"keys": (*old.keys, _Key.of(api_key))})
-        new = new.model_copy(update={"keys": new.keys[-MOST_KEYS:]})
+        price = price or new.usd_per_million_tokens
+        new = new.model_copy(update={"keys": new.keys[-MOST_KEYS:], "usd_per_million_tokens": price})
         _write(home, [*(one for one in known if one.url != url), new][-MOST:])
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from batch_assets.spec.models import GeneratedDatasetSpec
     from batch_assets.spec.request_options import RequestOptions
+    from resources.pricing.token_prices import TokenPriceConfig
 
 ENDPOINT_SECONDS = 2.0
 _NONE = (
@@ -24,6 +25,9 @@ _NONE = (
 )
 
 Name = Annotated[str, typer.Argument(help="Name of the dataset.", show_default=False)]
+TokenPrices = Annotated[
+    str | None, typer.Option(help="What the endpoint's tokens cost: 0.6, or 0.15,0.6 for input and output.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
@@ -76,14 +80,38 @@ def engine_address(name: str, given: str | None) -> str | None:
         raise CommandError(f"{name}: {error}") from None
 
 
-def allow_endpoint(endpoint: str, of_environment: str | None) -> None:
-    """Runs of this home may send to it from now on, and the key with it unless that is for another address."""
+def token_price(text: str | None, endpoint: str | None) -> TokenPriceConfig | None:
+    """The price of the endpoint's tokens. Raises CommandError."""
+    if text is None:
+        return None
+    from resources.pricing.token_prices import parse_token_price
+
+    try:
+        found = parse_token_price(text)
+    except ValueError as error:
+        raise CommandError(f"--usd-per-million-tokens: {error}") from None
+    if endpoint is None:
+        raise CommandError("--usd-per-million-tokens: expected with --endpoint; other engines have it in fleet.yaml")
+    return found
+
+
+def allow_endpoint(endpoint: str, of_environment: str | None, price: TokenPriceConfig | None = None) -> None:
+    """Runs of this home may send to it from now on, and the key with it unless that is for another address.
+
+    `price`: of its tokens, kept with the address.
+    """
     from batch_assets.local_dagster.home import prepare_home
     from gpu_runner.http.key_variables import key_in
     from resources.endpoints import allow
 
     given = of_environment is None or of_environment == endpoint
-    allow(prepare_home(), endpoint, key_in("BATCH_ASSETS_API_KEY") if given else None)
+    allow(prepare_home(), endpoint, key_in("BATCH_ASSETS_API_KEY") if given else None, price)
+
+
+def check_and_allow(endpoint: str, of_environment: str | None, price: TokenPriceConfig | None = None) -> None:
+    """Both of the above."""
+    check_endpoint(endpoint)
+    allow_endpoint(endpoint, of_environment, price)
 
 
 def wished_options(

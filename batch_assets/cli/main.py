@@ -17,12 +17,14 @@ import typer
 from batch_assets.cli.arguments import (
     Json,
     Name,
-    allow_endpoint,
+    TokenPrices,
+    check_and_allow,
     check_endpoint,
     check_model,
     declared_dataset,
     engine_address,
     known_dataset,
+    token_price,
     wished_options,
 )
 from batch_assets.cli.command_groups import dead_letters_app, fleet_app, keys_app, kubernetes_app
@@ -100,6 +102,7 @@ def run(
     endpoint: Annotated[
         str | None, typer.Option(help="URL of a running OpenAI-compatible server; its key: BATCH_ASSETS_API_KEY.")
     ] = None,
+    usd_per_million_tokens: TokenPrices = None,
     model: Annotated[str | None, typer.Option(help="Model, instead of the one in the dataset's defs.yaml.")] = None,
     deadline: Annotated[str | None, typer.Option(help="As in defs.yaml (6h), in place of the dataset's.")] = None,
     budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
@@ -131,9 +134,9 @@ def run(
         wished_options(known_dataset(name), deadline, budget_usd, objective, max_instances)
         of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
         endpoint = engine_address("--endpoint", endpoint)
+        price = token_price(usd_per_million_tokens, endpoint)
         if endpoint is not None:
-            check_endpoint(endpoint)
-            allow_endpoint(endpoint, of_environment)
+            check_and_allow(endpoint, of_environment, price)
         check_model(model)
         from batch_assets.cli.dataset_commands.run import Request
         from batch_assets.cli.dataset_commands.run_summary import carry_out
@@ -147,10 +150,9 @@ def run(
             from batch_assets.cli.dataset_commands.regenerate import confirm, regeneration_words
             from batch_assets.orchestration.made_anew import Regeneration
 
-            spec, folder = declared_dataset(name)
             wanted = Regeneration.of_tag(where) if where else Regeneration()
-            address = endpoint or of_environment
-            confirm(regeneration_words(spec, folder, wanted, asked.tags(), address), yes=yes)
+            words = regeneration_words(*declared_dataset(name), wanted, asked.tags(), endpoint or of_environment)
+            confirm(words, yes=yes)
             asked = replace(asked, regenerate=wanted.tag())
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
@@ -179,8 +181,7 @@ def redrive(
         of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
         endpoint = engine_address("--endpoint", endpoint)
         if endpoint is not None:
-            check_endpoint(endpoint)
-            allow_endpoint(endpoint, of_environment)
+            check_and_allow(endpoint, of_environment)
         from batch_assets.cli.dataset_commands.run import Request
         from batch_assets.cli.dataset_commands.run_summary import carry_out
 

@@ -24,6 +24,7 @@ class LeaveKind(enum.Enum):
     MIGRATION = "migration"  # another instance takes its place
     PREEMPTION_NOTICE = "preemption_notice"  # its provider takes it away
     RETIRED = "retired"  # the fleet gives it up
+    BUDGET = "budget"  # it is paid by the token, and the budget pays for no further row
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class LeaveReason:
         """For people."""
         if self.kind is LeaveKind.OTHER_RUN:
             return WAITS
+        if self.kind is LeaveKind.BUDGET:
+            return "the budget pays for no further row"
         if self.kind is LeaveKind.PREEMPTION_NOTICE:
             return f"it will be taken away in {self.notice_seconds:.0f} s" + (f": {self.detail}" if self.detail else "")
         return self.detail

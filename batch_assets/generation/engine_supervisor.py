@@ -335,6 +335,10 @@ class EngineSupervisor:
         now = time.monotonic()
         if shift.reachability_changed(now):
             self._tell_reachability(shift)
+        if shift.leased.spending.exhausted and not shift.leaving:
+            shift.leaving = LeaveReason(LeaveKind.BUDGET)
+            self.warn(f"leaves {shift.leased.name}: {shift.leaving.describe()}")
+            self.loop.call(shift.stop.set)
         if shift.leased.offer is None:
             return
         if shift.looking is None:

@@ -182,6 +182,7 @@ class RequestMonitor:
         if target is None or not target.request or target.pause is None or target.pause.kind not in OF_BUDGET:
             return None
         leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
+        leased = leased or self.observer.fleet_db.engines_held()[self._dataset] > 0
         return None if leased else target.pause
 
     def _look_at_redrive(self, request: dg.DagsterRun, error: str) -> ProgressUpdate:

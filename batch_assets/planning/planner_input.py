@@ -5,6 +5,7 @@ Shared by the capacity sensor and by `batch-assets plan`, so that both give the 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from batch_assets.planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREA
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import request_options
-from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, INSTANCES_TAG, OBJECTIVE_TAG
+from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, ENDPOINT_TAG, INSTANCES_TAG, OBJECTIVE_TAG
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.fleet.targets import DatasetTarget
@@ -25,6 +26,8 @@ from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
+from resources.fleet.config import ENDPOINT_VARIABLE
+from resources.fleet.hosted_engines import hosted_engines, hosted_options
 from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import beliefs, held, options
 from resources.fleet.resource import FleetConfig, GpuFleet
@@ -175,6 +178,32 @@ def build_input(
     )
 
 
+def with_hosted_engines(
+    asked: PlannerInput,
+    config: FleetConfig,
+    work: Workload,
+    speeds: Mapping[str, float],
+    *,
+    model: str,
+    endpoint: str | None,
+) -> PlannerInput:
+    """The planner's input with engines that are paid by the token.
+
+    They are taken before anything is rented, so they alone are planned for, unless time presses. With an `endpoint`
+    nothing else ever serves: whatever else is offered counts for nothing.
+    """
+    hosted = hosted_options(hosted_engines(config, model, endpoint), work, speeds)
+    rents = bool(asked.options or asked.held)
+    if endpoint or (hosted and not (rents and time_presses(asked.target))):
+        return replace(asked, options=hosted, held=(), measured=True)
+    return replace(asked, options=(*asked.options, *hosted)) if hosted else asked
+
+
+def time_presses(wanted: Target) -> bool:
+    """Whether time does."""
+    return wanted.deadline is not None or wanted.objective == "fastest"
+
+
 def _less(option: PlannedOffer, taken: int) -> PlannedOffer:
     if not taken or option.capacity is None:
         return option
@@ -218,6 +247,8 @@ def propose(
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)
+    endpoint = tags.get(ENDPOINT_TAG) or os.environ.get(ENDPOINT_VARIABLE)
+    hosted = hosted_engines(around.config, spec.model, endpoint)
     asked = build_input(
         around,
         spec,
@@ -228,6 +259,10 @@ def propose(
         rows_total=work.all_rows,
         started_ago=request.age if request is not None else 0.0,
     )
+    if hosted:
+        asked = with_hosted_engines(
+            asked, around.config, work, fleet_db.engine_speeds(), model=spec.model, endpoint=endpoint
+        )
     if not asked.held:  # as `gpu_runner.planner.controller.decide` begins
         wanted = replace(wanted, reserve_seconds=timing.reserve)
     plan = make_plan(asked.work, asked.options, asked.held, wanted)

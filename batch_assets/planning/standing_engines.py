@@ -1,9 +1,10 @@
-"""Engines that stand in fleet.yaml: they cost nothing more, and the planner does not know them."""
+"""Engines that stand in fleet.yaml. Those that are paid by the token are planned for; the planner knows no other."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from batch_assets.planning.planner_input import time_presses
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Target
@@ -37,7 +38,7 @@ def with_standing_engines(
     usable = [one for one in engines if fleet_db.holder(one.name) not in others]
     if not usable:
         return command
-    presses = wanted.deadline is not None or wanted.objective == "fastest"
+    presses = time_presses(wanted)
     standing = min(len(usable), wanted.max_instances, units) if presses else 1
     if rents and presses and not endpoint:
         return replace(command, instances=min(wanted.max_instances, command.instances + standing))

@@ -8,6 +8,7 @@ all in the fleet's database.
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -20,7 +21,14 @@ from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.planning.decision import Decision, capacity_plan, observation
-from batch_assets.planning.planner_input import FleetView, Markets, build_input, with_idle_tail
+from batch_assets.planning.planner_input import (
+    FleetView,
+    Markets,
+    PlannerInput,
+    build_input,
+    with_hosted_engines,
+    with_idle_tail,
+)
 from batch_assets.planning.standing_engines import with_standing_engines
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
@@ -33,6 +41,7 @@ from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command, decide
 from gpu_runner.planner.types import ControlTiming, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
+from resources.fleet.config import ENDPOINT_VARIABLE
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore
@@ -181,18 +190,9 @@ def _answer(
     assert found.work is not None
     spend = fleet_db.spend(spec.name)
     rows_total = max(found.work.rows, target.plan.rows_total if target.plan else 0)
+    endpoint = found.tags.get(ENDPOINT_TAG) or os.environ.get(ENDPOINT_VARIABLE)
     wanted = with_idle_tail(around.config, _wanted(question, share, spend.usd), timing)
-    asked = build_input(
-        around,
-        spec,
-        found.work,
-        wanted,
-        batches=found.units,
-        spread=found.spread,
-        rows_total=rows_total,
-        started_ago=target.age,
-        taken=taken,
-    )
+    asked = _asked(fleet_db, around, question, wanted, rows_total, taken, endpoint)
     command, state, plan = decide(
         asked.work,
         asked.options,
@@ -211,9 +211,9 @@ def _answer(
         wanted,
         dataset=spec.name,
         model=spec.model,
-        endpoint=found.tags.get(ENDPOINT_TAG),
+        endpoint=endpoint,
         units=found.units,
-        rents=bool(asked.options or asked.held),
+        rents=bool(asked.held) or any(one.row_usd is None for one in asked.options),
     )
     refused = command if asked.held else _unless_refused(command, question, spend.usd, plan, timing)
     command = _with_enough(refused, spend.usd)
@@ -236,6 +236,33 @@ def _answer(
     return _write(fleet_db, report)
 
 
+def _asked(
+    fleet_db: FleetDatabase,
+    around: FleetView,
+    question: Open,
+    wanted: Target,
+    rows_total: int,
+    taken: Counter[str],
+    endpoint: str | None,
+) -> PlannerInput:
+    """What the planner is asked: what can be rented, and the engines of fleet.yaml that are paid by the token."""
+    spec, found = question.spec, question.open
+    assert found.work is not None
+    asked = build_input(
+        around,
+        spec,
+        found.work,
+        wanted,
+        batches=found.units,
+        spread=found.spread,
+        rows_total=rows_total,
+        started_ago=question.target.age,
+        taken=taken,
+    )
+    speeds = fleet_db.engine_speeds()
+    return with_hosted_engines(asked, around.config, found.work, speeds, model=spec.model, endpoint=endpoint)
+
+
 def _wanted(question: Open, share: int, spent_usd: float) -> Target:
     """What the request asks for, with at most this share of the fleet."""
     spec, target = question.spec, question.target
@@ -256,7 +283,7 @@ def _unless_refused(command: Command, question: Open, spent: float, plan: Plan, 
     refused = None if budget is None else next((one for one in refusals if one.budget_usd == budget), None)
     if refused is None:
         return command
-    enough = refused.spent_usd + refused.held_back_usd + 2 * refused.boot_usd - spent
+    enough = refused.enough_usd - spent
     if plan.chosen is not None:
         enough = max(enough, needed_usd(plan.chosen, timing.reserve))
     return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words(), enough), kind="paused")

@@ -21,6 +21,7 @@ from gpu_runner.fleet.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet.accounting.budget import BudgetReached, Spend
 from gpu_runner.fleet.claims import Claim, Claims
 from gpu_runner.fleet.connection import CLAIMS, LEASES, RUNS, database_now
+from gpu_runner.fleet.grants import Grants
 from gpu_runner.fleet.instances import FleetFull, Instances, InstanceState
 from gpu_runner.fleet.leases import Lease, RunEnded, release_leases
 from gpu_runner.fleet.reporting.figures import Figures
@@ -81,7 +82,7 @@ class RunBeat:
     wait: WaitReason | None = None
 
 
-class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services):
+class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Grants):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from gpu_runner.boot_clock import boot_seconds
-from gpu_runner.cost_meter import LeaseUsage
+from gpu_runner.cost_meter import LeaseUsage, TokenMeter
 from gpu_runner.fleet.database import FleetDatabase, Lease, RunState
 from gpu_runner.fleet.wait_reason import RunActivity, WaitReason
 
@@ -24,6 +25,7 @@ class _Held:
     renewed_at: float
     spent: Callable[[], LeaseUsage]
     lost: bool = False
+    meter: TokenMeter | None = None
 
 
 class Heartbeat:
@@ -98,6 +100,22 @@ class Heartbeat:
             if (held := self._held.get(lease)) is not None:
                 held.spent = spent
 
+    def bound(self, lease: Lease, meter: TokenMeter) -> None:
+        """As `account`, for an engine that is paid by the token: it is told what it may spend, now and at each beat."""
+        self.account(lease, meter.spent)
+        self._grant(lease, meter)
+        with self._guard:
+            if (held := self._held.get(lease)) is not None:
+                held.meter = meter
+
+    def _grant(self, lease: Lease, meter: TokenMeter) -> None:
+        committed, granted = meter.hold(), None
+        try:
+            found = self.fleet_db.grant(lease, committed, meter.row_usd)
+            granted = math.inf if found is None else found
+        finally:
+            meter.grant(granted)
+
     def stop_renewing(self, lease: Lease) -> None:
         """Stop renewing: the lease is given back or lost."""
         with self._guard:
@@ -130,6 +148,8 @@ class Heartbeat:
         for held in leases:
             asked_at = self._clock()
             renewed = self.fleet_db.renew(held.lease, self.ttl, held.spent(), self.drain_seconds())
+            if renewed and held.meter is not None:
+                self._grant(held.lease, held.meter)
             with self._guard:
                 if renewed:
                     held.renewed_at = asked_at

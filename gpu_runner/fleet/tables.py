@@ -28,10 +28,13 @@ RUNS = sa.Table(
     sa.Column("wait_held_back_usd", sa.Float),
     sa.Column("wait_drain_seconds", sa.Float),
     sa.Column("wait_boot_usd", sa.Float),
+    sa.Column("wait_row_usd", sa.Float),
     sa.Column("declared_dead_at", sa.Float),
 )
 
 # `renewed_at`: when the holder last said what it had done; what comes after it, until the lease's end, was lost.
+# Of engines that are paid by the token: `…_usd`, what it cost, and `granted_usd`, what the holder may spend (NULL: no
+# budget bounds it).
 LEASES = sa.Table(
     "leases",
     METADATA,
@@ -49,6 +52,9 @@ LEASES = sa.Table(
     sa.Column("rows", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("prompt_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("useful_usd", sa.Float, nullable=False, server_default="0"),
+    sa.Column("wasted_usd", sa.Float, nullable=False, server_default="0"),
+    sa.Column("granted_usd", sa.Float),
     sa.Column("reason", sa.String(300), nullable=False, server_default=""),
 )
 

@@ -6,7 +6,7 @@ Programs read the `WaitReason` only. It lies in columns of the table of runs (`W
 from __future__ import annotations
 
 import enum
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -47,15 +47,17 @@ class RunActivity:
 
 
 _NUMBERS = ("wait_budget_usd", "wait_spent_usd", "wait_held_back_usd", "wait_drain_seconds", "wait_boot_usd")
-WAIT_COLUMNS = ("wait_kind", *_NUMBERS)
+_ROW = "wait_row_usd"  # NULL where a worker of the version before wrote the others
+WAIT_COLUMNS = ("wait_kind", *_NUMBERS, _ROW)
 
 
 def wait_columns(wait: WaitReason | None) -> dict[str, Any]:
     """The values of `WAIT_COLUMNS`; all None when the run does not wait."""
     if wait is None:
         return dict.fromkeys(WAIT_COLUMNS)
-    numbers = (None,) * len(_NUMBERS) if wait.refusal is None else astuple(wait.refusal)
-    return {"wait_kind": wait.kind.value, **dict(zip(_NUMBERS, numbers, strict=True))}
+    names = (*_NUMBERS, _ROW)
+    numbers = (None,) * len(names) if wait.refusal is None else astuple(wait.refusal)
+    return {"wait_kind": wait.kind.value, **dict(zip(names, numbers, strict=True))}
 
 
 def read_wait(row: sa.RowMapping) -> WaitReason | None:
@@ -65,4 +67,6 @@ def read_wait(row: sa.RowMapping) -> WaitReason | None:
     except ValueError:
         return None
     numbers = [row[name] for name in _NUMBERS]
-    return WaitReason(kind, None if None in numbers else BudgetRefusal(*numbers))
+    if None in numbers:
+        return WaitReason(kind)
+    return WaitReason(kind, replace(BudgetRefusal(*numbers), row_usd=row[_ROW] or 0.0))

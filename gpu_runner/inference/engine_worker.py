@@ -47,6 +47,7 @@ from gpu_runner.rows import Origin
 # are dropped or reset. Slots that are already at work take their next row without this.
 BURST = 256
 BURST_SECONDS = 0.02
+MONEY_SECONDS = 0.2  # until it is looked again whether money for a row is granted
 # Rows of a request take the places of rows of requests: a list is sent when so large a part of the window is free, so
 # that many small lists do not go on as many small lists.
 FREE_SHARE = 4
@@ -120,6 +121,7 @@ class EngineWorker:
             held, blamed = [*self.in_flight, *failed], [*self.in_flight, *taken]
             self.in_flight.clear()
             self.late.close()
+            self.spending.fly(0)
             return_rows(self.work, self.policy, self.outcomes, self.life.error, self.group, held, blamed)
             self.group = None
             self.work.end_trial(self)
@@ -180,6 +182,9 @@ class EngineWorker:
         if not self.life.serving or free <= 0:
             return ()
         now = self._loop.time()
+        if (room := self.spending.room) < free and (free := room) <= 0:
+            self._fill_after(MONEY_SECONDS)
+            return ()
         if now < self.watchdog.resting_until:
             return ()
         if self._list_engine is None and (wait := self.window.wait_to_send(now)):
@@ -209,6 +214,7 @@ class EngineWorker:
             item.send(now)
             self.in_flight[item] = None
         if rows:
+            self.spending.fly(len(self.in_flight))
             self.spending.begin(now)
         return rows
 
@@ -279,7 +285,7 @@ class EngineWorker:
                 self.outcomes.answered_together -= 1
                 self._answered(item)
                 self.window.refusals.on_served()
-                item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
+                self._add_tokens(item, completion)
                 self.outcomes.completed(item, completion)
         finally:
             self.outcomes.answered_together = 0
@@ -331,7 +337,7 @@ class EngineWorker:
         self.late.durations.answered(len(item.row.prompt), now - item.sent)
         self.watchdog.answered(now)
         self.window.refusals.on_served()
-        item.add_tokens(completion.prompt_tokens, completion.completion_tokens)
+        self._add_tokens(item, completion)
         self.outcomes.completed(item, completion)
         self.failures.answered(item, now)
 
@@ -370,6 +376,10 @@ class EngineWorker:
         if was_full and not memory.full:
             self._loop.call_soon(self._wake)
 
+    def _add_tokens(self, item: Item, answer: Completion) -> None:
+        item.add_tokens(answer.prompt_tokens, answer.completion_tokens)
+        self.spending.count(answer.prompt_tokens, answer.completion_tokens)
+
     def _answered(self, *rows: Item) -> float:
         now = self._loop.time()
         for item in rows:
@@ -378,6 +388,7 @@ class EngineWorker:
             self.window.on_answer(now - item.sent)
         if self.late.hedges:
             self.late.answered(rows)
+        self.spending.fly(len(self.in_flight))
         if not self.in_flight:
             self.spending.rest(now)
         return now
@@ -395,7 +406,9 @@ class EngineWorker:
         self._wake()
 
     def may_be_asked(self, now: float) -> bool:
-        """Whether this engine takes rows, and does not refuse them for their number."""
+        """Whether this engine takes rows, does not refuse them for their number, and is not paid by the token."""
+        if self.spending.by_tokens:
+            return False
         calm = self.window.refusals.cap is None and now >= self.watchdog.resting_until
         return self.life.serving and not self.in_trial and calm
 

@@ -27,6 +27,7 @@ class Offer:
 
     `price_per_hour`: US dollars for the whole instance. `gpu`: spelled as by `gpu_runner.market.gpus.spell_gpu`.
     `gpus` or `gpu_memory_gib` 0: the source does not say. `region` or `instance_type` empty: likewise.
+    `by_tokens`: tokens are paid, and the price of an hour is that of the tokens of an hour.
     `boot_seconds`: from the order to the first answer. `reliability`: chance that an order starts and is not taken
     away within the hour. `capacity`: instances to be had now, None if unknown. `observed_at`: Unix seconds.
     """
@@ -44,6 +45,7 @@ class Offer:
     observed_at: float
     source: str
     capacity: int | None = None
+    by_tokens: bool = False
 
     @property
     def name(self) -> str:

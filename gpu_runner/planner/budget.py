@@ -14,7 +14,10 @@ def entry_usd(option: PlannedOffer, reserve: float) -> float:
     Its boot, as long again (at least one reserve) to earn it, and the reserve (seconds): what it costs on after the
     decision to end it. So what is commanded is not refused by the fleet's database, which ask for twice the boot, a
     drain and a lease's end (`gpu_runner.fleet.accounting.budget.refuse_beyond`).
+    Of an engine that is paid by the token: what one row may cost.
     """
+    if option.row_usd is not None:
+        return option.row_usd
     return option.usd_per_hour / HOUR * (option.boot_seconds + max(option.boot_seconds, reserve) + reserve)
 
 
@@ -33,7 +36,7 @@ def fitting(
     for option, wanted in sorted(new, key=lambda pair: pair[0].usd_per_hour):
         entry = entry_usd(option, reserve)
         number = wanted if entry <= 0 else max(0, min(wanted, int(left / entry)))
-        left -= 2 * reserve * option.usd_per_hour / HOUR * number
+        left -= 2 * reserve * option.held_usd_per_hour / HOUR * number
         found += [(option, number)] if number else []
     return tuple(found)
 
@@ -41,11 +44,13 @@ def fitting(
 def needed_usd(fleet: Candidate, reserve: float) -> float:
     """US dollars from now on with which this fleet, all of it new, is ordered at once and works to the end.
 
-    What the work costs and the reserve of all its instances; not less than what `fitting` asks for all of them.
+    What the work costs and the reserve of all its instances; not less than what `fitting` asks for all of them. Where
+    tokens are paid, what they cost in 95 of 100 cases and one row more: the last row is not sent for less.
     """
-    rate = sum(option.usd_per_hour * number for option, number in fleet.fleet) / HOUR
-    needed, begun = fleet.usd.p50 + reserve * rate, 0.0
+    rate = sum(option.held_usd_per_hour * number for option, number in fleet.fleet) / HOUR
+    rows = [option.row_usd for option, _ in fleet.fleet if option.row_usd is not None]
+    needed, begun = (fleet.usd.p95 if rows else fleet.usd.p50) + sum(rows) + reserve * rate, 0.0
     for option, number in sorted(fleet.fleet, key=lambda pair: pair[0].usd_per_hour):
         needed = max(needed, begun + number * entry_usd(option, reserve))
-        begun += 2 * reserve * option.usd_per_hour / HOUR * number
+        begun += 2 * reserve * option.held_usd_per_hour / HOUR * number
     return needed * (1 + 1e-9)  # the same sum, added up in another order

@@ -193,6 +193,8 @@ def end_beyond_budget(check: FeasibilityCheck) -> tuple[Command, Plan] | None:
 def _why_no_entry(options: Sequence[PlannedOffer], timing: ControlTiming) -> str:
     """The rule by which no instance may be ordered, with the numbers of the offer that comes closest."""
     nearest = min(options, key=lambda one: entry_usd(one, timing.reserve))
+    if nearest.row_usd is not None:
+        return f"the next row may cost {format_usd(nearest.row_usd)} $ ({nearest.name})"
     rate, boot = nearest.usd_per_hour / HOUR, nearest.boot_seconds
     work = f"{format_usd(rate * max(boot, timing.reserve))} $ to work at least as long"
     return (

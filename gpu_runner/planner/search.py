@@ -84,7 +84,7 @@ class PlanSearch:
         doubt = P95 * math.hypot(option.spread, self.work.spread)
         slow, counted = speed * math.exp(-doubt), speed * math.exp(-self.confidence * doubt)
         until = self.spot_cutoff if option.spot else 0.0
-        start = usd_per_second * (wait + self.target.idle_seconds)
+        start = option.held_usd_per_hour / HOUR * (wait + self.target.idle_seconds)
         return InstanceGroup(option, count, wait, until, names, speed, slow, counted, paid, start)
 
     def _may_begin(self, group: InstanceGroup) -> bool:

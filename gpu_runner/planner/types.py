@@ -36,7 +36,9 @@ class PlannedOffer:
 
     `usd_per_hour`, `tokens_per_second`: of one instance, the speed as expected. `boot_seconds`: from the order to the
     first answer. `capacity`: further instances to be had now, None if unknown. `interruptions_per_hour`: of each
-    instance, spot only. `spread`: relative standard deviation of the speed.
+    instance, spot only. `spread`: relative standard deviation of the speed. `row_usd`: of an engine that is paid by the
+    token, the most that one row may cost; `usd_per_hour` is then that of its tokens, and idle time costs nothing. None:
+    time is paid.
     """
 
     name: str
@@ -48,6 +50,12 @@ class PlannedOffer:
     interruptions_per_hour: float = 0.0
     spread: float = 0.0
     hardware: HardwareType | None = None
+    row_usd: float | None = None
+
+    @property
+    def held_usd_per_hour(self) -> float:
+        """US dollars per hour while it is held, whether it works or not."""
+        return self.usd_per_hour if self.row_usd is None else 0.0
 
     @property
     def is_unmeasured(self) -> bool:

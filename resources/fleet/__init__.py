@@ -3,13 +3,15 @@
 `resource` is the Dagster resource, `providers` makes what fleet.yaml names; `client` leases and gives back;
 `warm_instances` are those that stand and may be leased, `shared_engines` those that others lease; `provisioning` orders
 and ends instances; `migration` says when a move pays; `allocation` what a dataset may lease by the controller's
-command; `engine_tls` certificates for connections to engines; `simulation` says whether rows will be a simulator's.
+command; `engine_tls` certificates for connections to engines; `simulation` says whether rows will be a simulator's;
+`hosted_engines` are those that are paid by the token.
 """
 
 __all__ = [
     "client",
     "config",
     "engine_tls",
+    "hosted_engines",
     "leased_engine",
     "migration",
     "planner_options",

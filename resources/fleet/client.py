@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
 from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
@@ -141,7 +142,8 @@ class FleetClient:
         leased.close()
         spent = leased.spending.spent()
         if leased.offer is None:
-            self.fleet_db.release(leased.lease)
+            paid = isinstance(leased.spending, TokenMeter)
+            self.fleet_db.release(leased.lease, spent if paid else LeaseUsage(), reason=reason)
         elif retire:
             # A lease that is not ours any more was ended by the reaper, which saw the loss first and remembers it.
             if self.fleet_db.release(leased.lease, spent, reason=reason, retire=True) and lost:
@@ -178,6 +180,8 @@ class FleetClient:
         engines = self.config.engines_for(need.model, need.endpoint)
         asked_at = self.heart.now()
         for engine in engines:
+            if engine.token_price is not None:
+                self.fleet_db.check_row(need.dataset, need.work().row_usd(engine.token_price))
             lease = self.fleet_db.try_lease(engine.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit)
             if lease is not None:
                 return self._start_standing(engine, need, lease, asked_at, note, pause)
@@ -194,6 +198,7 @@ class FleetClient:
             note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
             tls = engine.tls_files
             standing = self._start(engine, need, pause)
+            spending = self._meter(engine, need, lease)
         return LeasedEngine(
             lease=lease,
             endpoint=standing.endpoint,
@@ -202,11 +207,20 @@ class FleetClient:
             provider=engine.provider,
             instance_type=engine.instance_type,
             request_seconds=engine.request_seconds,
+            spending=spending,
             own=standing.own,
             close=standing.close,
             tls=tls,
             region=engine.region,
         )
+
+    def _meter(self, engine: EngineConfig, need: Requirement, lease: Lease) -> CostMeter:
+        """The meter of an engine of fleet.yaml: where tokens are paid it is bound to what the budget grants."""
+        if (price := engine.token_price) is None:
+            return CostMeter()
+        meter = TokenMeter(price, need.work().row_usd(price))
+        self.heart.bound(lease, meter)
+        return meter
 
     # instances
 

@@ -22,10 +22,12 @@ from gpu_runner.providers.runpod.config import RunPodConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from gpu_runner.providers.ssh.config import SshProviderConfig
+from gpu_runner.token_price import TokenPrice
 from resources import endpoints
 from resources.alerts import AlertConfig
 from resources.fleet.engine_tls import EngineTls, tls_of_environment
 from resources.pricing.sources import PricingConfig
+from resources.pricing.token_prices import TokenPriceConfig
 from resources.yaml_errors import problem_of
 from resources.yaml_files import Document, YamlProblem, line_of, load_documents, read_text
 
@@ -78,6 +80,9 @@ class EngineConfig(BaseModel):
         default=[], description="further arguments of gpu_runner.simulator, or of gpu_runner.providers.llama_cpp_server"
     )
     tls: EngineTls | None = Field(default=None, description="endpoint of https only: certificates")
+    usd_per_million_tokens: TokenPriceConfig | None = Field(
+        default=None, description="endpoint only: what a hosted API asks, one number or {input: , output: }"
+    )
     region: str = Field(default="", max_length=63, description="where it is; see BATCH_ASSETS_REGION")
     provider: str = "local"
     instance_type: str = "local"
@@ -105,6 +110,17 @@ class EngineConfig(BaseModel):
         if self.tls is not None and not (self.url or "").startswith("https://"):
             raise _WholeProblem("tls: expected for kind endpoint with a url of https://, and for no other")
         return self
+
+    @model_validator(mode="after")
+    def _price_is_of_endpoints(self) -> EngineConfig:
+        if self.usd_per_million_tokens is not None and self.kind != "endpoint":
+            raise _WholeProblem("usd_per_million_tokens: expected for kind endpoint, and for no other kind")
+        return self
+
+    @property
+    def token_price(self) -> TokenPrice | None:
+        """What its tokens cost; None: it is not paid by the token."""
+        return None if self.usd_per_million_tokens is None else self.usd_per_million_tokens.price
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -298,12 +314,15 @@ class FleetConfig(BaseModel):
         except (ValueError, endpoints.EndpointsError) as error:
             raise FleetConfigError(f"address of the engine (--endpoint, tag batch/endpoint): {error}") from None
         key = key_in(KEY_VARIABLE)
+        standing = [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]
+        price = given.usd_per_million_tokens if given else None
+        price = price or (standing[0].usd_per_million_tokens if standing else None)
         if url == own or (given and given.takes(key)):
-            return _endpoint_engine(url, KEY_VARIABLE if key else None)
-        if standing := [engine for engine in self.engines if engine.url and engine_url(engine.url) == url]:
-            return standing[0]
+            return _endpoint_engine(url, KEY_VARIABLE if key else None, price)
+        if standing:
+            return standing[0].model_copy(update={"usd_per_million_tokens": price})
         if (given and given.without_key) or url in self.allowed_endpoints:
-            return _endpoint_engine(url, None)
+            return _endpoint_engine(url, None, price)
         if given:
             raise FleetConfigError(
                 f"{KEY_VARIABLE}: expected the key that was given with --endpoint, found another or none in the "
@@ -372,12 +391,13 @@ def _engine_of_environment() -> str | None:
         raise ValueError(f"{ENDPOINT_VARIABLE}: {error}") from None
 
 
-def _endpoint_engine(url: str, api_key_env: str | None) -> EngineConfig:
+def _endpoint_engine(url: str, api_key_env: str | None, price: TokenPriceConfig | None) -> EngineConfig:
     name = re.sub(r"[^a-z0-9._-]+", "-", url.split("://")[-1].lower()).strip("-._")[:63]
     own = EngineConfig(name=name or "endpoint", kind="endpoint", url=url, api_key_env=api_key_env)
+    described = {"provider": "endpoint", "instance_type": "endpoint"}
     files = tls_of_environment() if url.startswith("https://") else None
     tls = None if files is None else EngineTls(ca=files.ca, certificate=files.certificate, key=files.key)
-    return own.model_copy(update={"provider": "endpoint", "instance_type": "endpoint", "tls": tls})
+    return own.model_copy(update={**described, "tls": tls, "usd_per_million_tokens": price})
 
 
 def _document(text: str) -> Document:

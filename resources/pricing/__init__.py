@@ -4,4 +4,4 @@
 not taken; `model_catalog` looks up what a model needs.
 """
 
-__all__ = ["market", "model_catalog", "price_files", "sources"]
+__all__ = ["market", "model_catalog", "price_files", "sources", "token_prices"]

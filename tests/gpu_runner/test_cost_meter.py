@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runner.cost_meter import CostMeter, LeaseUsage
+from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
+from gpu_runner.token_price import TokenPrice
 
 
 def test_a_row_alone_costs_its_whole_time() -> None:
@@ -91,3 +92,32 @@ def test_in_a_long_run_shares_follow_tokens() -> None:
         if i > 200:
             paid[tokens] += share
     assert paid[1000] / paid[100] == pytest.approx(10, rel=0.15)
+
+
+def test_an_engine_that_is_paid_by_the_token_costs_its_answers_whatever_time_they_took() -> None:
+    meter = TokenMeter(TokenPrice(1.0, 10.0), row_usd=0.01)
+    meter.begin(0)
+    meter.fly(2)
+    meter.count(1000, 100)  # an answer that is to be repaired
+    meter.count(2000, 200)
+    assert meter.settle(3000, 300, 1, 50) == pytest.approx(0.006)
+    meter.count(1000, 0)
+    meter.fly(0)
+    meter.lose(60)
+    spent = meter.spent()
+    assert (spent.useful_usd, spent.wasted_usd) == (pytest.approx(0.006), pytest.approx(0.001))
+
+
+def test_no_row_is_sent_that_could_pass_what_is_granted() -> None:
+    meter = TokenMeter(TokenPrice(1.0, 1.0), row_usd=0.5)
+    assert meter.room > 1000 and not meter.exhausted
+    meter.grant(2.0)
+    assert meter.room == 4
+    meter.fly(3)
+    assert meter.room == 1 and meter.hold() == 1.5 and meter.room == 0  # while more is asked for
+    meter.grant(None)
+    meter.count(400_000, 0)
+    assert meter.room == 0 and not meter.exhausted  # rows are under way
+    meter.fly(0)
+    meter.count(1_200_000, 0)
+    assert meter.exhausted

@@ -19,9 +19,10 @@ from batch_assets.planning.decision import words
 from batch_assets.planning.planner_input import FleetView, propose
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.tags import ROWS_TAG
+from batch_assets.tags import ENDPOINT_TAG, ROWS_TAG
 from gpu_runner.market.workload import Workload
 from gpu_runner.planner.types import ControlTiming
+from resources.fleet.hosted_engines import hosted_engines
 from resources.store.dataset_store import BatchObject
 
 
@@ -59,7 +60,9 @@ def regeneration_words(
 def _cost(spec: GeneratedDatasetSpec, work: Workload, tags: dict[str, str], endpoint: str | None) -> str:
     fleet = the_fleet()
     config = fleet.config()
-    if endpoint or config.engines_for(spec.model, None):
+    if endpoint:
+        tags[ENDPOINT_TAG] = endpoint
+    if config.engines_for(spec.model, endpoint) and not hosted_engines(config, spec.model, endpoint):
         return "by an engine that stands there anyway, whose price is not known here"
     tags.pop(ROWS_TAG, None)
     with fleet.open_database() as fleet_db:

@@ -44,13 +44,17 @@ def cost_lines(costs: Sequence[InstanceCost]) -> list[CostLine]:
     """Costs by provider and instance type, the dearest first."""
     groups: dict[tuple[str, str, str, bool], list[InstanceCost]] = {}
     for cost in costs:
-        key = (cost.provider, cost.instance_type, f"{cost.gpus}x {cost.gpu}", cost.spot)
+        key = (cost.provider, cost.instance_type, _hardware(cost), cost.spot)
         groups.setdefault(key, []).append(cost)
     lines = [
         CostLine(*key, len(group), sum(cost.rows for cost in group), _total([cost.usd for cost in group]))
         for key, group in groups.items()
     ]
     return sorted(lines, key=lambda line: -line.usd.total)
+
+
+def _hardware(cost: InstanceCost) -> str:
+    return "by the token" if cost.by_tokens is not None else f"{cost.gpus}x {cost.gpu}"
 
 
 def _total(parts: Sequence[Split]) -> Split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from gpu_runner.market.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal
+from gpu_runner.market.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal, objective_value
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.models.facts import KnownModel, Placement
 from gpu_runner.money import format_usd
 from gpu_runner.providers.rentable import CLOUDS
+from resources.fleet.config import ENDPOINT_VARIABLE
+from resources.fleet.hosted_engines import hosted_engines, hosted_offers
 from resources.objects.opening import open_objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
@@ -137,7 +140,7 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     market, measured, clocks = fleet_market()
-    view = offers_view(spec, work, market, measured, gpus, clocks)
+    view = with_hosted(offers_view(spec, work, market, measured, gpus, clocks), spec.model, time.time())
     if as_json:
         print_json(view.as_json())
         return
@@ -145,6 +148,22 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     if not console.is_terminal:
         console = Console(width=max(console.width, WIDE_WIDTH))
     console.print(report(view, limit, time.time()), highlight=False)
+
+
+def with_hosted(view: OffersView, model: str, now: float) -> OffersView:
+    """The view with engines of fleet.yaml that are paid by the token, ranked among what can be rented."""
+    from batch_assets.local_dagster.local_fleet import the_fleet
+
+    fleet = the_fleet()
+    engines = hosted_engines(fleet.config(), model, os.environ.get(ENDPOINT_VARIABLE))
+    if not engines:
+        return view
+    with fleet.open_database() as fleet_db:
+        hosted = hosted_offers(engines, view.work, fleet_db.engine_speeds(), now)
+    pairs = [*zip(view.ranking.ranked, view.placements, strict=True), *((one, None) for one in hosted)]
+    pairs.sort(key=lambda pair: objective_value(pair[0], view.ranking.objective))
+    ranking = dataclasses.replace(view.ranking, ranked=tuple(one for one, _ in pairs))
+    return dataclasses.replace(view, ranking=ranking, placements=tuple(placed for _, placed in pairs))
 
 
 def fleet_market() -> tuple[Market, list[Measurement], dict[str, float]]:
@@ -246,9 +265,9 @@ def _ranked_table(ranked: Sequence[RankedOffer], now: float) -> Table:
             Text(offer.provider),
             Text(offer.region),
             Text(offer.instance_type),
-            Text(_gpu(offer)),
+            Text("by the token" if offer.by_tokens else _gpu(offer)),
             "spot" if offer.spot else "",
-            format_usd(offer.price_per_hour),
+            "–" if offer.by_tokens else format_usd(offer.price_per_hour),
             _age(now - offer.observed_at),
             f"{one.speed.tokens_per_second:,.0f}",
             one.speed.basis,

@@ -66,7 +66,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class InstanceCost:
-    """One instance's bill. `seconds` are real ones, of which each costs `price_per_hour` / 3600 × `clock`."""
+    """One instance's bill. `seconds` are real ones, of which each costs `price_per_hour` / 3600 × `clock`.
+
+    `by_tokens`: of an engine that is paid by the token, what that cost; None: time is paid.
+    """
 
     name: str
     provider: str
@@ -84,10 +87,13 @@ class InstanceCost:
     rows: int
     prompt_tokens: int
     completion_tokens: int
+    by_tokens: Split | None = None
 
     @property
     def usd(self) -> Split:
         """The bill in US dollars."""
+        if self.by_tokens is not None:
+            return self.by_tokens
         return self.seconds.times(usd_per_second(self.price_per_hour, self.clock))
 
 

@@ -30,7 +30,8 @@ class Spend:
     """US dollars of a dataset since its request began. Seconds are real ones.
 
     `usd`: spent until now. `usd_per_second`: of the instances that it pays for now. `reserve_usd`: what these will cost
-    until they are ended, if from now on nobody renews a lease on them.
+    until they are ended, if from now on nobody renews a lease on them, and what engines that are paid by the token may
+    still spend (`gpu_runner.fleet.grants`).
     """
 
     usd: float = 0.0
@@ -62,7 +63,8 @@ class BudgetRefusal:
     """A lease that a budget does not pay for, in US dollars since the request began.
 
     `held_back_usd`: what all that is rented would cost with it until it could be ended, a drain of `drain_seconds`
-    included. `boot_usd`: its boot, which must fit twice; 0 for an instance that is ready.
+    included. `boot_usd`: its boot, which must fit twice; 0 for an instance that is ready. `row_usd`: of an engine that
+    is paid by the token, what one row may cost; 0: an instance was refused.
     """
 
     budget_usd: float
@@ -70,9 +72,21 @@ class BudgetRefusal:
     held_back_usd: float
     drain_seconds: float
     boot_usd: float
+    row_usd: float = 0.0
+
+    @property
+    def enough_usd(self) -> float:
+        """US dollars since the request began with which it would not have been refused."""
+        return self.spent_usd + self.held_back_usd + 2 * self.boot_usd + self.row_usd
 
     def words(self) -> str:
         """One sentence for people."""
+        if self.row_usd:
+            held = f", {format_usd(self.held_back_usd)} $ are promised to others" if self.held_back_usd else ""
+            return (
+                f"budget of {format_usd(self.budget_usd)} $ leaves no room for another row: "
+                f"{format_usd(self.spent_usd)} $ are spent{held}, and a row may cost {format_usd(self.row_usd)} $"
+            )
         boot = f" and {format_usd(2 * self.boot_usd)} $ for twice its boot" if self.boot_usd else ""
         held_back = _held_back_words(self.held_back_usd, self.drain_seconds)
         return (
@@ -197,9 +211,10 @@ def _count(connection: sa.Connection, now: float, budget: Budget) -> Spend:
 
 def spend_of(connection: sa.Connection, now: float, dataset: str, since: float) -> Spend:
     """What the dataset spent from `since` on."""
-    found = connection.execute(_SPEND, {"now": now, "since": since, "dataset": dataset}).one()
-    usd, rate, reserve = (float(value or 0.0) for value in found)
-    return Spend(usd, rate, reserve + rate * END_SECONDS)
+    of = {"now": now, "since": since, "dataset": dataset}
+    usd, rate, reserve = (float(value or 0.0) for value in connection.execute(_SPEND, of).one())
+    by_tokens, granted = (float(value or 0.0) for value in connection.execute(_SPEND_BY_TOKENS, of).one())
+    return Spend(usd + by_tokens, rate, reserve + rate * END_SECONDS + granted)
 
 
 def _later(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
@@ -249,3 +264,23 @@ def _spend() -> sa.Select[Any]:
 
 
 _SPEND = _spend()
+
+
+def unspent(now: float | sa.ColumnElement[float]) -> sa.ColumnElement[float]:
+    """Of a lease: what is granted to it and not spent yet; 0 once it is over."""
+    spent = LEASES.c.useful_usd + LEASES.c.wasted_usd
+    promised = LEASES.c.released_at.is_(None) & (LEASES.c.expires_at > now) & (LEASES.c.granted_usd > spent)
+    return sa.case((promised, LEASES.c.granted_usd - spent), else_=0.0)
+
+
+def _spend_by_tokens() -> sa.Select[Any]:
+    """Two sums over the leases of engines that are paid by the token: spent since, and granted beyond that.
+
+    What a lease costs belongs to the moment at which it began, as in `charges`.
+    """
+    spent = sa.case((LEASES.c.acquired_at >= _SINCE, LEASES.c.useful_usd + LEASES.c.wasted_usd), else_=0.0)
+    sums = (sa.func.sum(spent), sa.func.sum(unspent(_NOW)))
+    return sa.select(*sums).where(LEASES.c.dataset == sa.bindparam("dataset", type_=sa.String))
+
+
+_SPEND_BY_TOKENS = _spend_by_tokens()

@@ -48,6 +48,8 @@ class Charge:
     """A stretch of an instance's life that one dataset pays for, of even use: a boot, a lease, or what came after it.
 
     `began` and `ended` in Unix seconds of the database's clock; `seconds` are real ones and add up to its length.
+    `by_tokens`: a lease of an engine that is paid by the token, and what that cost. Such a charge is never cut: all of
+    it belongs to the moment at which it began.
     """
 
     dataset: str
@@ -64,14 +66,19 @@ class Charge:
     rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    by_tokens: Split | None = None
 
     @property
     def usd(self) -> Split:
         """US dollars by what they went into."""
+        if self.by_tokens is not None:
+            return self.by_tokens
         return self.seconds.times(self.usd_per_second)
 
     def between(self, since: float, until: float) -> Charge | None:
         """The part of the charge in `since` ≤ time < `until`, its rows and tokens by time; None when there is none."""
+        if self.by_tokens is not None:
+            return self if since <= self.began < until else None
         began, ended = max(self.began, since), min(self.ended, until)
         if (began, ended) == (self.began, self.ended) and began < until:
             return self

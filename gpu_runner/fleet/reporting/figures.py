@@ -19,8 +19,8 @@ RUN_STATES = ("waiting", "leased")
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
     """`instances`, `runs`: those that have not ended, by state. `leases`: `live`, `draining`, and `expired` ones that
-    nobody has ended yet. `spent_usd`: all there ever was, by provider; `usd_per_hour`: what stands now.
-    `silent_seconds`: since the last heartbeat of the run that is silent longest.
+    nobody has ended yet. `spent_usd`: all there ever was, by provider, or by engine where the token is paid;
+    `usd_per_hour`: what stands now. `silent_seconds`: since the last heartbeat of the run that is silent longest.
     """
 
     instances: Mapping[str, int]
@@ -46,6 +46,7 @@ class Figures(Tables):
             runs = connection.execute(beats)
             found = {state: (count, beat) for state, count, beat in runs}
             spent = {provider: float(usd) for provider, usd in connection.execute(_spent(now))}
+            spent |= {engine: float(usd) for engine, usd in connection.execute(_SPENT_BY_TOKENS)}
             rate = connection.scalar(sa.select(sa.func.sum(i.price_per_hour * i.clock)).where(standing))
         return FleetFigures(
             instances={state: counted.get(state, 0) for state in (*INSTANCE_STATES, *sorted(counted))},
@@ -80,3 +81,7 @@ def _spent(now: float) -> sa.Select[tuple[str, float]]:
     c = INSTANCES.c
     usd = (bill_end(now) - c.created_at) * c.price_per_hour * c.clock / 3600.0
     return sa.select(c.provider, sa.func.sum(usd)).group_by(c.provider)
+
+
+_USD = LEASES.c.useful_usd + LEASES.c.wasted_usd
+_SPENT_BY_TOKENS = sa.select(LEASES.c.instance, sa.func.sum(_USD)).where(_USD > 0).group_by(LEASES.c.instance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from gpu_runner.fleet.accounting.bill_end import bill_end, ended_at, existed
 from gpu_runner.fleet.accounting.bill_split import (
     InstanceCost,
     LeaseSpan,
+    Split,
     Timeline,
     shared_seconds,
     split_bill,
@@ -90,7 +92,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Billed:
-    """How much was billed so far, without saying for what. `seconds` are real ones of all instances there ever were.
+    """How much was billed so far, without saying for what. `seconds` are real ones of all instances there ever were,
+    and those of use of engines that are paid by the token.
 
     `now`: Unix seconds by the database's clock. `standing`: instances that have not ended.
     """
@@ -120,17 +123,33 @@ class Reports(Tables):
         return sorted(found, key=lambda one: (one.price_per_hour, one.age, one.name))
 
     def costs(self) -> list[InstanceCost]:
-        """The bill of every instance there ever was, split; oldest first."""
+        """The bill of every instance there ever was, split; oldest first. Then those that are paid by the token."""
         with self._reading() as (connection, now):
             rows, leases = _load(connection, sa.true())
-        return [_cost(row, leases[row["name"]], now) for row in rows]
+            engines = connection.execute(_BY_TOKENS).mappings().all()
+        of_engines: dict[str, list[Row]] = defaultdict(list)
+        for lease in engines:
+            of_engines[lease["instance"]].append(lease)
+        costs = [_cost(row, leases[row["name"]], now) for row in rows]
+        return [*costs, *(_engine_cost(name, each) for name, each in of_engines.items())]
 
     def charges(self, since: float | None = None) -> list[Charge]:
         """Every bill, cut by dataset and use; with `since` (database's clock) only what accrued from then on."""
         which = sa.true() if since is None else INSTANCES.c.ended_at.is_(None) | (INSTANCES.c.ended_at >= since)
         with self._reading() as (connection, now):
             rows, leases = _load(connection, which)
-        return charges((_bill(row, leases[row["name"]], now) for row in rows), now, since)
+            engines = connection.execute(_BY_TOKENS).mappings().all()
+        found = charges((_bill(row, leases[row["name"]], now) for row in rows), now, since)
+        by_tokens = [_engine_charge(lease, now) for lease in engines]
+        return [*found, *(one for one in by_tokens if since is None or one.between(since, math.inf))]
+
+    def engine_speeds(self) -> dict[str, float]:
+        """Tokens per second of engines that are paid by the token, by name, while rows were in flight there."""
+        c = LEASES.c
+        tokens, seconds = sa.func.sum(c.prompt_tokens + c.completion_tokens), sa.func.sum(c.useful_seconds)
+        query = sa.select(c.instance, tokens / seconds).where(c.useful_usd > 0).group_by(c.instance).having(seconds > 0)
+        with self._reading() as (connection, _):
+            return {name: float(speed) for name, speed in connection.execute(query)}
 
     def billed(self) -> Billed:
         """What was billed so far, added up by the database: cheap, however long the fleet's database is."""
@@ -138,7 +157,9 @@ class Reports(Tables):
             lengths = bill_end(now) - INSTANCES.c.created_at
             standing = sa.func.count().filter(INSTANCES.c.state != "ended")
             seconds, count = connection.execute(sa.select(sa.func.sum(lengths), standing)).one()
-        return Billed(now, max(0.0, seconds or 0.0), count)
+            used = sa.func.sum(LEASES.c.useful_seconds + LEASES.c.wasted_seconds)
+            engines = connection.execute(sa.select(used).where(_PAID_BY_TOKENS)).scalar()
+        return Billed(now, max(0.0, seconds or 0.0) + float(engines or 0.0), count)
 
     def measurements(self) -> list[Measurement]:
         """How fast each model was on each kind of instance: one measurement per dataset, and so per length mix."""
@@ -211,6 +232,10 @@ _FEW = LEASES.c.instance.in_(sa.bindparam("names", expanding=True))
 _LATEST_OF_FEW, _LIVE_OF_FEW = _LATEST.where(_FEW), _LIVE.where(_FEW)
 
 
+_PAID_BY_TOKENS = LEASES.c.useful_usd + LEASES.c.wasted_usd > 0
+_BY_TOKENS = sa.select(LEASES).where(_PAID_BY_TOKENS).order_by(LEASES.c.acquired_at, LEASES.c.instance, LEASES.c.epoch)
+
+
 def _standing(connection: sa.Connection, names: Sequence[str], now: float) -> dict[str, _Standing]:
     found: dict[str, _Standing] = defaultdict(_Standing)
     if not names:
@@ -264,6 +289,50 @@ def _cost(row: Row, leases: Sequence[Row], now: float) -> InstanceCost:
         prompt_tokens=sum(lease["prompt_tokens"] for lease in leases),
         completion_tokens=sum(lease["completion_tokens"] for lease in leases),
     )
+
+
+def _engine_cost(name: str, leases: Sequence[Row]) -> InstanceCost:
+    """The bill of an engine that is paid by the token: of all its leases."""
+    return InstanceCost(
+        name=name,
+        **{**_ENGINE, "provider": name},
+        region="",
+        model="",
+        dataset=leases[-1]["dataset"],
+        state="",
+        price_per_hour=0.0,
+        clock=1.0,
+        seconds=Split(useful=_sum(leases, "useful_seconds"), wasted=_sum(leases, "wasted_seconds")),
+        rows=sum(lease["rows"] for lease in leases),
+        prompt_tokens=sum(lease["prompt_tokens"] for lease in leases),
+        completion_tokens=sum(lease["completion_tokens"] for lease in leases),
+        by_tokens=Split(useful=_sum(leases, "useful_usd"), wasted=_sum(leases, "wasted_usd")),
+    )
+
+
+def _engine_charge(lease: Row, now: float) -> Charge:
+    ended = _end(lease, now)
+    return Charge(
+        dataset=lease["dataset"],
+        instance=lease["instance"],
+        **{**_ENGINE, "provider": lease["instance"]},
+        usd_per_second=0.0,
+        began=lease["acquired_at"],
+        ended=now if ended is None else ended,
+        seconds=Split(useful=lease["useful_seconds"], wasted=lease["wasted_seconds"]),
+        rows=lease["rows"],
+        prompt_tokens=lease["prompt_tokens"],
+        completion_tokens=lease["completion_tokens"],
+        by_tokens=Split(useful=lease["useful_usd"], wasted=lease["wasted_usd"]),
+    )
+
+
+# An engine that is paid by the token is its own provider; nobody says on what it runs.
+_ENGINE: dict[str, Any] = {"instance_type": "endpoint", "gpu": "", "gpus": 0, "spot": False}
+
+
+def _sum(leases: Sequence[Row], column: str) -> float:
+    return float(sum(lease[column] for lease in leases))
 
 
 def _bill(row: Row, leases: Sequence[Row], now: float) -> Bill:

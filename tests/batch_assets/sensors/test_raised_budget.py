@@ -124,3 +124,30 @@ def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(s
     assert "LATE" in says(site) and "on time" not in says(site)
     if why == "no instances":
         assert (status.finish_p50, status.finish_p95) == (None, None) and "(P50)" not in says(site)
+
+
+def test_an_engine_that_is_paid_by_the_token_is_paused_at_the_price_of_a_row_and_goes_on_with_enough(
+    site: Site,
+) -> None:
+    price = {"input": 1.0, "output": 100.0}
+    engine = {"name": "api", "kind": "endpoint", "url": "http://127.0.0.1:9", "usd_per_million_tokens": price}
+    (site.folder / "fleet.yaml").write_text(yaml.safe_dump({"engines": [engine]}))
+    site.fleet_db.begin_request("d", "r", budget_usd=0.03)
+    site.tick("capacity")
+    site.fleet_db.override("d", budget_usd=0.03)
+    site.tick("capacity")
+    assert "0.03 $ are left, and the next row may cost 0.10 $ (api)" in paused(site)
+    enough = target(site).pause.enough_usd
+    usd = 100.0 * 512 * 12_000 / 1e6  # half of the tokens that a row may have
+    assert usd < enough < 2 * usd
+    site.fleet_db.override("d", budget_usd=enough)
+    site.tick("capacity")
+    assert (target(site).pause, target(site).instances) == (None, 1)
+    assert target(site).plan.usd_p50 == pytest.approx(usd, rel=0.05)
+    run = site.batches(S.STARTED, KEYS[0], KEYS[3])
+    site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
+    refused = BudgetRefusal(enough, enough - 0.01, 0.0, 0.0, 0.0, row_usd=0.04)
+    site.fleet_db.beat(run, "waiting", RunActivity("", WaitReason(WaitKind.BUDGET, refused)), 0)
+    site.tick("capacity")
+    assert target(site).pause.kind is PauseKind.LEASE_REFUSED
+    assert paused(site).endswith("are spent, and a row may cost 0.04 $")

@@ -199,3 +199,49 @@ def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) ->
         assert adjust("--deadline", "190m") == (0, "d: now done in 3 h 10 min, for at most 5.00 $")
         target = fleet_db.target("d")
     assert target is not None and target.deadline_in == pytest.approx(190 * 60, abs=60) and target.budget_usd == 5.0
+
+
+HOSTED = {
+    "name": "api",
+    "kind": "endpoint",
+    "url": "http://127.0.0.1:9",
+    "usd_per_million_tokens": {"input": 1.0, "output": 4.0},
+}
+
+
+def test_an_engine_that_is_paid_by_the_token_is_planned_with_its_price(home: Path) -> None:
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [HOSTED]}))
+    status, found = plan()
+    assert (status, found["feasible"]) == (0, True)
+    assert found["chosen"]["fleet"] == [{"offer": "api", "instances": 1}]
+    prompts = found["tokens"] - QUESTIONS * 256  # half of max_tokens
+    usd = (prompts + 4 * QUESTIONS * 256) / 1e6
+    assert found["chosen"]["usd"]["p50"] == pytest.approx(usd, rel=1e-4)
+    status, found = plan("--budget-usd", "1")
+    assert (status, found["chosen"]) == (1, None)
+    least = found["least_usd"]
+    assert usd < least < 2 * usd
+    assert plan("--budget-usd", str(least))[0] == 0
+
+
+def test_a_priced_engine_is_taken_before_anything_is_rented_and_offers_ranks_it(home: Path) -> None:
+    own = {"gpu": "L40S", "gpu_memory_gib": 48, "price_per_hour": 0.5}
+    engine = {**HOSTED, "usd_per_million_tokens": 0.01}
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [engine], "local": [own]}))
+    declare(home, deadline=None)
+    _, found = plan()
+    assert [one["offer"] for one in found["chosen"]["fleet"]] == ["api"]
+    said = CliRunner().invoke(app, ["offers", "d", "--json"])
+    ranked = json.loads(said.stdout)["ranked"]
+    assert [one["provider"] for one in ranked] == ["api", "local"]
+    assert ranked[0]["usd"] == pytest.approx(found["chosen"]["usd"]["p50"])
+    assert ranked[0]["usd_per_million_tokens"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("price", "said"),
+    [("cheap", "--usd-per-million-tokens: expected US dollars"), ("0.1", "expected with --endpoint")],
+)
+def test_a_price_on_the_command_line_that_cannot_be_used_is_named(home: Path, price: str, said: str) -> None:
+    found = CliRunner().invoke(app, ["run", "d", "--usd-per-million-tokens", price])
+    assert found.exit_code == 2 and said in found.output

@@ -112,7 +112,7 @@ def test_the_keys_of_the_json_are_stable(home: Path) -> None:
     ]  # fmt: skip
     offer = [
         "provider", "region", "instance_type", "gpu", "gpus", "gpu_memory_gib", "spot", "price_per_hour",
-        "boot_seconds", "reliability", "observed_at", "source", "capacity",
+        "boot_seconds", "reliability", "observed_at", "source", "capacity", "by_tokens",
     ]  # fmt: skip
     speed = ["tokens_per_second", "speed_basis", "hours", "usd", "usd_per_million_tokens"]
     assert list(found["ranked"][0]) == ["rank", *offer, *speed, "placement"]

@@ -1,0 +1,75 @@
+"""Engines of fleet.yaml that are paid by the token, as the planner and the list of offers take them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpu_runner.market.offers import HOUR, Offer, RankedOffer
+from gpu_runner.market.speed import Speed
+from gpu_runner.market.workload import Workload
+from gpu_runner.planner.types import PlannedOffer
+from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
+
+ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
+SOURCE = "fleet.yaml"
+
+
+def hosted_engines(config: FleetConfig, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
+    """Those that would serve the model, or the one at `endpoint`. None where one of them is not paid by the token: what
+    runs take first is not known to cost anything.
+    """
+    try:
+        engines = config.engines_for(model, endpoint)
+    except FleetConfigError:
+        return ()
+    return engines if all(engine.token_price is not None for engine in engines) else ()
+
+
+def hosted_options(
+    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, float]
+) -> tuple[PlannedOffer, ...]:
+    """As the planner sees them. `speeds`: tokens per second, by name, of those that were used."""
+    return tuple(
+        PlannedOffer(
+            name=engine.name,
+            usd_per_hour=_usd_per_token(engine, work) * speeds.get(engine.name, ASSUMED_SPEED) * HOUR,
+            tokens_per_second=speeds.get(engine.name, ASSUMED_SPEED),
+            boot_seconds=0.0,
+            capacity=1,
+            row_usd=work.row_usd(engine.token_price) if engine.token_price is not None else 0.0,
+        )
+        for engine in engines
+    )
+
+
+def hosted_offers(
+    engines: Sequence[EngineConfig], work: Workload, speeds: Mapping[str, float], now: float
+) -> list[RankedOffer]:
+    """As offers for this work: the price of an hour is that of the tokens of an hour."""
+    found: list[RankedOffer] = []
+    for engine in engines:
+        speed, price = speeds.get(engine.name, ASSUMED_SPEED), _usd_per_token(engine, work)
+        offer = Offer(
+            provider=engine.name,
+            region=engine.region,
+            instance_type="endpoint",
+            gpu="",
+            gpus=0,
+            gpu_memory_gib=0.0,
+            spot=False,
+            price_per_hour=price * speed * HOUR,
+            boot_seconds=0.0,
+            reliability=1.0,
+            observed_at=now,
+            source=SOURCE,
+            by_tokens=True,
+        )
+        basis = Speed(speed, "measured" if engine.name in speeds else "estimate")
+        found.append(RankedOffer(offer, basis, work.tokens / speed, work.tokens * price))
+    return found
+
+
+def _usd_per_token(engine: EngineConfig, work: Workload) -> float:
+    """Of a token of this work, prompts and completions as they are mixed."""
+    price, tokens = engine.token_price, work.mix.tokens
+    return 0.0 if price is None or not tokens else price.usd(work.mix.prompt_tokens, work.mix.output_tokens) / tokens
