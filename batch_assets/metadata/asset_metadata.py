@@ -40,8 +40,12 @@ def reuse_metadata(found: ReusableRows) -> dict[str, Any]:
     return {"rows_reusable": found.rows, "reusable_from": dg.MetadataValue.json(dict(found.datasets))}
 
 
-def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | None) -> dict[str, Any]:
+def table_metadata(
+    store: DatasetStore, table: PublishedTable, bill: Split | None, *, final: bool = True
+) -> dict[str, Any]:
     """Counts, schema, cost and places of a published table. `usd` is the useful part of the bill.
+
+    `final`: what the bill is of has ended; the whole of another one will be different a moment later, and is left out.
 
     The schema is not `dagster/column_schema`: the UI shows that one in a section of its own, above all other metadata.
     """
@@ -64,7 +68,8 @@ def table_metadata(store: DatasetStore, table: PublishedTable, bill: Split | Non
     }
     if table.reused:
         found |= {"rows_reused": sum(table.reused.values()), "reused_from": dg.MetadataValue.json(table.reused)}
-    billed = {} if bill is None else {"usd_billed": round(bill.total, 6), "usd_useful": round(bill.useful, 6)}
+    billed = {} if bill is None else {"usd_useful": round(bill.useful, 6)}
+    billed |= {"usd_billed": round(bill.total, 6)} if bill is not None and final else {}
     return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
 
 

@@ -20,6 +20,7 @@ from gpu_runner.money import format_usd
 if TYPE_CHECKING:
     from batch_assets.monitoring.dataset_status import DatasetStatus
     from batch_assets.monitoring.request_monitor import ProgressUpdate
+    from batch_assets.orchestration.request_summary import RequestStatus
     from gpu_runner.fleet.clock_jumps import ClockJump
 
 PLAIN_SECONDS = 10.0
@@ -178,6 +179,7 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
     )
     money += f", {format_usd(wanted.usd_wasted)} $ of it wasted" if wanted.usd_wasted >= 0.005 else ""
     if wanted.finished_at is not None:
+        money = _spent_in_all(wanted)
         if wanted.missing:
             todo = f"`batch-assets run {status.dataset}` goes on from there"
             return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}: {todo}"]
@@ -204,6 +206,18 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
     elif wanted.reason:
         lines.append(f"{wanted.instances} instances: {wanted.reason}")
     return lines
+
+
+def _spent_in_all(wanted: RequestStatus) -> str:
+    """What the dataset cost, as its bill has it; of that the last request, which may have had nothing to do."""
+    total = format_usd(wanted.usd_total)
+    money = f"{total} $ spent in all"
+    if (last := format_usd(wanted.usd_spent)) != total:
+        money += f", {last} $ by the last request"
+    if wanted.budget_usd:
+        money += f" (its budget: {format_usd(wanted.budget_usd)} $)"
+    wasted = wanted.usd_wasted_total
+    return money + (f", {format_usd(wasted)} $ of it wasted" if wasted >= 0.005 else "")
 
 
 def _from_now(moment: float, now: float) -> str:

@@ -343,8 +343,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                 fleet.alive(context.run.run_id, spec.name, "publishing the table") as fleet_db,
             ):
                 target = fleet_db.target(spec.name)  # as it is when the last row is there
-                bill = bill_of(fleet_db, spec.name)
-                card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples)
+                bill, standing = bill_of(fleet_db, spec.name), paid_now(fleet_db, spec.name)
+                card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples, standing)
                 table = publish(
                     data, manifest, card=card, now=time.time(), workdir=folder, include_prompt=spec.include_prompt
                 )
@@ -352,7 +352,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                 checks = check_results(spec, data, manifest, table, versions, target)
                 if _lives(fleet_db, context.run.run_id):  # else its successor deletes what is garbage by then
                     data.objects.delete(garbage)
-                shown = shown_rows(data, table, samples=spec.show_samples) | table_metadata(data, table, bill)
+                shown = shown_rows(data, table, samples=spec.show_samples)
+                shown |= table_metadata(data, table, bill, final=not standing)
         except IncompleteSnapshot as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(
@@ -392,6 +393,11 @@ def bill_of(fleet_db: FleetDatabase, dataset: str) -> Split | None:
     """US dollars of all instances rented for a dataset, by what they went into; None when there were none."""
     parts = [charge.usd for charge in fleet_db.charges() if charge.dataset == dataset]
     return functools.reduce(operator.add, parts) if parts else None
+
+
+def paid_now(fleet_db: FleetDatabase, dataset: str) -> int:
+    """How many instances that the dataset pays for have not ended."""
+    return sum(one.payer == dataset for one in fleet_db.fleet())
 
 
 def dead_letters_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:

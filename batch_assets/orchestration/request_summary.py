@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from batch_assets.planning.clock_scale import scale_words
@@ -18,6 +19,7 @@ class RequestStatus:
     deadline expected to be met, or was it; None without one. `finished_at`: None while it is under way. `p50`: the
     median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented. `missing`:
     batches that were not there when it ended. `clock`: what seconds and dollars mean where a clock is scaled.
+    `usd_total`: all that the dataset ever spent, whatever its requests were; `usd_wasted_total` of it in vain.
     """
 
     request: str | None = None
@@ -36,6 +38,8 @@ class RequestStatus:
     reason: str = ""
     missing: int = 0
     clock: str = ""
+    usd_total: float = 0.0
+    usd_wasted_total: float = 0.0
 
 
 def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
@@ -44,10 +48,13 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
     if target is None or not (target.request or target.ended):
         return RequestStatus()
     clock = scale_words({one.provider: one.clock for one in fleet_db.costs()})
+    whole = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
+    total = sum(charge.usd.total for charge in whole)
+    lost = sum(charge.usd.wasted for charge in whole)
     if target.ended is not None:
-        return RequestStatus(**asdict(target.ended), clock=clock)
+        return RequestStatus(**asdict(target.ended), clock=clock, usd_total=total, usd_wasted_total=lost)
     plan = target.plan or CapacityPlan()
-    mine = [charge for charge in fleet_db.charges(target.since) if charge.dataset == dataset]
+    mine = [part for charge in whole if (part := charge.between(target.since, math.inf)) is not None]
     return RequestStatus(
         request=target.request,
         deadline=target.deadline_at,
@@ -63,6 +70,8 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
         paused="" if target.pause is None else target.pause.describe(),
         reason=plan.reason,
         clock=clock,
+        usd_total=total,
+        usd_wasted_total=lost,
     )
 
 

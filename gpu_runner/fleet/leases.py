@@ -139,13 +139,14 @@ class Leases(Tables):
             return _change(connection, now, lease, draining_at=sa.func.coalesce(LEASES.c.draining_at, now))
 
     def release(self, lease: Lease, spent: LeaseUsage = NOTHING, *, reason: str = "", retire: bool = False) -> bool:
-        """Give the instance back. False when it was no longer ours.
+        """Give the instance back. False when it was no longer ours; what its holder did is written down all the same.
 
         `retire`: nobody shall lease it again. It is `ending` at once, or when the last live lease on it has ended.
         """
         with self._transaction() as (connection, now):
             end = {"renewed_at": now, "released_at": now, "reason": reason[:300]}
             if not _change(connection, now, lease, spent, **end):
+                _last_word(connection, now, lease, spent)
                 return False
             if retire:
                 mark_retired(connection, now, lease.instance, reason)
@@ -245,6 +246,22 @@ def _change(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsa
     change = LEASES.update().where(fenced(lease, now))
     connection.execute(change.values(**totals, **values))
     return True
+
+
+def _last_word(connection: sa.Connection, now: float, lease: Lease, spent: LeaseUsage) -> None:
+    """What the holder of a lease says of it that was ended by others: its totals count, up to the lease's end.
+
+    Else rows that it has written would be on no bill, and their time would count as lost.
+    """
+    if spent == NOTHING:
+        return
+    own = (LEASES.c.instance == lease.instance) & (LEASES.c.epoch == lease.epoch) & (LEASES.c.run_id == lease.run_id)
+    row = connection.execute(sa.select(LEASES).where(own)).mappings().first()
+    if row is None:
+        return
+    totals = {name: max(row[name], value) for name, value in asdict(spent).items()}
+    ended = row["expires_at"] if row["released_at"] is None else row["released_at"]
+    connection.execute(LEASES.update().where(own).values(**totals, renewed_at=min(now, ended)))
 
 
 def release_leases(connection: sa.Connection, now: float, which: sa.ColumnElement[bool], reason: str) -> int:

@@ -98,6 +98,23 @@ def recently_lost(failures: Iterable[OfferFailure], standing: Mapping[str, int],
     return {name for name, times in lost.items() if times >= standing.get(name, 0)}
 
 
+def set_aside(
+    ranking: Ranking, failures: Iterable[OfferFailure], standing: Mapping[str, int], memory: Memory = MEMORY
+) -> Ranking:
+    """The ranking as a plan takes it: offers that it leaves out for what failed lately are refused, with the reason."""
+    failures = list(failures)
+    lost = recently_lost(failures, standing, memory)
+    paused = in_backoff(ranking, failures, memory)
+    out = {one.offer.name for one in paused}
+    taken = [
+        Refusal(one.offer, ("instances of it were taken away lately, as many as there are",))
+        for one in ranking.ranked
+        if one.offer.name in lost - out
+    ]
+    kept = tuple(one for one in ranking.ranked if one.offer.name not in out | lost)
+    return replace(ranking, ranked=kept, refused=(*paused, *taken, *ranking.refused))
+
+
 def in_backoff(ranking: Ranking, failures: Iterable[OfferFailure], memory: Memory = MEMORY) -> list[Refusal]:
     """Offers that could do the work but failed a moment ago, and for how long they are not asked."""
     failures = list(failures)

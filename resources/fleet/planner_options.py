@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gpu_runner.fleet.database import Instance
-from gpu_runner.market.offers import HOUR, Offer, Ranking
-from gpu_runner.market.selection import MEMORY, FailureKind, OfferFailure, recently_lost
+from gpu_runner.market.offers import HOUR, Offer, RankedOffer, Ranking, objective_value
+from gpu_runner.market.selection import MEMORY, FailureKind, OfferFailure, recently_lost, set_aside
 from gpu_runner.market.speed import Basis, Speed
 from gpu_runner.planner.speed_model import HardwareType, SpeedEstimate, condition_on
 from gpu_runner.planner.types import HeldInstance, PlannedOffer
@@ -40,6 +40,32 @@ def beliefs(known: Ranking, estimates: Ranking) -> Beliefs:
 
 def _belief(speed: Speed) -> SpeedEstimate:
     return SpeedEstimate(speed.tokens_per_second, SPREAD[speed.basis])
+
+
+def as_planned(
+    ranking: Ranking,
+    clocks: Mapping[str, float],
+    failures: Iterable[OfferFailure],
+    believed: Beliefs,
+    standing: Mapping[str, int],
+    idle_seconds: float,
+) -> Ranking:
+    """The ranking with what a plan would reckon: the speeds that it believes, and the idle end that it pays for.
+
+    What it leaves out for what failed lately is refused here, too. `idle_seconds`: real ones after the last row.
+    """
+    found = set_aside(ranking, failures, standing)
+    ranked = [_planned(one, clocks.get(one.offer.provider, 1.0), believed, idle_seconds) for one in found.ranked]
+    ranked.sort(key=lambda one: (*objective_value(one, ranking.objective), one.offer.name))
+    return replace(found, ranked=tuple(ranked))
+
+
+def _planned(one: RankedOffer, clock: float, believed: Beliefs, idle_seconds: float) -> RankedOffer:
+    speed = believed.get(HardwareType(*one.offer.hardware), _belief(one.speed)).tokens_per_second
+    work = (one.seconds - one.offer.boot_seconds) * one.speed.tokens_per_second / speed
+    seconds = one.offer.boot_seconds + work
+    usd = one.offer.price_per_hour / HOUR * (seconds + idle_seconds * clock)
+    return RankedOffer(one.offer, replace(one.speed, tokens_per_second=speed), seconds, usd)
 
 
 def options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,22 @@ from rich.text import Text
 from batch_assets import settings
 from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.planning.clock_scale import scale_words
+from batch_assets.planning.planner_input import with_idle_tail
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.market.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal, objective_value
+from gpu_runner.market.selection import MEMORY
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.models.facts import KnownModel, Placement
 from gpu_runner.money import format_usd
+from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.providers.rentable import CLOUDS
 from resources.fleet.config import ENDPOINT_VARIABLE
 from resources.fleet.hosted_engines import hosted_engines, hosted_offers
+from resources.fleet.leased_engine import instance_offer
+from resources.fleet.planner_options import as_planned, beliefs
 from resources.objects.opening import open_objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
@@ -140,7 +146,8 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     market, measured, clocks = fleet_market()
-    view = with_hosted(offers_view(spec, work, market, measured, gpus, clocks), spec.model, time.time())
+    view = as_plan_has_it(offers_view(spec, work, market, measured, gpus, clocks), spec, market, measured)
+    view = with_hosted(view, spec.model, time.time())
     if as_json:
         print_json(view.as_json())
         return
@@ -148,6 +155,41 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     if not console.is_terminal:
         console = Console(width=max(console.width, WIDE_WIDTH))
     console.print(report(view, limit, time.time()), highlight=False)
+
+
+def as_plan_has_it(
+    view: OffersView, spec: GeneratedDatasetSpec, market: Market, measured: Sequence[Measurement]
+) -> OffersView:
+    """The view with the figures of `plan`, and without what a plan leaves out."""
+    from batch_assets.local_dagster.local_fleet import the_fleet
+
+    fleet = the_fleet()
+    config = fleet.config()
+    with fleet.open_database() as fleet_db:
+        failures, instances = fleet_db.offer_failures(MEMORY.horizon), fleet_db.fleet()
+    known, estimated = (_everything(view, spec, market, these) for these in (measured, ()))
+    wanted = Target(None if spec.deadline is None else 0.0, spec.budget_usd)
+    idle = with_idle_tail(config, wanted, ControlTiming.of_sensor(settings.capacity_seconds())).idle_seconds
+    standing = Counter(instance_offer(one).name for one in instances if one.state == "ready")
+    ranking = as_planned(view.ranking, view.clocks, failures, beliefs(known, estimated), standing, idle)
+    placed = dict(zip((one.offer for one in view.ranking.ranked), view.placements, strict=True))
+    return dataclasses.replace(view, ranking=ranking, placements=tuple(placed[one.offer] for one in ranking.ranked))
+
+
+def _everything(
+    view: OffersView, spec: GeneratedDatasetSpec, market: Market, measured: Sequence[Measurement]
+) -> Ranking:
+    """All that is offered, whatever is wanted of hardware: what a plan learns speeds from."""
+    return market.ranking(
+        spec.model,
+        spec.task,
+        view.work.mix,
+        view.work.tokens,
+        measurements=measured,
+        longest=view.work.longest,
+        max_model_len=spec.hardware.max_model_len,
+        declared=spec.hardware.declared(spec.model),
+    )
 
 
 def with_hosted(view: OffersView, model: str, now: float) -> OffersView:

@@ -339,6 +339,18 @@ def test_the_card_has_the_bill_and_its_useful_part(store: DatasetStore, tmp_path
     assert (metadata["usd_billed"], metadata["usd_useful"]) == (2.875, 2.0)
 
 
+def test_a_bill_that_is_not_final_is_not_added_up_where_nobody_writes_it_again(
+    store: DatasetStore, tmp_path: Path
+) -> None:
+    manifest = write_snapshot(store, questions(5))
+    commit(store, manifest)
+    bill = Split(booting=0.5, useful=2.0, idle=0.25, wasted=0.125)
+    table = publish(store, manifest, card=Card(bill=bill, standing=1), now=0.0, workdir=tmp_path)
+    card = store.objects.get(f"{table.path}/README.md").decode()
+    assert "| $2.0000 useful; boots, idle and wasted time were not final, as 1 instance had not ended" in card
+    assert "2.8750" not in card and "usd_billed" not in table_metadata(store, table, bill, final=False)
+
+
 def test_a_price_that_is_unknown_stays_unknown(store: DatasetStore, tmp_path: Path) -> None:
     manifest = write_snapshot(store, questions(5))
     entry, rows = next(store.rows(manifest, store.entries(manifest.snapshot)))

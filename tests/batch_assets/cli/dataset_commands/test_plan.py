@@ -22,6 +22,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.market.selection import FailureKind
 from gpu_runner.planner.types import TIMING, Target
 
 QUESTIONS = 3000
@@ -245,3 +246,24 @@ def test_a_priced_engine_is_taken_before_anything_is_rented_and_offers_ranks_it(
 def test_a_price_on_the_command_line_that_cannot_be_used_is_named(home: Path, price: str, said: str) -> None:
     found = CliRunner().invoke(app, ["run", "d", "--usd-per-million-tokens", price])
     assert found.exit_code == 2 and said in found.output
+
+
+def test_offers_ranks_what_plan_would_take_with_its_figures_and_leaves_out_what_plan_leaves_out(home: Path) -> None:
+    declare(home, deadline=None)
+
+    def both() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+        found = json.loads(CliRunner().invoke(app, ["offers", "d", "--json"]).stdout)
+        return plan()[1]["chosen"], found["ranked"], found
+
+    chosen, ranked, _ = both()
+    assert ranked[0]["usd"] == pytest.approx(chosen["usd"]["p50"])
+    assert chosen["fleet"][0]["offer"].startswith(ranked[0]["provider"] + "/")
+    name = chosen["fleet"][0]["offer"]
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        fleet_db.offer_failed(ranked[0]["provider"], name, FailureKind.FAILED, "its boot failed")
+    chosen, ranked, found = both()
+    assert chosen["fleet"][0]["offer"] != name
+    assert chosen["fleet"][0]["offer"].startswith(ranked[0]["provider"] + "/")
+    assert ranked[0]["usd"] == pytest.approx(chosen["usd"]["p50"])
+    (refused,) = found["refused"]
+    assert "its boot failed" in refused["reasons"][0]
