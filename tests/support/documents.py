@@ -20,7 +20,8 @@ DEADLINES = REPOSITORY / "docs" / "deadlines.md"
 PROVIDERS = REPOSITORY / "docs" / "providers.md"
 DEPLOYMENT = REPOSITORY / "docs" / "deployment.md"
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
-DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE]
+EXAMPLES = sorted((REPOSITORY / "examples").glob("**/README.md"))
+DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE, *EXAMPLES]
 
 # mark: (language, how the block is tested)
 MARKS = {
@@ -32,6 +33,8 @@ MARKS = {
     "engine": ("bash", "run against an engine at the address in the text (slow)"),
     "demo": ("bash", "run in a new home (slow)"),
     "ci": ("bash", "run by .ci/run"),
+    "example": ("bash", "of examples/: run as it stands, one after the other, against a simulated engine (slow)"),
+    "client": ("bash", "of examples/: run against a service beside a simulated engine (slow)"),
     "table": ("python", "run beside a store with the table of `example`, one after the other"),
     "spec": ("yaml", "a defs.yaml: loaded, and a snapshot is built from files that the test makes"),
     "fleet": ("yaml", "a fleet.yaml: loaded, and its providers are asked for their offers"),
