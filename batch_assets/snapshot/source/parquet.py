@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column
+from batch_assets.snapshot.source.parquet_pages import Page, pages
 
 # Few rows at a time: a dictionary page of a few KB may stand for a megabyte in each row.
 READ_ROWS = 256
@@ -20,6 +22,11 @@ BATCH_BYTES = 16 << 20
 # A page is unpacked whole, and its values are copied out of it. Writers end a page after 1 MB, but some only look after
 # 1,024 values, so that large cells make pages of gigabytes.
 MAX_PAGE = 256 << 20
+# Of chunks whose values take this much on average, each page is looked at before any is read.
+LARGE_CELL = 8 << 10
+_SMALLER_PAGES = (
+    "write the file again with smaller pages (pyarrow: write_batch_size=16; Spark: parquet.page.size.row.check.min=1)"
+)
 # Columns whose values take less than this in the file are read as dictionaries, so that repeated values stay shared.
 _REPEATED_BYTES = 8
 
@@ -52,18 +59,30 @@ class ParquetReader:
             raise SourceError(f"{file}: expected a whole Parquet file, found none ({_first_line(error)})") from error
         optional.clear()
         number = 1
-        batches = reader.iter_batches(_batch_rows(metadata, self._columns), columns=self._columns, use_threads=False)
+        for group in range(metadata.num_row_groups):
+            rows = _batch_rows(stream, metadata, group, self._columns)
+            batches = reader.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False)
+            for batch in self._batches(file, batches, metadata, group, number):
+                yield _block(file, number, batch, self._columns)
+                number += batch.num_rows
+        if number - 1 != metadata.num_rows:
+            raise SourceError(f"{file}: expected {metadata.num_rows} rows as its footer says, found {number - 1}")
+
+    def _batches(
+        self, file: str, batches: Iterator[pa.RecordBatch], metadata: Any, group: int, row: int
+    ) -> Iterator[pa.RecordBatch]:
+        """The batches of a row group that begins at a row (from 1), and what is wrong with them as SourceError."""
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
-                break
+                return
+            except MemoryError as error:
+                raise _no_memory(file, metadata, group, self._columns, row, error) from error
             except (pa.ArrowException, OSError, ValueError) as error:
-                raise SourceError(f"{file}: broken at row {number} or after ({_first_line(error)})") from error
-            yield _block(file, number, batch, self._columns)
-            number += batch.num_rows
-        if number - 1 != metadata.num_rows:
-            raise SourceError(f"{file}: expected {metadata.num_rows} rows as its footer says, found {number - 1}")
+                raise SourceError(f"{file}: broken at row {row} or after ({_first_line(error)})") from error
+            yield batch
+            row += batch.num_rows
 
     def _check(self, file: str, schema: pa.Schema) -> None:
         no_column(file, self._columns, schema.names)
@@ -107,13 +126,13 @@ def _refuse_encryption(file: str, stream: BinaryIO, metadata: Any) -> None:
         )
 
 
-def _chunks(metadata: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """The wanted columns' chunks, of nested columns each leaf's."""
+def _chunks(metadata: Any, columns: Sequence[str], groups: Iterable[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """(row group, chunk) of the wanted columns in some row groups or all, of nested columns each leaf's."""
     wanted = set(columns)
     places = [i for i in range(metadata.num_columns) if _column(metadata.schema.column(i).path, wanted) in wanted]
-    for group in range(metadata.num_row_groups):
+    for group in range(metadata.num_row_groups) if groups is None else groups:
         row_group = metadata.row_group(group)
-        yield from (row_group.column(i) for i in places)
+        yield from ((group, row_group.column(i)) for i in places)
 
 
 def _column(path: str, wanted: set[str]) -> str:
@@ -121,47 +140,62 @@ def _column(path: str, wanted: set[str]) -> str:
     return path if path in wanted else path.partition(".")[0]
 
 
-def _batch_rows(metadata: Any, columns: Sequence[str]) -> int:
-    """Rows to read at once: fewer where the cells are large."""
-    row_bytes = 0
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        row_bytes = max(row_bytes, row_group.total_byte_size // max(1, row_group.num_rows))
+def _batch_rows(stream: BinaryIO, metadata: Any, group: int, columns: Sequence[str]) -> int:
+    """Rows of a row group to read at once: fewer where the cells are large."""
+    row_group = metadata.row_group(group)
+    chunks = [chunk for _, chunk in _chunks(metadata, columns, [group])]
+    row_bytes: int = row_group.total_byte_size // max(1, row_group.num_rows)
     if row_bytes * READ_ROWS > BATCH_BYTES:  # many columns that are not read do not count
-        by_rows = [chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in _chunks(metadata, columns)]
+        by_rows = [chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in chunks]
         row_bytes = min(row_bytes, int(max(by_rows, default=0)) * len(columns))
+    row_bytes = max(row_bytes, sum(_shared_bytes(stream, chunk) for chunk in chunks))
     return max(1, min(READ_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
 
+def _shared_bytes(stream: BinaryIO, chunk: Any) -> int:
+    """Bytes of a value in the dictionary of a chunk, on average: it stands in each row that names it. 0 without one."""
+    if chunk.dictionary_page_offset is None or chunk.total_uncompressed_size * READ_ROWS <= BATCH_BYTES:
+        return 0
+    first = next(pages(stream, chunk.dictionary_page_offset, chunk.total_compressed_size), None)
+    return first.unpacked // first.shared if first is not None and first.shared else 0
+
+
 def _refuse_large_pages(file: str, stream: BinaryIO, metadata: Any, columns: Sequence[str]) -> None:
-    """Raise SourceError where the first page of a large column chunk is larger than MAX_PAGE when unpacked."""
-    for chunk in _chunks(metadata, columns):
+    """Raise SourceError for a page of a large column chunk that is larger than MAX_PAGE when unpacked.
+
+    Where cells are large, each page is looked at; else the first one of each kind: a look costs a request in S3.
+    """
+    for group, chunk in _chunks(metadata, columns):
         if chunk.total_uncompressed_size <= MAX_PAGE:
             continue
-        for offset in (chunk.dictionary_page_offset, chunk.data_page_offset):
-            size = 0 if offset is None else _page_bytes(stream, offset)
-            if size > MAX_PAGE:
-                raise SourceError(
-                    f"{file}: expected pages of at most {MAX_PAGE >> 20} MiB in column {chunk.path_in_schema!r}, found "
-                    f"one of {size >> 20} MiB, which must be in memory whole; write the file again with smaller pages "
-                    "(pyarrow: write_batch_size=16; Spark: parquet.page.size.row.check.min=1)"
-                )
+        largest = max((page.unpacked for page in _pages_to_check(stream, chunk)), default=0)
+        if largest > MAX_PAGE:
+            raise SourceError(
+                f"{file}: expected pages of at most {MAX_PAGE >> 20} MiB in column {chunk.path_in_schema!r}, found "
+                f"one of {largest >> 20} MiB in row group {group}, which must be in memory whole; {_SMALLER_PAGES}"
+            )
 
 
-def _page_bytes(stream: BinaryIO, offset: int) -> int:
-    """Unpacked size of the page at this place: the second field of its header (parquet.thrift, PageHeader), after its
-    type. Both are 32-bit whole numbers in Thrift's compact protocol: 0x15, then a zigzag varint. 0 where they are not.
-    """
-    stream.seek(offset)
-    header = stream.read(16)
-    if len(header) < 4 or header[0] != 0x15 or header[2] != 0x15:  # a type takes one byte
-        return 0
-    number = 0
-    for place, byte in enumerate(header[3:8]):
-        number |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            break
-    return number >> 1
+def _pages_to_check(stream: BinaryIO, chunk: Any) -> Iterator[Page]:
+    offsets = [offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset is not None]
+    if chunk.total_uncompressed_size >= LARGE_CELL * chunk.num_values:
+        yield from pages(stream, min(offsets), chunk.total_compressed_size)
+        return
+    for offset in offsets:
+        yield from itertools.islice(pages(stream, offset, chunk.total_compressed_size), 1)
+
+
+def _no_memory(
+    file: str, metadata: Any, group: int, columns: Sequence[str], row: int, error: MemoryError
+) -> SourceError:
+    """What is said when memory ends at a row (from 1): the largest column of its row group, and what to do."""
+    chunks = [chunk for _, chunk in _chunks(metadata, columns, [group])]
+    largest = max(chunks, key=lambda chunk: chunk.total_uncompressed_size)
+    return SourceError(
+        f"{file}, row {row} and after: expected memory for pages of column {largest.path_in_schema!r} in row group "
+        f"{group} ({largest.total_uncompressed_size >> 20} MiB in all), found too little "
+        f"({_first_line(error)}); give the process more, or {_SMALLER_PAGES}"
+    )
 
 
 def _repeated(metadata: Any, schema: pa.Schema, columns: Sequence[str]) -> list[str]:

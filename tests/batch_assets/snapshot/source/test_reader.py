@@ -619,6 +619,24 @@ def test_a_page_that_must_be_in_memory_whole_is_refused(tmp_path: Path, monkeypa
     assert len(rows_of(tmp_path, ["q"], path="a.parquet")[0]) == 20
 
 
+@pytest.mark.slow
+def test_a_column_of_gigabytes_is_read_or_refused_in_bounded_memory(tmp_path: Path) -> None:
+    """1,500 cells of 1 MB: in small pages, as one value of all rows, and in a page of a gigabyte after small ones."""
+    cells = [f"{i} {'x' * 1_000_000}" for i in range(1500)]
+    options: dict[str, Any] = {"compression": "zstd", "row_group_size": 5000}
+    small, shared, late = (tmp_path / f"{name}.parquet" for name in ("small", "shared", "late"))
+    pq.write_table(pa.table({"q": cells}), small, use_dictionary=False, write_batch_size=16, **options)
+    pq.write_table(pa.table({"q": ["x" * 1_000_000] * 1500}), shared, **options)
+    pq.write_table(pa.table({"q": ["s" * 2000] * 1024 + cells}), late, use_dictionary=False, **options)
+    done = run_in_small_memory(READ, *map(str, (small, shared, late)), "q")
+    assert done.returncode == 0, done.stderr
+    read, same, refused = done.stdout.splitlines()
+    for line in (read, same):
+        rows, megabytes = map(int, line.split())
+        assert rows == 1500 and megabytes < 400
+    assert "in column 'q', found one of 976 MiB in row group 0" in refused
+
+
 def test_parquet_columns_of_one_name_are_refused_where_they_are_read(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["q", "q", "other"])
     pq.write_table(table, tmp_path / "a.parquet")
