@@ -52,7 +52,8 @@ class Row:
     """One prompt of one batch.
 
     `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
-    `completion` and `embedding`. `seed`: this row's own, in place of the generation's.
+    `completion` and `embedding`. `seed`: this row's own, in place of the generation's. `repeats`: another row of the
+    dataset, with an id of its own, has the same request and came first.
     """
 
     batch: str
@@ -60,15 +61,18 @@ class Row:
     row_key: str
     prompt: bytes
     seed: int | None = None
+    repeats: bool = False
 
     def seeded(self, seed: int | None) -> Row:
         """The row with a seed of its own where it repeats another one: a dataset with one seed would pay for the same
         answer again. `seed`: the dataset's. The first of equal rows keeps it, and the row key does not change.
         """
         key, _, occurrence = self.row_id.rpartition("#")
-        if seed is None or key != self.row_key or occurrence == "0":
+        numbered = key == self.row_key and occurrence != "0"
+        if seed is None or not (numbered or self.repeats):
             return self
-        digest = hashlib.sha256(f"{seed}#{occurrence}".encode()).digest()
+        own = occurrence if numbered else f"id {self.row_id}"
+        digest = hashlib.sha256(f"{seed}#{own}".encode()).digest()
         return replace(self, seed=int.from_bytes(digest[:4], "big") >> 1)  # engines take 31 bits
 
 

@@ -29,6 +29,7 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.integrity import StoredFile
+from resources.store.snapshot_manifest import REPEATS
 
 DUPLICATE_ROWS = 500_000
 
@@ -63,7 +64,12 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
             path, store, previous.manifest, previous.entries, with_id=with_id, damaged=previous.damaged
         )
     with Placement(
-        workdir, read.index, with_id=spec.id is not None, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
+        workdir,
+        read.index,
+        with_id=spec.id is not None,
+        dedupe=spec.dedupe_effective,
+        batch_rows=spec.batch_rows,
+        number_repeats=_has_seed(spec),
     ) as placement:
         _refuse_repeated_ids(read, placement)
         counts = placement.place(rows_before)
@@ -79,10 +85,16 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
                     store.set_current_snapshot(snapshot)
                 return previous.manifest
         places = placement.places()
-    files = _write_files(read, places, counts, workdir)
+    marked = _has_seed(spec) and spec.id is not None
+    files = _write_files(read, places, counts, workdir, marked=marked)
     snapshot = _snapshot_id(spec, read, counts, files.entries)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
     return _upload(store, manifest, read, files, workdir)
+
+
+def _has_seed(spec: GeneratedDatasetSpec) -> bool:
+    """Whether equal requests are told apart by their seeds (see `Row.seeded`)."""
+    return spec.generation().sampling.get("seed") is not None
 
 
 def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> int | None:
@@ -145,8 +157,8 @@ class _Files:
     duplicates: list[Shard]
 
 
-def _write_files(read: Ingested, places: Places, counts: Counts, workdir: Path) -> _Files:
-    """Shards and duplicates as local files."""
+def _write_files(read: Ingested, places: Places, counts: Counts, workdir: Path, *, marked: bool) -> _Files:
+    """Shards and duplicates as local files. `marked`: shards say which rows repeat the request of another one."""
     writer = ShardWriter(workdir)
     buckets: Buckets | None = None
     duplicates = _Duplicates(workdir)
@@ -156,6 +168,7 @@ def _write_files(read: Ingested, places: Places, counts: Counts, workdir: Path) 
         placed = places.next(batch.num_rows)
         table = _table(read, batch, placed)
         duplicates.add(table, placed)
+        table = table.append_column(REPEATS, pa.array(placed.occurrence > 0)) if marked else table
         if (placed.fate != 0).any():
             kept = np.flatnonzero(placed.fate == 0)
             table, numbers, order = table.take(kept), placed.batch[kept], placed.place[kept]

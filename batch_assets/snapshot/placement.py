@@ -61,8 +61,19 @@ def open_database(file: Path) -> duckdb.DuckDBPyConnection:
 class Placement:
     """Places the rows of an index file; a context manager that holds a DuckDB database in `workdir`."""
 
-    def __init__(self, workdir: Path, index: ColumnFile, *, with_id: bool, dedupe: bool, batch_rows: int) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        index: ColumnFile,
+        *,
+        with_id: bool,
+        dedupe: bool,
+        batch_rows: int,
+        number_repeats: bool = False,
+    ) -> None:
+        """`number_repeats`: with an id column, too, rows that repeat another one have an occurrence number, 1."""
         self._folder = workdir
+        self._number_repeats = number_repeats and with_id and not dedupe
         self._rows_in, self._with_id, self._dedupe, self._batch_rows = index.rows, with_id, dedupe, batch_rows
         self._database = open_database(workdir / "placement.duckdb")
         self._had_previous = False
@@ -117,9 +128,22 @@ class Placement:
         (duplicates,) = self._numbers(f"SELECT count(*) FROM special WHERE fate = {DUPLICATE}")
         rows = self._rows_in - refused - duplicates
         fresh = Counts(rows, duplicates, refused, rows, 0, 0, 0, False)
-        if previous is None:
-            return fresh
-        return self._join_previous(fresh, previous.rows)
+        counts = fresh if previous is None else self._join_previous(fresh, previous.rows)
+        if self._number_repeats:
+            self._mark_repeats()
+        return counts
+
+    def _mark_repeats(self) -> None:
+        """Of placed rows with one key, all but the first in the order of the batches: new rows come after old ones."""
+        rows, order = "source ANTI JOIN special USING (seq)", "seq"
+        if self._had_previous:
+            rows, order = "source JOIN placed USING (seq)", "batch, place"
+        shared = "SELECT key_hi, key_lo FROM source GROUP BY ALL HAVING count(*) > 1"
+        self._run(
+            "INSERT INTO special SELECT seq, 1, 0, NULL FROM (SELECT seq, row_number() OVER"
+            f" (PARTITION BY key_hi, key_lo ORDER BY {order}) AS number"
+            f" FROM {rows} SEMI JOIN ({shared}) USING (key_hi, key_lo)) WHERE number > 1"
+        )
 
     def _find_repeats(self, previous: bool) -> None:
         """Occurrence numbers of equal row keys (without an id column), and what dedupe leaves out."""

@@ -40,11 +40,12 @@ from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.market.offers import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
 from resources.store.outcome_columns import OUTCOME_COLUMNS
+from resources.store.snapshot_manifest import REPEATS
 
 __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec"]
 
 # Columns of the published table (DESIGN section 6): a kept column must not take one of these names.
-OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of"})
+OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")

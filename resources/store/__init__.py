@@ -13,4 +13,5 @@ __all__ = [
     "outcome_columns",
     "outcome_tables",
     "reusable_answers",
+    "snapshot_manifest",
 ]

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpu_runner.rows import Generation
 from resources.store.integrity import Sealed, StoredFile
 
+# Column of a shard: whether a row, with an id of its own, has the request of another one that came first.
+REPEATS = "~repeats"
+
 
 class Shard(BaseModel):
     """One Parquet file of a snapshot: path below the snapshot's folder, and its rows."""
