@@ -249,7 +249,7 @@ def test_a_canceled_request_is_over(site: Site) -> None:
     target = site.fleet_db.target("d")
     assert target is not None and target.request == ""
     lines = request_lines(dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()), time.time())
-    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent: `batch-assets run d` goes on from there"]
+    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent in all: `batch-assets run d` goes on from there"]
 
 
 def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Site) -> None:
