@@ -44,7 +44,8 @@ class ActiveDataset:
     datasets have the answer; None: nothing to plan.
 
     `batches`: those left; `units`: the most instances that can work on them, as each needs a run of its own; `spread`:
-    how uncertain the tokens are. `waits`: what its unfinished runs wait for.
+    how uncertain the tokens are. `waits`: what its unfinished runs wait for. `model`: that of the snapshot, which
+    `batch-assets run --model` may set; "": nothing is planned.
     """
 
     request: str
@@ -54,6 +55,7 @@ class ActiveDataset:
     batches: int
     units: int
     waits: tuple[WaitReason, ...]
+    model: str = ""
 
 
 class WorkWatcher:
@@ -103,7 +105,7 @@ class WorkWatcher:
         units = len(left)
         if refresh is None or found != refresh.run_id:  # Dagster, not our launcher, cuts these into runs
             units = _most_runs(left, unfinished, self._spec.batches_per_run)
-        return ActiveDataset(found, tags, work, spread, len(left), units, waits)
+        return ActiveDataset(found, tags, work, spread, len(left), units, waits, self._in_hand.model(snapshot))
 
 
 Going = dict[str, Mapping[str, str]]

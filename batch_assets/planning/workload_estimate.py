@@ -117,6 +117,10 @@ class WorkloadEstimator:
         footers = self._measured(sampled)
         return work_of(manifest.settings(), rows, manifest.rows, self._prompts, footers), spread_of(footers)
 
+    def model(self, snapshot: str) -> str:
+        """The model that the rows of a snapshot are asked of."""
+        return self._read(snapshot).settings().model
+
     def _read(self, snapshot: str) -> SnapshotManifest:
         if snapshot != self._snapshot or self._manifest is None:
             self._manifest, self._entries = self._store.manifest(snapshot), self._store.entries(snapshot)

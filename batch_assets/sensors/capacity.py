@@ -186,7 +186,7 @@ def _count(taken: Counter[str], report: Decision) -> None:
 def _answer(
     fleet_db: FleetDatabase, around: FleetView, question: Open, share: int, taken: Counter[str], timing: ControlTiming
 ) -> Decision:
-    spec, found, target = question.spec, question.open, question.target
+    spec, found, target = question.planned, question.open, question.target
     assert found.work is not None
     spend = fleet_db.spend(spec.name)
     rows_total = max(found.work.rows, target.plan.rows_total if target.plan else 0)
@@ -246,7 +246,7 @@ def _asked(
     endpoint: str | None,
 ) -> PlannerInput:
     """What the planner is asked: what can be rented, and the engines of fleet.yaml that are paid by the token."""
-    spec, found = question.spec, question.open
+    spec, found = question.planned, question.open
     assert found.work is not None
     asked = build_input(
         around,

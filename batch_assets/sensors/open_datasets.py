@@ -30,6 +30,12 @@ class Open:
     open: ActiveDataset
     target: DatasetTarget
 
+    @property
+    def planned(self) -> GeneratedDatasetSpec:
+        """The spec with the model that is asked: that of the snapshot."""
+        model = self.open.model or self.spec.model
+        return self.spec if model == self.spec.model else self.spec.model_copy(update={"model": model})
+
 
 @dataclass(slots=True)
 class Seen:

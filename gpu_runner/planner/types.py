@@ -183,5 +183,7 @@ def say_fleet(candidate: Candidate) -> str:
 
 
 def say_time(seconds: float) -> str:
-    """Hours, or minutes when there are few."""
-    return f"{seconds / HOUR:.1f} h" if abs(seconds) >= 2 * HOUR else f"{seconds / 60:.0f} min"
+    """Hours, or minutes when there are few, or seconds: no time is said to be none."""
+    if abs(seconds) >= 2 * HOUR:
+        return f"{seconds / HOUR:.1f} h"
+    return f"{seconds / 60:.0f} min" if abs(seconds) >= 120 else f"{seconds:.0f} s"

@@ -31,7 +31,7 @@ from gpu_runner.fleet.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchEntry, BatchStore, DatasetStore, SnapshotManifest
-from support.snapshots import commit, questions, write_snapshot
+from support.snapshots import MODEL, commit, questions, write_snapshot
 
 S = dg.DagsterRunStatus
 ROWS = ledger.rows_key("d")
@@ -41,7 +41,7 @@ SPEC = {
     "name": "d",
     "source": {"path": "questions.jsonl"},
     "prompt": {"user": "{{ question }}"},
-    "model": "m",
+    "model": MODEL,
     "batches_per_run": PER_RUN,
 }
 
@@ -119,10 +119,15 @@ class Site:
         assert not found.run_requests
         return found.skip_message or ""
 
-    def snapshot(self, rows: int = 120, *, keys: Sequence[str] = KEYS, batch_rows: int = 10) -> SnapshotManifest:
-        """A snapshot whose keys are registered. A large one has few shards: writing many takes long."""
+    def snapshot(
+        self, rows: int = 120, *, keys: Sequence[str] = KEYS, batch_rows: int = 10, model: str = ""
+    ) -> SnapshotManifest:
+        """A snapshot whose keys are registered, of this model or the spec's. A large one has few shards."""
         per_shard = 3 if rows <= 120 else 100
-        manifest = write_snapshot(self.store, questions(rows), batch_rows=batch_rows, batches_per_shard=per_shard)
+        asked = model or self.specs[self.store.dataset][0].model
+        manifest = write_snapshot(
+            self.store, questions(rows), batch_rows=batch_rows, batches_per_shard=per_shard, model=asked
+        )
         self.instance.add_dynamic_partitions("d", list(keys))
         return manifest
 

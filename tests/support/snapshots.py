@@ -69,9 +69,10 @@ def write_snapshot(
     json_schema: Mapping[str, Any] | None = None,
     rejected: int = 0,
     keep_schema: Mapping[str, pa.DataType] | None = None,
+    model: str = MODEL,
 ) -> SnapshotManifest:
     """Write a snapshot and make it current. `duplicates` maps the id of a repeated row to the row that is asked."""
-    generation = Generation(task, MODEL, {"temperature": 0}, json_schema)
+    generation = Generation(task, model, {"temperature": 0}, json_schema)
     keep = list(rows[0].keep) if rows else []
     types = dict(keep_schema or {name: _type(rows[0].keep[name]) for name in keep})
     lines = [_line(generation, row, types) for row in rows]
@@ -106,7 +107,7 @@ def write_snapshot(
         files=written_files(store, snapshot),
         generation={
             "task": task,
-            "model": MODEL,
+            "model": model,
             "sampling": {"temperature": 0},
             "json_schema": json_schema,
             "repair_tries": 1,

@@ -127,7 +127,8 @@ def report(view: Proposal) -> Group:
         *(f"problem: {text}" for text in view.problems),
     ]
     parts: list[Text | Table] = [Text(line) for line in head]
-    parts += [Text(), Text(plan.reason, style="bold" if plan.feasible else "bold red")]
+    real = " (in real time; the clock of its providers is scaled)" if scale_words(view.clocks) else ""
+    parts += [Text(), Text(f"{plan.reason}{real}", style="bold" if plan.feasible else "bold red")]
     shown = [("plan", plan.chosen), ("earliest", plan.earliest), *(("or", one) for one in plan.next_best)]
     if rows := [(name, one) for name, one in shown if one is not None]:
         parts += [Text(), _table("", rows)]

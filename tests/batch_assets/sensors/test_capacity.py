@@ -249,7 +249,8 @@ def test_a_canceled_request_is_over(site: Site) -> None:
     target = site.fleet_db.target("d")
     assert target is not None and target.request == ""
     lines = request_lines(dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()), time.time())
-    assert lines == ["d: given up with 12 batches missing, 0.00 $ spent in all: `batch-assets run d` goes on from there"]
+    todo = "`batch-assets run d` goes on from there"
+    assert lines == [f"d: given up with 12 batches missing, 0.00 $ spent in all: {todo}"]
 
 
 def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Site) -> None:
@@ -428,7 +429,7 @@ def test_the_earliest_deadline_is_served_first_and_everybody_keeps_one_instance(
         fleet_yaml(tmp_path, most=4)
         large(site)
         other = type(site.store)(site.store.objects, "e")
-        write_snapshot(other, questions(1200))
+        write_snapshot(other, questions(1200), model=str(SPEC["model"]))
         site.instance.add_dynamic_partitions("e", [f"{i:05d}" for i in range(120)])
         site.request()
         site.run(S.SUCCESS, {"batch/refresh": "e"}, job_name="e_refresh")
@@ -611,3 +612,16 @@ def test_a_tick_at_many_batches_knows_how_many_rows_are_left(tmp_path: Path) -> 
         site.tick("capacity")
         target = site.fleet_db.target("d")
         assert target is not None and target.plan.rows_left == count // 2
+
+
+def test_a_snapshot_of_another_model_is_planned_for_that_model(site: Site) -> None:
+    """As `run --model` makes it."""
+    seconds: list[float] = []
+    for number, model in enumerate(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")):
+        site.snapshot(1200 + number, keys=[f"{i:05d}" for i in range(121)], model=model)
+        site.request()
+        site.tick("capacity")
+        target = site.fleet_db.target("d")
+        assert target is not None and target.plan is not None and target.plan.finish_p50 is not None
+        seconds.append(target.plan.finish_p50 - target.plan.planned_at - 120)  # without the boot
+    assert seconds[0] < seconds[1] / 2

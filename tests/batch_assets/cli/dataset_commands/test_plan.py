@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ def test_a_scaled_clock_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DAGSTER_HOME", str(home / "new"))  # with the simulated providers that come with the project
     (clock,) = set(plan()[1]["clocks"].values())
     said = CliRunner().invoke(app, ["plan", "d"]).stdout
-    assert f"run {clock:g} × as fast as real time" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert f"run {clock:g} × as fast as real time" in words
+    assert "(in real time; the clock of its providers is scaled)" in words
+    assert " 0 min" not in words and re.search(r"done in \d+ s \(P95 \d+ s\)", words)
 
 
 def test_along_the_curve_time_costs_money(home: Path) -> None:
