@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from batch_assets.durations import duration
 from batch_assets.generation.engine_session import (
     CONTINUE,
     DONE,
@@ -30,6 +31,7 @@ from gpu_runner.client.engine_client import EngineLost, EngineRefused
 from gpu_runner.fleet.database import FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed
 from resources.fleet.migration import Migration
@@ -43,6 +45,7 @@ REST_SECONDS = 15.0
 FRUITLESS_ENGINES = 15  # bisecting a batch for a row that kills engines takes at most 9 (DESIGN section 5)
 FAILED_STARTS = 3
 LOOK_SECONDS = 1.0
+FAILING_SECONDS = 10.0  # without one request that is answered, before that is said
 WHY_SECONDS = 2.0  # a lost engine's provider may take so long to say what has become of it
 FAILED_MOVE_SECONDS = 15.0
 LONGEST_DRAIN = 300.0
@@ -87,6 +90,7 @@ class EngineSupervisor:
         self._preparing: Running[bool] | None = None
         self._silent = False
         self._late = ""
+        self._failing: FailingRequests | None = None
 
     def step(self) -> StepResult:
         """Move on by one look."""
@@ -140,6 +144,7 @@ class EngineSupervisor:
                 self._stand_by(shift)
         self._tell_late()
         self._roll_over()
+        self._tell_failing(time.monotonic())
         return CONTINUE
 
     def _tell_late(self) -> None:
@@ -154,6 +159,21 @@ class EngineSupervisor:
         shift.leaving = LeaveReason(LeaveKind.OTHER_RUN)
         self.say(f"gives {shift.leased.name} back: {shift.leaving.describe()}")
         self.loop.call(shift.stop.set)
+
+    def _tell_failing(self, now: float) -> None:
+        """What every request meets, for as long as it does, unless the run says already what else it waits for."""
+        failing, before = self.run.failing(now - FAILING_SECONDS), self._failing
+        self._failing = failing
+        if failing is None:
+            if before is not None and self.shifts:
+                self.say(f"requests are answered again, after {duration(now - before.since)}")
+                self.heart.tell(f"on {self.shifts[0].leased.name}")
+            return
+        words = failing.describe(time.time() - (now - failing.since))
+        if before is None or before.code != failing.code:
+            self.warn(words)
+        if not self._silent and (self.shifts or (self.hire is None and self._preparing is None)):
+            self.heart.tell(words)
 
     def _prepared(self) -> StepResult:
         """Without an engine, and while other runs hold what is left: wait for them. DONE when they have done it all."""

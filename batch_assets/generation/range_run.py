@@ -21,8 +21,9 @@ from batch_assets.generation.range_journal import RangeJournal
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.generation.range_source import RangeSource, RunClaims
 from batch_assets.generation.vector_length import vector_length
-from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineRefused, TimeOuts
+from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.vector_length import VectorLength
+from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import Feed, FeedPolicy, FeedProgress
 from gpu_runner.rows import SIMULATED, Origin, Outcome
 from resources.fleet.resource import LeasedEngine
@@ -114,6 +115,10 @@ class RangeRun:
         """Where the feed stands."""
         return self._feed.progress()
 
+    def failing(self, before: float) -> FailingRequests | None:
+        """What every request meets, since `before` (by time.monotonic) or longer; None: one is answered."""
+        return self._feed.failing(before)
+
     @property
     def rows(self) -> int:
         """Rows that this run has to do, the finished ones among them included."""
@@ -178,7 +183,11 @@ class RangeRun:
             reachability=leased.reachability,
             tls=leased.tls,
         ) as engine:
-            info = await engine.info()
+            try:
+                info = await engine.info()
+            except EngineLost as error:
+                self._feed.not_ready(error)
+                raise
             self._check_context(info)
             self._check_alike(info)
             origin = Origin(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpu_runner.fleet.clock_jumps import ClockJump
 
 PLAIN_SECONDS = 10.0
+LONGEST_PLAIN_SECONDS = 300.0
 
 
 class Display(Protocol):
@@ -50,19 +51,33 @@ class Silent:
 
 
 class Lines(Silent):
-    """A line when something changes, and every ten seconds: for logs and pipes."""
+    """For logs and pipes: a line when the phase changes, and every ten seconds while lines differ.
+
+    A line that stays as it was comes after twice as long each time, five minutes at most, and says since when.
+    """
 
     def __init__(self, console: Console, dataset: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console)
         self._dataset, self._clock = dataset, clock
-        self._last: tuple[str, float] = ("", float("-inf"))
+        self._phase, self._line = "", ""
+        self._began = self._said_at = float("-inf")
+        self._wait = PLAIN_SECONDS
 
     def show(self, moment: ProgressUpdate) -> None:
-        now, (phase, at) = self._clock(), self._last
-        if moment.phase != "end" and (moment.phase != phase or now - at >= PLAIN_SECONDS):
-            self._last = (moment.phase, now)
-            counts = f"{counts_line(moment.figures, moment.rate)}; " if moment.figures else ""
-            self.say(f"{self._dataset}: {counts}{moment.said}")
+        now, new_phase = self._clock(), moment.phase != self._phase
+        if moment.phase == "end" or not (new_phase or now - self._said_at >= PLAIN_SECONDS):
+            return
+        counts = f"{counts_line(moment.figures, moment.rate)}; " if moment.figures else ""
+        line = f"{self._dataset}: {counts}{moment.said}"
+        if new_phase or line != self._line:
+            self._phase, self._line, self._began, self._wait = moment.phase, line, now, PLAIN_SECONDS
+            self.say(line)
+        elif now - self._said_at >= self._wait:
+            self._wait = min(LONGEST_PLAIN_SECONDS, 2 * self._wait)
+            self.say(f"{line} (unchanged for {duration(now - self._began)})")
+        else:
+            return
+        self._said_at = now
 
 
 class Bar(Silent):

@@ -48,6 +48,7 @@ from gpu_runner.client.protocol import (
     read_answer,
 )
 from gpu_runner.client.request_progress import RequestProgress, request_trace
+from gpu_runner.client.server_sentence import server_sentence
 from gpu_runner.client.trace_context import trace_headers
 from gpu_runner.http.bounded_read import (
     BUFFER_BYTES,
@@ -300,7 +301,9 @@ class EngineClient:
             page = await self._page(self._address(self._api, "models"))
             version = await self._version()
         except Transient as error:
-            raise EngineLost("not_ready", error.code) from error
+            words = server_sentence(error.message)
+            detail = f"{error.code}: {words}" if words else error.code
+            raise EngineLost("not_ready", detail, status=error.status) from error
         except RowRejected as error:
             raise not_a_list() from error
         entry = model_entry(page, wanted)

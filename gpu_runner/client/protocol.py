@@ -56,7 +56,9 @@ _TOO_LONG_TO_EMBED = re.compile(r"input \(\d+ tokens\) is too large to process",
 
 
 class EngineError(Exception):
-    """Base of everything an engine can do instead of answering."""
+    """Base of everything an engine can do instead of answering. `status`: that of HTTP, where one came."""
+
+    status: int | None = None
 
 
 class RowRejected(EngineError):
@@ -74,10 +76,18 @@ class Transient(EngineError):
     the row (429, connection refused): such a row has no part in the engine's death.
     """
 
-    def __init__(self, code: str, message: str = "", *, retry_after: float | None = None, taken: bool = True) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str = "",
+        *,
+        retry_after: float | None = None,
+        taken: bool = True,
+        status: int | None = None,
+    ) -> None:
         super().__init__(code)
         self.code, self.message = code, message[:MESSAGE_LENGTH]
-        self.retry_after, self.taken = retry_after, taken
+        self.retry_after, self.taken, self.status = retry_after, taken, status
 
     @property
     def overload(self) -> bool:
@@ -124,17 +134,17 @@ class RequestDenied(EngineRefused):
             return True
         if self.of_account and other.of_account:
             return True
-        return self.code == other.code and _kind_of_message(self.message) == _kind_of_message(other.message)
+        return self.code == other.code and message_kind(self.message) == message_kind(other.message)
 
 
 class EngineLost(EngineError):
     """The engine is gone or makes no progress. `reason` is a stable word: unreachable, not_ready, restarted,
-    stalled or no_progress.
+    stalled or no_progress; `detail` the rest.
     """
 
-    def __init__(self, reason: str, message: str = "") -> None:
+    def __init__(self, reason: str, message: str = "", *, status: int | None = None) -> None:
         super().__init__(f"{reason}: {message}" if message else reason)
-        self.reason = reason
+        self.reason, self.detail, self.status = reason, message, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,18 +259,18 @@ def not_an_answer(task: Task, headers: Mapping[str, str], body: bytes) -> Engine
     except orjson.JSONDecodeError:
         answer = None
     if (error := unreadable.error_in(answer)) is None:
-        return Transient("garbage_body", unreadable.what_is_wrong(body, task))
+        return Transient("garbage_body", unreadable.what_is_wrong(body, task), status=200)
     if (status := unreadable.status_in(error)) is not None:
         return error_of(status, headers, body)
     message, *codes = _error_text(body)
-    return error_of(429, headers, body) if quota_code(*codes) else Transient(ERROR_ANSWER, message)
+    return error_of(429, headers, body) if quota_code(*codes) else Transient(ERROR_ANSWER, message, status=200)
 
 
 def _text(task: Task, answer: Any) -> Completion:
     choice = at_index_0(answer["choices"])
     reason = choice.get("finish_reason")
     if reason is None or reason in BROKEN_FINISH_REASONS:
-        raise Transient("unfinished", f"finish_reason {reason}")
+        raise Transient("unfinished", f"finish_reason {reason}", status=200)
     content = choice["message"].get("content") if task == "chat" else choice["text"]
     if content is None:  # a refusal, a tool call, or reasoning only: an empty text beside those parts
         content = ""
@@ -293,6 +303,12 @@ def _usage(answer: Any) -> tuple[int, int]:
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
     """What an HTTP status other than 200 means for the row or the engine."""
+    error = _error_of(status, headers, body)
+    error.status = status
+    return error
+
+
+def _error_of(status: int, headers: Mapping[str, str], body: bytes) -> EngineError:
     message, code, kind = _error_text(body)
     if status >= 400 and (spent := quota_code(code, kind)):
         return RequestDenied(rejected(status), _out_of_quota(status, spent), message, of_account=True)
@@ -316,7 +332,7 @@ _ACCESS = frozenset({401, 403, 404, 405, *range(300, 400)})
 _OF_ACCESS = frozenset(map(rejected, _ACCESS))
 
 
-def _kind_of_message(message: str) -> str:
+def message_kind(message: str) -> str:
     """What messages of one kind have in common: figures and what is quoted differ from row to row."""
     return _FIGURES.sub("0", _QUOTED.sub("''", message.lower()))
 

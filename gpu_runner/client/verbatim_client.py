@@ -190,5 +190,5 @@ def _finish_reason(choices: Any) -> str:
     reasons = [choice.get("finish_reason") for choice in choices]
     for reason in reasons:
         if reason is None or reason in BROKEN_FINISH_REASONS:
-            raise Transient("unfinished", f"finish_reason {reason}")
+            raise Transient("unfinished", f"finish_reason {reason}", status=200)
     return answer_numbers.finish_word(reasons[0]) if reasons else "stop"

@@ -85,7 +85,10 @@ class WatchedFailures(Protocol):
     def oldest_break(self) -> float | None: ...
     @property
     def denials(self) -> Denials: ...
+    @property
+    def reason(self) -> str: ...
     def evidence_wanted(self, now: float) -> Evidence | None: ...
+    def canary_failed(self, error: Transient, now: float) -> None: ...
     def judge(self) -> None: ...
 
 
@@ -284,8 +287,10 @@ class Watchdog:
         except EngineRefused as error:
             self._next_canary = sent + self._policy.poll_seconds
             self._canary_denied(sent, error, evidence)
-        except (Transient, TimeoutError) as error:
-            self._canary_failed(sent, error.retry_after if isinstance(error, Transient) else None)
+        except Transient as error:
+            self._canary_failed(sent, error)
+        except TimeoutError:
+            self._canary_failed(sent, Transient("timeout", f"no answer within {self._policy.stall_seconds:.0f} s"))
         except EngineLost as error:
             self._worker.end(error)
         else:
@@ -329,13 +334,14 @@ class Watchdog:
             self.suspect()
             self._worker.failures.judge()
 
-    def _canary_failed(self, sent: float, retry_after: float | None) -> None:
+    def _canary_failed(self, sent: float, error: Transient) -> None:
         self.outage_at = self._loop.time()
+        self._worker.failures.canary_failed(error, self.outage_at)
         if self._trouble_since is None:
             self._trouble_since = sent
         self._canary_failures += 1
-        wait = backoff(self._policy.retry, self._canary_failures, retry_after, self._rng)
-        self._next_canary = self.outage_at + max(wait / 2, retry_after or 0.0)
+        wait = backoff(self._policy.retry, self._canary_failures, error.retry_after, self._rng)
+        self._next_canary = self.outage_at + max(wait / 2, error.retry_after or 0.0)
 
     # --- progress ---
 
@@ -347,7 +353,9 @@ class Watchdog:
         trouble = 0.0 if self._trouble_since is None else now - self._trouble_since
         quiet = now - self._progress_at
         if trouble >= self._policy.stall_seconds or (trouble and quiet >= self._limit):
-            self._worker.end(EngineLost("no_progress", f"every request failed for {trouble:.0f} s"))
+            reason = self._worker.failures.reason
+            last = f", the last one with {reason}" if reason else ""
+            self._worker.end(EngineLost("no_progress", f"every request failed for {trouble:.0f} s{last}"))
             return
         if quiet < self._limit:
             return

@@ -92,6 +92,7 @@ class FailedRequests:
 
     def failed(self, rows: Sequence[Item], error: Transient, now: float) -> None:
         """A request of these rows failed; they are not in flight any more."""
+        self._work.failures.failed(error, error.code, error.message, now, rows[0].row.prompt)
         for item in rows:
             item.fail()
             self._work.count_failure()
@@ -106,13 +107,25 @@ class FailedRequests:
     def denied(self, item: Item, error: RequestDenied, now: float) -> None:
         """The row waits until it is known whether it is the row that is not wanted, or we are."""
         self._work.count_failure()
+        self._work.failures.failed(error, error.code, error.message, now, item.row.prompt)
         self.denials.add(Denial(item, error, now))
         if self.evidence_wanted(now) is not None:
             self._slots.watchdog.suspect()
         self.judge()
 
+    def canary_failed(self, error: Transient, now: float) -> None:
+        """A request that no row needed failed as well."""
+        self._work.failures.failed(error, error.code, error.message, now)
+
+    @property
+    def reason(self) -> str:
+        """What the newest failed request met, for people; "" where one was answered since."""
+        failing = self._work.failures.failing()
+        return "" if failing is None else failing.reason
+
     def answered(self, item: Item, now: float) -> None:
         """The engine has answered a request, of this row among others."""
+        self._work.failures.answered()
         self.denials.remember(item.row.prompt)
         if self:
             self.denials.row_answered(item.sent)

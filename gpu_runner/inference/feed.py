@@ -25,6 +25,7 @@ from gpu_runner.due_timer import DueTimer
 from gpu_runner.inference.answer_memory import AnswerMemory
 from gpu_runner.inference.engine_monitor import Engine
 from gpu_runner.inference.engine_worker import EngineWorker
+from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Counts, Work, end_tasks
 from gpu_runner.inference.row_state import OpenBatch
@@ -154,6 +155,19 @@ class Feed:
             last_rows=self._work.exhausted and work.queued == 0,
             finished=self.finished,
         )
+
+    def failing(self, before: float) -> FailingRequests | None:
+        """What every request meets, since `before` (seconds of the loop's clock) or longer; None while one is answered.
+
+        May be called from any thread.
+        """
+        in_flight = sum(len(worker.in_flight) for worker in list(self._workers))
+        return self._work.failures.failing(in_flight, before)
+
+    def not_ready(self, error: EngineLost) -> None:
+        """An engine that was to be served gave no answer to who it is: this counts as a failed request."""
+        now = asyncio.get_running_loop().time()
+        self._work.failures.failed(error, error.reason, error.detail, now)
 
     async def serve(
         self,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gpu_runner.client.protocol import Repair
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
+from gpu_runner.inference.failures.failing_requests import FailureRecord
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
 from gpu_runner.inference.ready_rows import ReadyRows
 from gpu_runner.inference.row_state import Item, OpenBatch
@@ -52,6 +53,7 @@ class Work:
 
     def __init__(self, on_row: Callable[[str, Outcome], None], memory: AnswerMemory, vectors: VectorLength) -> None:
         self.memory, self.vectors = memory, vectors
+        self.failures = FailureRecord()
         self.ready = ReadyRows()
         self.suspects: PoisonBisector[Item] = PoisonBisector()
         self._trial: object | None = None  # the engine worker that tries suspects now: one at a time

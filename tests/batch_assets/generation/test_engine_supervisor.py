@@ -22,6 +22,7 @@ from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.reachability import Reachability
 from resources.fleet.client import ProvisioningFailed
@@ -217,6 +218,28 @@ def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
     assert renter.released[0] == ("i1", "the fleet shrinks to 1", True)
+
+
+def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_ends(tmp_path: Path):
+    with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
+        job.work(until=lambda: job.run.progress().rows_done > 5)
+        began = time.monotonic() - 75
+        words = []
+        for code, status in (("http_429", 429), ("http_429", 429), ("garbage_body", 200)):
+            failing = FailingRequests(code, status, "as it is", began, 20)
+            job.run.failing = lambda before, failing=failing: failing if failing.since <= before else None
+            job.supervisor.step()
+            words.append(job.heart.activity.note)
+        del job.run.failing
+        job.supervisor.step()
+        assert job.work() == ""
+    assert [note.partition(": ")[2] for note in words] == [
+        *["http_429: as it is"] * 2,
+        "garbage_body (status 200): as it is",
+    ]
+    assert all(note.startswith("every request fails since ") for note in words)
+    told = [text for text in job.said if "request" in text]
+    assert told == [words[0], words[2], "requests are answered again, after 1 min 15 s"]
 
 
 def test_the_heart_knows_how_long_the_rows_in_flight_take(tmp_path: Path):
