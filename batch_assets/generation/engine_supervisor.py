@@ -30,7 +30,7 @@ from batch_assets.generation.range_run import RangeRun
 from gpu_runner.client.engine_client import EngineLost, EngineRefused
 from gpu_runner.fleet.database import FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.fleet.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed
@@ -173,7 +173,8 @@ class EngineSupervisor:
         if before is None or before.code != failing.code:
             self.warn(words)
         if not self._silent and (self.shifts or (self.hire is None and self._preparing is None)):
-            self.heart.tell(words)
+            met = RequestFailure(failing.code, failing.status, failing.sentence)
+            self.heart.tell(words, WaitReason(WaitKind.REQUESTS_FAIL, failure=met, seconds=now - failing.since))
 
     def _prepared(self) -> StepResult:
         """Without an engine, and while other runs hold what is left: wait for them. DONE when they have done it all."""

@@ -27,7 +27,7 @@ from batch_assets.orchestration.store_check import listed_differences
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_versions
 from batch_assets.tags import PARTITION_TAG, PUBLISH_VOID_TAG, RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from resources.objects.health import is_store_trouble
 from resources.objects.opening import StoreError, open_objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
@@ -38,10 +38,33 @@ _NOTHING = Figures(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class RunWait:
+    """What a run waits for, and since when (Unix seconds).
+
+    Where every request to its engine fails: the code of the error, the HTTP status if one came, and the server's
+    sentence, or what is wrong with its answer.
+    """
+
+    kind: WaitKind
+    since: float
+    code: str | None = None
+    status: int | None = None
+    sentence: str | None = None
+
+    @classmethod
+    def of(cls, wait: WaitReason, now: float) -> RunWait:
+        """`now` is in Unix seconds."""
+        since, failure = round(now - wait.seconds, 1), wait.failure
+        if failure is None:
+            return cls(wait.kind, since)
+        return cls(wait.kind, since, failure.code, failure.status, failure.sentence)
+
+
+@dataclass(frozen=True, slots=True)
 class RunLine:
     """One unfinished run of a dataset: what it does, in which state, and what it says of itself.
 
-    `wait`: what it waits for; None: it does not wait.
+    `wait`: None: it does not wait.
     """
 
     run_id: str
@@ -50,7 +73,7 @@ class RunLine:
     note: str
     age_seconds: float
     rows_done: int
-    wait: WaitKind | None = None
+    wait: RunWait | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +302,7 @@ def _line(record: dg.RunRecord, beat: RunBeat | None, now: float) -> RunLine:
         note=beat.note if beat else "",
         age_seconds=round(max(0.0, now - record.create_timestamp.timestamp()), 1),
         rows_done=beat.rows_done if beat else 0,
-        wait=beat.wait.kind if beat and beat.wait else None,
+        wait=RunWait.of(beat.wait, now) if beat and beat.wait else None,
     )
 
 

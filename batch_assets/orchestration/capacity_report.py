@@ -10,6 +10,7 @@ from batch_assets.orchestration.checks import ON_TIME, to_go_on
 from batch_assets.planning.decision import Decision
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet.wait_reason import WaitReason
 from gpu_runner.money import format_usd
 from resources.alerts import Alert
 
@@ -68,6 +69,19 @@ def _expected(report: Decision) -> dict[str, dg.MetadataValue]:
         "finish_p50": dg.MetadataValue.timestamp(report.now + chosen.finish.p50),
         "finish_p95": dg.MetadataValue.timestamp(report.now + chosen.finish.p95),
     }
+
+
+def requests_fail(dataset: str, wait: WaitReason) -> Alert:
+    """Every request of a run fails."""
+    assert wait.failure is not None
+    met = wait.failure
+    status = "" if met.status is None or str(met.status) in met.code else f" (status {met.status})"
+    said = f": {met.sentence}" if met.sentence else ""
+    text = (
+        f"{dataset}: every request has failed for {duration(wait.seconds)}, the last one with {met.code}{status}{said}"
+    )
+    numbers = {"code": met.code, "status": met.status, "sentence": met.sentence, "seconds": round(wait.seconds, 1)}
+    return Alert("requests_fail", dataset, text, numbers)
 
 
 def alerts_of(report: Decision) -> list[Alert]:

@@ -18,7 +18,7 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
-from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event
+from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.planning.decision import Decision, capacity_plan, observation
 from batch_assets.planning.planner_input import (
@@ -47,6 +47,7 @@ from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore
 
 SPARE_SLOTS = 1
+FAILING_SECONDS = 60.0  # for so long all requests of a run fail before operators hear of it
 
 
 def capacity_sensor(datasets: Callable[[], Datasets], seconds: float) -> dg.SensorDefinition:
@@ -107,7 +108,8 @@ class _Ticks:
             events += _announce(report, announced)
             seen.said.append(f"{report.dataset}: {report.reason}")
         ended = [target for target, _ in seen.over]
-        _tell(fleet_db, around.config.alerts, reports, ended, overdue(seen.questions))
+        more = [*overdue(seen.questions), *failing(seen.questions)]
+        _tell(fleet_db, around.config.alerts, reports, ended, more)
         return events
 
 
@@ -135,6 +137,16 @@ def overdue(questions: Sequence[Open]) -> list[Alert]:
     """Requests past their deadline of which nothing is planned, because what they make is not missing: a regenerate."""
     late = [one for one in questions if one.open.work is None and (one.target.deadline_in or 0.0) < 0]
     return [Alert("late", one.spec.name, f"{one.spec.name} is late: its runs are under way", {}) for one in late]
+
+
+def failing(questions: Sequence[Open]) -> list[Alert]:
+    """Requests of which a run has had no answer from its engine for FAILING_SECONDS or longer."""
+    found = []
+    for one in questions:
+        waits = [wait for wait in one.open.waits if wait.failure is not None and wait.seconds >= FAILING_SECONDS]
+        if waits:
+            found.append(requests_fail(one.spec.name, max(waits, key=lambda wait: wait.seconds)))
+    return found
 
 
 def answer(

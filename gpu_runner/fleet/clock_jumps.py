@@ -105,7 +105,7 @@ def _move(connection: sa.Connection, seconds: float) -> None:
         "missing_since",
     )
     _add(connection, INSTANCES, open_bill, seconds, of_instance)
-    _add(connection, RUNS, RUNS.c.state != "ended", seconds, ("started_at", "beat_at"))
+    _add(connection, RUNS, RUNS.c.state != "ended", seconds, ("started_at", "beat_at", "wait_since"))
     _add(connection, OFFER_FAILURES, sa.true(), seconds, ("at",))
     _add(connection, DATASETS, under_way, seconds, ("since", "updated_at", "counted_at"))
 

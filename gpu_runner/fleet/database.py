@@ -103,7 +103,7 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Gran
         change = RUNS.update().where((RUNS.c.run_id == run_id) & (RUNS.c.state != "ended"))
         with self._transaction() as (connection, now):
             values = {"state": state, "note": activity.note[:300], "rows_done": rows_done, "beat_at": now}
-            values |= wait_columns(activity.wait)
+            values |= wait_columns(activity.wait) | {"wait_since": _wait_since(activity.wait, now)}
             return connection.execute(change.values(**values)).rowcount == 1
 
     def runs(self) -> list[RunBeat]:
@@ -127,10 +127,11 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Gran
             return connection.execute(query.limit(1)).first() is not None
 
     def _beats(self, which: sa.ColumnElement[bool]) -> list[RunBeat]:
-        made = {"age", "declared_dead"}
+        made = ("age", "declared_dead")
         plain = [name for name in RunBeat.__dataclass_fields__ if name not in (*made, "wait")]
         with self._reading() as (connection, now):
-            computed = ((now - RUNS.c.beat_at).label("age"), _DEAD.label("declared_dead"))
+            ages = ((now - RUNS.c.beat_at).label("age"), (now - RUNS.c.wait_since).label("wait_age"))
+            computed = (*ages, _DEAD.label("declared_dead"))
             query = sa.select(*(RUNS.c[name] for name in (*plain, *WAIT_COLUMNS)), *computed)
             rows = connection.execute(query.where(which).order_by(RUNS.c.beat_at)).mappings().all()
         return [RunBeat(**{name: row[name] for name in (*plain, *made)}, wait=read_wait(row)) for row in rows]
@@ -156,6 +157,15 @@ class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Gran
 
 
 _DEAD = RUNS.c.declared_dead_at.is_not(None)
+
+
+def _wait_since(wait: WaitReason | None, now: float) -> sa.ColumnElement[float] | None:
+    """Since when a run waits: while it is for the same kind of thing, since it said so first."""
+    if wait is None:
+        return None
+    began = sa.literal(now - wait.seconds)
+    same = RUNS.c.wait_kind == wait.kind.value
+    return sa.case((same, sa.func.coalesce(RUNS.c.wait_since, began)), else_=began)
 
 
 def _add_run(connection: sa.Connection, now: float, run_id: str, values: Mapping[str, object]) -> None:

@@ -30,6 +30,10 @@ RUNS = sa.Table(
     sa.Column("wait_boot_usd", sa.Float),
     sa.Column("wait_row_usd", sa.Float),
     sa.Column("declared_dead_at", sa.Float),
+    sa.Column("wait_code", sa.String(64)),
+    sa.Column("wait_status", sa.Integer),
+    sa.Column("wait_sentence", sa.String(300)),
+    sa.Column("wait_since", sa.Float),
 )
 
 # `renewed_at`: when the holder last said what it had done; what comes after it, until the lease's end, was lost.

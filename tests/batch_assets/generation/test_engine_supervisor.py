@@ -22,6 +22,7 @@ from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
+from gpu_runner.fleet.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.reachability import Reachability
@@ -230,6 +231,9 @@ def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_end
             job.run.failing = lambda before, failing=failing: failing if failing.since <= before else None
             job.supervisor.step()
             words.append(job.heart.activity.note)
+            wait = job.heart.activity.wait
+            assert wait == WaitReason(WaitKind.REQUESTS_FAIL, failure=RequestFailure(code, status, "as it is"))
+            assert wait.seconds == pytest.approx(75, abs=20)
         del job.run.failing
         job.supervisor.step()
         assert job.work() == ""

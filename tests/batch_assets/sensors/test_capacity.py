@@ -33,7 +33,7 @@ from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG
 from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
-from gpu_runner.fleet.wait_reason import RunActivity
+from gpu_runner.fleet.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
 from gpu_runner.market.offers import Offer
 from gpu_runner.planner.types import Target
 from gpu_runner.providers.base import ProviderError
@@ -549,6 +549,35 @@ def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
         site.request()
         assert observed(list(site.tick("capacity").asset_events or ()))["instances"] >= 1  # the webhook never answers
     assert SECRET not in caplog.text
+
+
+def test_operators_hear_of_requests_that_have_all_failed_for_a_minute_and_status_says_which_and_since_when(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    site.snapshot()
+    site.request()
+    run = site.batches(S.STARTED, KEYS[0], KEYS[0])
+    site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[0])
+    met = RequestFailure("garbage_body", 200, "6 bytes of a web page (HTML), no JSON")
+    with serving() as webhook:
+        fleet_yaml(site.folder, alerts={"webhook": webhook.url, "timeout_seconds": 30})
+        for seconds in (30.0, 75.0):
+            site.fleet_db.beat(run, "leased", RunActivity("on gpu"), 0)
+            wait = WaitReason(WaitKind.REQUESTS_FAIL, failure=met, seconds=seconds)
+            site.fleet_db.beat(run, "leased", RunActivity("every request fails", wait), 0)
+            site.tick("capacity")
+        (told,) = [one for one in webhook.posted if one["kind"] == "requests_fail"]
+    assert told["text"] == (
+        "d: every request has failed for 1 min 15 s, the last one with garbage_body (status 200): 6 bytes of a web "
+        "page (HTML), no JSON"
+    )
+    assert (told["figures"]["code"], told["figures"]["status"]) == ("garbage_body", 200)
+    now = time.time()
+    (line,) = dataset_status(Observer(site.instance, site.fleet_db, site.store), now).as_json()["runs"]
+    assert line["wait"].pop("since") == pytest.approx(now - 75, abs=15)
+    assert line["wait"] == {"kind": "requests_fail", "code": met.code, "status": met.status, "sentence": met.sentence}
 
 
 def test_a_dataset_that_could_not_be_looked_at_is_tried_again_later_and_not_at_every_tick(

@@ -91,7 +91,8 @@ def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site
     site.tick("capacity")
     request = target(site).request
     (line,) = dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()).runs
-    assert (line.note, line.wait) == ("any words", WaitKind.BUDGET)
+    assert line.wait is not None
+    assert (line.note, line.wait.kind, line.wait.status) == ("any words", WaitKind.BUDGET, None)
     site.fleet_db.override("d", budget_usd=0.6)
     site.tick("capacity")
     assert paused(site) == (

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from gpu_runner.fleet.accounting.budget import BudgetRefusal
 from gpu_runner.fleet.database import FleetDatabase, Lease, RunEnded, database_now
 from gpu_runner.fleet.tables import RUNS
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
 
 
 @pytest.fixture
@@ -135,7 +135,8 @@ def test_a_run_is_listed_with_its_worker_until_it_ends(fleet_db: FleetDatabase):
 @pytest.mark.parametrize("kind", WaitKind)
 def test_what_a_run_waits_for_comes_back_with_its_numbers(fleet_db: FleetDatabase, kind: WaitKind):
     refusal = BudgetRefusal(1 / 3, 0.1, 0.2, 5.5, 0.7) if kind is WaitKind.BUDGET else None
-    told = RunActivity("waiting: for this", WaitReason(kind, refusal))
+    failure = RequestFailure("http_429", 429, "slow down") if kind is WaitKind.REQUESTS_FAIL else None
+    told = RunActivity("waiting: for this", WaitReason(kind, refusal, failure))
     fleet_db.begin_run("run", "d", "00000", "00099")
     assert fleet_db.runs()[0].wait is None
     fleet_db.beat("run", "waiting", told, 0)
@@ -143,6 +144,30 @@ def test_what_a_run_waits_for_comes_back_with_its_numbers(fleet_db: FleetDatabas
     assert RunActivity(beat.note, beat.wait) == told
     fleet_db.beat("run", "leased", RunActivity("on gpu"), 0)
     assert fleet_db.runs()[0].wait is None
+
+
+def test_since_when_a_run_waits_is_kept_while_it_waits_for_the_same(tmp_path: Path):
+    now = 1000.0
+    with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path / 'fleet.db'}", now=lambda: now)) as fleet_db:
+        fleet_db.begin_run("run", "d", "00000", "00099")
+        found = []
+        for kind, waited in (
+            (WaitKind.REQUESTS_FAIL, 10.0),
+            (WaitKind.REQUESTS_FAIL, 12.5),
+            (WaitKind.STORE, 0.0),
+            (WaitKind.STORE, 0.0),
+            (None, 0.0),
+            (WaitKind.STORE, 0.0),
+        ):
+            now += 5
+            met = RequestFailure("http_500", 500, "x" * 400) if kind is WaitKind.REQUESTS_FAIL else None
+            wait = None if kind is None else WaitReason(kind, failure=met, seconds=waited)
+            fleet_db.beat("run", "leased", RunActivity("", wait), 0)
+            (beat,) = fleet_db.runs()
+            found.append(None if beat.wait is None else beat.wait.seconds)
+            if met is not None:
+                assert beat.wait is not None and beat.wait.failure == RequestFailure("http_500", 500, "x" * 300)
+    assert found == [10.0, 15.0, 0.0, 5.0, None, 0.0]
 
 
 def test_a_kind_of_waiting_that_a_later_version_wrote_is_none(fleet_db: FleetDatabase):

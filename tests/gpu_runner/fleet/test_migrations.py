@@ -18,7 +18,7 @@ from alembic.migration import MigrationContext
 from gpu_runner.fleet.database import FleetDatabase, RunEnded
 from gpu_runner.fleet.migrations import HEAD, VERSION_TABLE, FleetDatabaseTooNew, upgrade, version_of
 from gpu_runner.fleet.tables import METADATA
-from gpu_runner.fleet.wait_reason import RunActivity
+from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.market.selection import FailureKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -48,6 +48,12 @@ def version_0001(tmp_path: Path) -> Path:
 def version_0002(tmp_path: Path) -> Path:
     """A database as the code of version 0002 left it."""
     return restored("fleet_database_0002.sql", tmp_path)
+
+
+@pytest.fixture
+def version_0003(tmp_path: Path) -> Path:
+    """A database as the code of version 0003 left it."""
+    return restored("fleet_database_0003.sql", tmp_path)
 
 
 def differences(engine: sa.Engine) -> list[object]:
@@ -168,6 +174,24 @@ def test_runs_that_version_0002_declared_dead_stay_dead_and_no_other(version_000
     assert after["dead"]["declared_dead_at"] == after["dead"]["beat_at"]
     # A worker of version 0002 that still runs obeys these two.
     assert (after["at-work"]["state"], after["at-work"]["note"]) == ("ended", "declared dead")
+
+
+def test_runs_of_version_0003_go_on_waiting_and_say_with_their_next_beat_since_when(version_0003: Path) -> None:
+    before = rows(version_0003)
+
+    with contextlib.closing(FleetDatabase(f"sqlite:///{version_0003}")) as fleet_db:
+        assert differences(fleet_db.engine) == []
+        assert kept(before, rows(version_0003)) == before
+        beat = fleet_db.run_beat("waits")
+        assert beat is not None and beat.wait is not None and beat.wait.refusal is not None
+        assert (beat.wait.kind, beat.wait.seconds, beat.wait.failure) == (WaitKind.BUDGET, 0.0, None)
+        with contextlib.closing(sqlite3.connect(version_0003)) as old:  # a statement of its code
+            old.execute("UPDATE batch_runs SET wait_kind = NULL, note = 'on gpu' WHERE run_id = 'waits'")
+            old.commit()
+        assert {beat.run_id: beat.wait for beat in fleet_db.runs()} == {"waits": None, "works": None}
+        assert fleet_db.beat("works", "leased", RunActivity("", WaitReason(WaitKind.STORE, seconds=20.0)), 50)
+        (beat,) = [one for one in fleet_db.runs() if one.wait is not None]
+        assert beat.run_id == "works" and 20 <= beat.wait.seconds < 25
 
 
 def test_what_people_read_makes_no_run_dead(url: str) -> None:
