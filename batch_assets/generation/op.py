@@ -1,4 +1,4 @@
-"""The GPU op: a contiguous range of batches in, one ledger entry per committed batch out (DESIGN section 5)."""
+"""The GPU op: a contiguous range of batches in, one ledger entry per committed batch out."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The capacity sensor: how many instances each dataset may lease now, and why (DESIGN section 8).
+"""The capacity sensor: how many instances each dataset may lease now, and why.
 
 It only looks and writes down. What to do is decided in `gpu_runner.planner.controller`; runs obey the fleet's database
 by themselves, and Dagster's pools follow. Nothing is remembered here: a second sensor, or one that was killed, finds

@@ -1,4 +1,4 @@
-"""Source to snapshot: reads every row once, renders its prompt, and writes what changed (DESIGN sections 2, 4 and 6).
+"""Source to snapshot: reads every row once, renders its prompt, and writes what changed.
 
 Every row of the source ends in exactly one place: a batch, the duplicates, or the rejects. An unchanged source gives
 the same snapshot id, and then nothing is written.

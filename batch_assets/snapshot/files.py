@@ -1,4 +1,4 @@
-"""The files of a snapshot while it is made: staged rows in source order, shards in batch order (DESIGN section 6)."""
+"""The files of a snapshot while it is made: staged rows in source order, shards in batch order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch each row of a new snapshot goes to (DESIGN section 2, "snapshot").
+"""Which batch each row of a new snapshot goes to.
 
 A row that the previous snapshot holds keeps its batch and its place in it; new rows fill the last batch and then new
 ones. Rows are compared by 128-bit digests of their row id and row key in DuckDB, which spills to disk: memory does not

@@ -1,4 +1,4 @@
-"""One dataset in the store: snapshots, batch objects, journal, published tables (DESIGN section 6).
+"""One dataset in the store: snapshots, batch objects, journal, published tables.
 
 A batch object is data and commit in one: it exists, whole, or it does not. Everything else here can be made again
 from the batch objects and the snapshot.

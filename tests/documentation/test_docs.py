@@ -212,3 +212,16 @@ def test_the_readme_has_its_pictures_within_their_size() -> None:
     assert len(pictures) == 4
     for picture in pictures:
         assert (REPOSITORY / picture).stat().st_size < 300_000
+
+
+def test_the_index_of_what_tests_share_has_a_line_for_each_module() -> None:
+    support = REPOSITORY / "tests" / "support"
+    listed = re.findall(r"^\| `(\w+)` \| \S.*\|$", (support / "README.md").read_text(), re.MULTILINE)
+    assert listed == sorted(file.stem for file in support.glob("*.py") if file.stem != "__init__")
+
+
+def test_what_is_done_before_a_commit_can_be_done() -> None:
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    programs = {hook["entry"].split()[0] for hook in hooks}
+    assert programs == {".venv/bin/ruff", ".venv/bin/python"}
+    assert re.search(r"^\t\$\(BIN\)/ruff format --check \.$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a person does in the browser: generate a dataset, look at a batch, cancel, repair (DESIGN section 4)."""
+"""What a person does in the browser: generate a dataset, look at a batch, cancel, repair."""
 
 from __future__ import annotations
 

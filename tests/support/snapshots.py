@@ -1,4 +1,4 @@
-"""Snapshots and batch objects for tests, written straight in the documented format (DESIGN sections 2 and 6)."""
+"""Snapshots and batch objects for tests, written straight in the documented format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch a row goes to: a row keeps its batch for life, whatever happens around it (DESIGN section 2)."""
+"""Which batch a row goes to: a row keeps its batch for life, whatever happens around it."""
 
 from __future__ import annotations
 
