@@ -17,6 +17,12 @@ CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up:
 ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole batches
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
 
+# What a run may ask of the endpoint.
+TIMEOUT_TAG = "batch/timeout"
+CONCURRENCY_TAG = "batch/concurrency"
+REQUESTS_PER_MINUTE_TAG = "batch/requests_per_minute"
+TOKENS_PER_MINUTE_TAG = "batch/tokens_per_minute"
+
 # What is wanted of a request.
 DEADLINE_TAG = "batch/deadline"
 BUDGET_TAG = "batch/budget_usd"

@@ -11,6 +11,7 @@ __all__ = [
     "errors",
     "money",
     "reachability",
+    "request_limits",
     "rows",
     "sqlite_files",
     "table_versions",

@@ -92,6 +92,9 @@ class CostMeter:
     def fly(self, rows: int) -> None:
         """So many rows are with the engine now."""
 
+    def give_up(self, rows: int) -> None:
+        """A request of so many rows was broken off, as another one was answered: it may have to be paid."""
+
     @property
     def room(self) -> int:
         """How many further rows may be sent now."""
@@ -126,7 +129,7 @@ class TokenMeter(CostMeter):
         self.price, self.row_usd = price, row_usd
         self._granted = math.inf
         self._held = False
-        self._flying = 0
+        self._flying = self._given_up = 0
         self._answered_usd = self._settled_usd = self._lost_usd = 0.0
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
@@ -138,6 +141,10 @@ class TokenMeter(CostMeter):
     def fly(self, rows: int) -> None:
         """So many rows are with the engine now."""
         self._flying = rows
+
+    def give_up(self, rows: int) -> None:
+        """It counts as with the engine for ever: against what is granted, and in no bill."""
+        self._given_up += rows
 
     def settle(
         self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float, *, together: int = 0
@@ -161,7 +168,7 @@ class TokenMeter(CostMeter):
         left = self._granted - self._answered_usd
         if math.isinf(left) or self.row_usd <= 0:
             return sys.maxsize
-        return max(0, int(left / self.row_usd + 1e-9) - self._flying)
+        return max(0, int(left / self.row_usd + 1e-9) - self._flying - self._given_up)
 
     @property
     def exhausted(self) -> bool:
@@ -171,7 +178,7 @@ class TokenMeter(CostMeter):
     def hold(self) -> float:
         """Send nothing until `grant`. Returns the most US dollars that are spent with what was sent already."""
         self._held = True
-        return self._answered_usd + self._flying * self.row_usd
+        return self._answered_usd + (self._flying + self._given_up) * self.row_usd
 
     def grant(self, usd: float | None) -> None:
         """So many US dollars may be spent here in all; None: as many as before."""
@@ -224,6 +231,10 @@ class SharedMeter(CostMeter):
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
         """As of the whole."""
         self._whole.count(prompt_tokens, completion_tokens)
+
+    def give_up(self, rows: int) -> None:
+        """As of the whole."""
+        self._whole.give_up(rows)
 
     def fly(self, rows: int) -> None:
         """So many rows of this feed are with the engine now, beside those of others."""

@@ -5,11 +5,13 @@ The checks raise CommandError, which names the option; heavy packages are import
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batch_assets.cli.user_errors import CommandError
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +29,14 @@ _NONE = (
 Name = Annotated[str, typer.Argument(help="Name of the dataset.", show_default=False)]
 TokenPrices = Annotated[
     str | None, typer.Option(help="What the endpoint's tokens cost: 0.6, or 0.15,0.6 for input and output.")
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.1, help="Endpoint only: seconds that one request may take at most (1,800).")
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Endpoint only: most rows in flight.")]
+RequestsPerMinute = Annotated[int | None, typer.Option(min=1, help="Endpoint only: most requests in any minute.")]
+TokensPerMinute = Annotated[
+    int | None, typer.Option(min=1, help="Endpoint only: most tokens in a minute, of prompts and answers.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -61,6 +71,31 @@ def check_endpoint(endpoint: str) -> None:
         wait_reachable(endpoint, ENDPOINT_SECONDS)
     except (EngineStartError, AddressRefused) as error:
         raise CommandError(f"--endpoint: {error}") from None
+
+
+def usable_endpoint(
+    given: str | None, limits: RequestLimits, price: TokenPriceConfig | None = None
+) -> tuple[str | None, str | None]:
+    """(the address of --endpoint, that of BATCH_ASSETS_ENDPOINT), of which runs may use the first from now on.
+
+    Raises CommandError where it cannot be used, or limits are given without either.
+    """
+    of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
+    endpoint = engine_address("--endpoint", given)
+    check_limits(limits, endpoint or of_environment)
+    if endpoint is not None:
+        check_endpoint(endpoint)
+        allow_endpoint(endpoint, of_environment, price)
+    return endpoint, of_environment
+
+
+def check_limits(limits: RequestLimits, endpoint: str | None) -> None:
+    """Limits are those of an endpoint that the command or the environment names. Raises CommandError."""
+    if limits != NO_LIMITS and endpoint is None:
+        raise CommandError(
+            "--timeout, --concurrency, --requests-per-minute, --tokens-per-minute: expected with --endpoint or "
+            "BATCH_ASSETS_ENDPOINT; engines of fleet.yaml have keys of these names"
+        )
 
 
 def check_model(model: str | None) -> None:
@@ -106,12 +141,6 @@ def allow_endpoint(endpoint: str, of_environment: str | None, price: TokenPriceC
 
     given = of_environment is None or of_environment == endpoint
     allow(prepare_home(), endpoint, key_in("BATCH_ASSETS_API_KEY") if given else None, price)
-
-
-def check_and_allow(endpoint: str, of_environment: str | None, price: TokenPriceConfig | None = None) -> None:
-    """Both of the above."""
-    check_endpoint(endpoint)
-    allow_endpoint(endpoint, of_environment, price)
 
 
 def wished_options(

@@ -59,7 +59,12 @@ _ENGINE = {
     "threads": "`llama_cpp` only: threads that compute. Default: all cores but one.",
     "context": "`llama_cpp` only: tokens of one row, prompt and answer. Default: 2048, or `hardware.max_model_len`.",
     "start_seconds": "How long a start may take; compiling a large model takes long. An endpoint gets 600 at most.",
-    "request_seconds": "Longest that one row may take, queueing included.",
+    "timeout": "Seconds that one request may take at most, queueing included: [what times out when]"
+    "(#what-times-out-when).",
+    "concurrency": "`endpoint` only: rows in flight at most. Without it the feed finds out.",
+    "requests_per_minute": "`endpoint` only: requests in any minute, spread evenly. Rows wait before they are sent.",
+    "tokens_per_minute": "`endpoint` only: tokens of prompts and answers. What a row takes is guessed from the rows "
+    "before it, and corrected at its answer.",
     "speed": "`simulated` only: how much faster than the modelled GPU.",
     "arguments": "`simulated` and `llama_cpp`: further arguments of `python -m gpu_runner.simulator`, or of "
     "`python -m gpu_runner.providers.llama_cpp_server`.",

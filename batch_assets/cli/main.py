@@ -10,25 +10,33 @@ import contextlib
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from batch_assets.cli.arguments import (
+    Concurrency,
     Json,
     Name,
+    RequestsPerMinute,
+    Timeout,
     TokenPrices,
-    check_and_allow,
+    TokensPerMinute,
     check_endpoint,
     check_model,
     declared_dataset,
     engine_address,
     known_dataset,
     token_price,
+    usable_endpoint,
     wished_options,
 )
 from batch_assets.cli.command_groups import dead_letters_app, fleet_app, keys_app, kubernetes_app
 from batch_assets.cli.user_errors import CommandError, error_console, user_errors
+from gpu_runner.request_limits import RequestLimits
+
+if TYPE_CHECKING:
+    from batch_assets.cli.dataset_commands.run import Request
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -126,37 +134,44 @@ def run(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --regenerate: do not ask.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait while the budget pauses it, instead of status 3.")] = False,
+    timeout: Timeout = None,
+    concurrency: Concurrency = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
     """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
     with user_errors():
         wished_options(known_dataset(name), deadline, budget_usd, objective, max_instances)
-        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
-        endpoint = engine_address("--endpoint", endpoint)
         price = token_price(usd_per_million_tokens, endpoint)
-        if endpoint is not None:
-            check_and_allow(endpoint, of_environment, price)
+        limits = RequestLimits(timeout, concurrency, requests_per_minute, tokens_per_minute)
+        endpoint, of_environment = usable_endpoint(endpoint, limits, price)
         check_model(model)
         from batch_assets.cli.dataset_commands.run import Request
         from batch_assets.cli.dataset_commands.run_summary import carry_out
         from batch_assets.spec.request_options import tags_of
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances)
-        asked = Request(name, endpoint, model, request_options, verify, rows, simulate, waits=wait)
+        asked = Request(name, endpoint, model, request_options, verify, rows, simulate, waits=wait, limits=limits)
         if regenerate:
-            from dataclasses import replace
-
-            from batch_assets.cli.dataset_commands.regenerate import confirm, regeneration_words
-            from batch_assets.orchestration.made_anew import Regeneration
-
-            wanted = Regeneration.of_tag(where) if where else Regeneration()
-            words = regeneration_words(*declared_dataset(name), wanted, asked.tags(), endpoint or of_environment)
-            confirm(words, yes=yes)
-            asked = replace(asked, regenerate=wanted.tag())
+            asked = _regenerating(asked, where, endpoint or of_environment, yes=yes)
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
         raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
+
+
+def _regenerating(asked: Request, where: str | None, address: str | None, *, yes: bool) -> Request:
+    """The request for rows that have answers, once somebody has agreed to what that costs."""
+    from dataclasses import replace
+
+    from batch_assets.cli.dataset_commands.regenerate import confirm, regeneration_words
+    from batch_assets.orchestration.made_anew import Regeneration
+
+    spec, folder = declared_dataset(asked.dataset)
+    wanted = Regeneration.of_tag(where) if where else Regeneration()
+    confirm(regeneration_words(spec, folder, wanted, asked.tags(), address), yes=yes)
+    return replace(asked, regenerate=wanted.tag())
 
 
 @app.command()
@@ -172,20 +187,22 @@ def redrive(
         bool, typer.Option("--verify/--no-verify", help="At the end read everything again, or compare names and sizes.")
     ] = True,
     simulate: Annotated[bool, typer.Option("--simulate", help="As of `run`: for rows that were made up.")] = False,
+    timeout: Timeout = None,
+    concurrency: Concurrency = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
     as_json: Json = False,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress.")] = True,
 ) -> None:
     """Try the dead letters of a dataset again, and nothing else; then publish the table anew."""
     with user_errors():
         known_dataset(name)
-        of_environment = engine_address("BATCH_ASSETS_ENDPOINT", os.environ.get("BATCH_ASSETS_ENDPOINT"))
-        endpoint = engine_address("--endpoint", endpoint)
-        if endpoint is not None:
-            check_and_allow(endpoint, of_environment)
+        limits = RequestLimits(timeout, concurrency, requests_per_minute, tokens_per_minute)
+        endpoint, _ = usable_endpoint(endpoint, limits)
         from batch_assets.cli.dataset_commands.run import Request
         from batch_assets.cli.dataset_commands.run_summary import carry_out
 
-        asked = Request(name, endpoint, verifies=verify, simulate=simulate, redrive_error=error)
+        asked = Request(name, endpoint, verifies=verify, simulate=simulate, redrive_error=error, limits=limits)
         raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
 
 

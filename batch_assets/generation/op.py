@@ -24,6 +24,7 @@ from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunCl
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.generation.store_wait import silence, while_store_answers
 from batch_assets.planning.workload_estimate import WorkloadEstimator
+from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
 from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REQUEST_TAG, ROWS_TAG
@@ -32,6 +33,7 @@ from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from gpu_runner.market.offers import Objective
 from gpu_runner.market.workload import Workload
+from gpu_runner.request_limits import NO_LIMITS
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
 from resources.fleet.simulation import is_simulation
 from resources.objects.health import Probe, StoreAway, StoreHealth
@@ -279,6 +281,7 @@ def _requirement(
         max_model_len=hardware.max_model_len,
         declared=hardware.declared(run.generation.model),
         simulate=simulates(context.run.tags),
+        limits=endpoint_limits(context.run.tags) if _endpoint(context) else NO_LIMITS,
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
 

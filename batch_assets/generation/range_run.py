@@ -173,7 +173,7 @@ class RangeRun:
         Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
         """
         self.epoch = leased.epoch
-        time_outs = TimeOuts(request=leased.request_seconds)
+        time_outs = TimeOuts(request=leased.limits.request_seconds)
         async with EngineClient(
             leased.endpoint,
             self.generation,
@@ -201,7 +201,14 @@ class RangeRun:
             flushing = asyncio.create_task(self._flush_often())
             self.source.engine_comes()
             try:
-                await self._feed.serve(engine, origin, leased.max_num_seqs, stop=stop, spending=leased.spending)
+                await self._feed.serve(
+                    engine,
+                    origin,
+                    leased.max_num_seqs,
+                    stop=stop,
+                    spending=leased.spending,
+                    limits=leased.limits,
+                )
             finally:
                 self.source.engine_goes()
                 flushing.cancel()

@@ -37,6 +37,7 @@ from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy, simulates
@@ -162,6 +163,7 @@ def read_source(
             fleet.config().engines_for(spec.model, endpoint)  # refused here, before anything is begun
         if REFRESH_TAG in context.run.tags:
             trial_rows(context.run.tags)  # refused here, before anything is begun
+            endpoint_limits(context.run.tags)
             begin_unless_busy(fleet_db, spec, context.run.run_id, context.run.tags)
         manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None

@@ -19,6 +19,7 @@ from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.sensors.source_wait import SourceWait
 from batch_assets.snapshot.cache import SnapshotCache
+from batch_assets.spec.endpoint_limits import LIMIT_TAGS
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, request_options
 from batch_assets.tags import (
@@ -39,6 +40,7 @@ from resources.store.dataset_store import BatchStore
 
 SPARE_RUNS = 3
 UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
+COPIED_TAGS = (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS, *LIMIT_TAGS)  # from a request to its runs
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
 
 
@@ -185,9 +187,7 @@ def _run_request(
     dataset: str, asked_by: dg.DagsterRun, keys: KeyRange, number: int, config: Mapping[str, bool | str]
 ) -> dg.RunRequest:
     """A run over a range. Its key holds the run id of the request, so that no two datasets share one."""
-    copied = {
-        key: asked_by.tags[key] for key in (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS) if key in asked_by.tags
-    }
+    copied = {key: asked_by.tags[key] for key in COPIED_TAGS if key in asked_by.tags}
     op = ledger.rows_key(dataset).to_python_identifier()
     return dg.RunRequest(
         run_key=f"{asked_by.run_id}:{keys.first}:{keys.last}:{number}",

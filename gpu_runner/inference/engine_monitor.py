@@ -100,6 +100,7 @@ class Watched(Protocol):
     @property
     def failures(self) -> WatchedFailures: ...
     def abort_rows(self, sent_before: float) -> None: ...
+    def count_request(self, prompt_bytes: int, rows: int) -> None: ...
     def end(self, error: BaseException | None = None) -> None: ...
 
 
@@ -269,6 +270,7 @@ class Watchdog:
 
     async def _canary(self) -> None:
         self.canaries += 1
+        self._worker.count_request(0, 0)
         sent = self._loop.time()
         evidence = self._worker.failures.evidence_wanted(sent)
         try:

@@ -38,6 +38,7 @@ from gpu_runner.inference.row_outcomes import RowOutcomes
 from gpu_runner.inference.row_queue import Work, end_tasks
 from gpu_runner.inference.row_state import Item, RowState
 from gpu_runner.inference.windows.concurrency_window import Window
+from gpu_runner.inference.windows.rate_limit import RateLimit
 from gpu_runner.inference.worker_state import WorkerLife
 from gpu_runner.micro_batches.bisection import RefusedList, halves
 from gpu_runner.micro_batches.list_limits import ListSize, take_list
@@ -56,7 +57,7 @@ FREE_SHARE = 4
 class EngineWorker:
     """One `serve` call. `wake` is called when rows may move: something became ready, or complete.
 
-    `peers`: all workers of the feed, this one among them.
+    `peers`: all workers of the feed, this one among them. `rate`: None where the engine takes any number of requests.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class EngineWorker:
         wake: Callable[[], None],
         spending: CostMeter,
         peers: Callable[[], Sequence[EngineWorker]],
+        rate: RateLimit | None = None,
     ) -> None:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
-        self.spending = spending
+        self.spending, self.rate = spending, rate
         self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
         self.failures = FailedRequests(self, work, policy, rng, window, wake)
         self._answered_rows = 0  # in flight, though only for want of room here
@@ -190,6 +192,9 @@ class EngineWorker:
         if self._list_engine is None and (wait := self.window.wait_to_send(now)):
             self._fill_after(wait)
             return ()
+        if self.rate is not None and (wait := self.rate.wait(now)):  # before a row has a slot, and a time-out
+            self._fill_after(wait)
+            return ()
         in_trial = self.group is not None or self.work.may_begin_trial(self)
         if in_trial and not self._in_trial():
             return ()
@@ -214,8 +219,10 @@ class EngineWorker:
             item.send(now)
             self.in_flight[item] = None
         if rows:
-            self.spending.fly(len(self.in_flight))
+            self.count_flying()
             self.spending.begin(now)
+            if self.rate is not None:
+                self.rate.on_sent(rows[0], sum(map(_prompt_bytes, rows)), now, len(rows))
         return rows
 
     def _kind_of(self, item: Item) -> object:
@@ -268,6 +275,9 @@ class EngineWorker:
             self._done_reading(rows)
         self.watchdog.answered(self._loop.time())
         first, second = halves(rows)
+        if self.rate is not None:
+            for half in (first, second):
+                self.rate.on_sent(half[0], sum(map(_prompt_bytes, half)), self._loop.time(), len(half))
         refused = refused or RefusedList(len(rows))
         self._begin(second, refused)
         await (self._try(first[0], refused) if len(first) == 1 else self._try_list(first, refused))
@@ -279,6 +289,9 @@ class EngineWorker:
         size = sum([len(item.row.prompt) for item in rows])
         self._lists.counted(tokens, size)
         self.late.durations.answered(size, now - rows[0].sent, len(rows))
+        if self.rate is not None:
+            completion_tokens = sum([completion.completion_tokens for completion in completions])
+            self.rate.on_answer(rows[0], tokens, completion_tokens, now, len(rows))
         self.outcomes.answered_together = len(rows)
         try:
             for item, completion in zip(rows, completions, strict=True):
@@ -333,6 +346,8 @@ class EngineWorker:
             self._done_reading((item,))
 
     def _row_answered(self, item: Item, completion: Completion) -> None:
+        if self.rate is not None:
+            self.rate.on_answer(item, completion.prompt_tokens, completion.completion_tokens, self._loop.time())
         now = self._answered(item)
         self.late.durations.answered(len(item.row.prompt), now - item.sent)
         self.watchdog.answered(now)
@@ -388,7 +403,9 @@ class EngineWorker:
             self.window.on_answer(now - item.sent)
         if self.late.hedges:
             self.late.answered(rows)
-        self.spending.fly(len(self.in_flight))
+        self.count_flying()
+        if self.rate is not None:
+            self.rate.on_end(rows[0])
         if not self.in_flight:
             self.spending.rest(now)
         return now
@@ -405,16 +422,17 @@ class EngineWorker:
         self.late.look(self._loop.time())
         self._wake()
 
-    def may_be_asked(self, now: float) -> bool:
-        """Whether this engine takes rows, does not refuse them for their number, and is not paid by the token."""
-        if self.spending.by_tokens:
-            return False
+    def may_be_asked(self, rows: int, now: float) -> bool:
+        """Whether this engine takes so many rows more, does not refuse them for their number, and they can be paid."""
         calm = self.window.refusals.cap is None and now >= self.watchdog.resting_until
-        return self.life.serving and not self.in_trial and calm
+        room = self._slots_taken + rows <= self.window.most and rows <= self.spending.room
+        room = room and (self.rate is None or not self.rate.wait(now))
+        return self.life.serving and not self.in_trial and calm and room
 
     async def ask_too(self, rows: Sequence[Item], admit: Admit) -> Sequence[Completion]:
         """A second request for late rows. Raises as `Engine.generate`."""
         self.spending.begin(self._loop.time())
+        self.count_request(sum(map(_prompt_bytes, rows)), len(rows))
         first = rows[0]
         if len(rows) == 1:
             row = first.row
@@ -422,8 +440,20 @@ class EngineWorker:
         assert self._list_engine is not None
         return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
 
-    def asked_too(self) -> None:
-        """It has ended."""
+    def count_request(self, prompt_bytes: int, rows: int) -> None:
+        """A request that is none of a row which has a slot here: it counts in the engine's limits a minute."""
+        if self.rate is not None:
+            self.rate.on_sent(self, prompt_bytes, self._loop.time(), rows)
+            self.rate.on_end(self)
+
+    def count_flying(self) -> None:
+        """The rows with the engine have changed: so many are to be paid."""
+        self.spending.fly(len(self.in_flight) + self.late.guests)
+
+    def asked_too(self, given_up: int) -> None:
+        """It has ended; `given_up`: rows of it where it was broken off."""
+        self.spending.give_up(given_up)
+        self.count_flying()
         if not self.in_flight:
             self.spending.rest(self._loop.time())
         self._loop.call_soon(self._wake)
@@ -432,9 +462,18 @@ class EngineWorker:
         """Another request for these rows was answered first."""
         for item in rows:
             del self.in_flight[item]
+        self.spending.give_up(len(rows))
+        self.count_flying()
+        if self.rate is not None:
+            self.rate.on_end(rows[0])
         if not self.in_flight:
             self.spending.rest(self._loop.time())
         self._loop.call_soon(self._end_if_drained)
+
+    def pay_in_vain(self, completions: Sequence[Completion]) -> None:
+        """The answer to a second request, which came after the first one."""
+        for completion in completions:
+            self.spending.count(completion.prompt_tokens, completion.completion_tokens)
 
     def take_over(self, rows: Sequence[Item], completions: Sequence[Completion], sent: float) -> None:
         """The answer to a request that was sent to this engine at `sent`, the first one for these rows."""

@@ -31,6 +31,8 @@ from gpu_runner.inference.row_queue import Counts, Work, end_tasks
 from gpu_runner.inference.row_state import OpenBatch
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
+from gpu_runner.inference.windows.rate_limit import RateLimit
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Urgency
 
 # Open files that are no connection to an engine: store, database, logs.
@@ -178,11 +180,13 @@ class Feed:
         stop: asyncio.Event | None = None,
         spending: CostMeter | None = None,
         share: InteractiveShare | None = None,
+        limits: RequestLimits = NO_LIMITS,
     ) -> None:
         """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
 
         `spending` keeps the fleet's database of the engine's time, and prices the rows. `share`: interactive requests
-        on the same engine, to which rows give way.
+        on the same engine, to which rows give way. `limits`: how many rows may be in flight, and requests and tokens
+        of a minute.
 
         Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
         EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
@@ -191,7 +195,9 @@ class Feed:
         self._raise_failure()
         if self.finished:
             return
-        window = Window(self._policy.window, max_num_seqs, most=max(1, allow_open_files() - OTHER_FILES), share=share)
+        most = max(1, allow_open_files() - OTHER_FILES)
+        window = Window(self._policy.window, max_num_seqs, most=min(most, limits.concurrency or most), share=share)
+        limited = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         worker = EngineWorker(
             engine,
             origin,
@@ -202,6 +208,7 @@ class Feed:
             self._wake,
             spending or CostMeter(),
             lambda: self._workers,
+            RateLimit(limits, engine.generation.most_tokens) if limited else None,
         )
         self._workers.append(worker)
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, worker))

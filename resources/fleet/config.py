@@ -22,6 +22,7 @@ from gpu_runner.providers.runpod.config import RunPodConfig
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.simulated.default import default_cloud
 from gpu_runner.providers.ssh.config import SshProviderConfig
+from gpu_runner.request_limits import REQUEST_SECONDS, RequestLimits
 from gpu_runner.token_price import TokenPrice
 from resources import endpoints
 from resources.alerts import AlertConfig
@@ -69,7 +70,10 @@ class EngineConfig(BaseModel):
     models: list[str] = Field(default=[], description="only for datasets of these models; empty: for all")
     max_num_seqs: int | None = Field(default=None, ge=1)
     start_seconds: float = Field(default=1800, gt=0, description="compiling a large model was seen to take 2,222 s")
-    request_seconds: float = Field(default=1800, gt=0, description="longest that one row may take, queueing included")
+    timeout: float = Field(default=REQUEST_SECONDS, gt=0, description="seconds that one request may take at most")
+    concurrency: int | None = Field(default=None, ge=1, description="endpoint only: rows in flight at most")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="endpoint only")
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="endpoint only: of prompts and answers")
     gguf: Path | None = Field(default=None, description="llama_cpp only: the model's file, from the folder of this one")
     threads: int | None = Field(default=None, ge=1, description="llama_cpp only; all cores but one by default")
     context: int | None = Field(
@@ -121,6 +125,17 @@ class EngineConfig(BaseModel):
     def token_price(self) -> TokenPrice | None:
         """What its tokens cost; None: it is not paid by the token."""
         return None if self.usd_per_million_tokens is None else self.usd_per_million_tokens.price
+
+    @model_validator(mode="after")
+    def _limits_are_of_endpoints(self) -> EngineConfig:
+        if self.kind != "endpoint" and (self.concurrency or self.requests_per_minute or self.tokens_per_minute):
+            raise _WholeProblem("concurrency, requests_per_minute, tokens_per_minute: expected for kind endpoint only")
+        return self
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What it may be asked."""
+        return RequestLimits(self.timeout, self.concurrency, self.requests_per_minute, self.tokens_per_minute)
 
     @property
     def tls_files(self) -> TlsFiles | None:

@@ -14,6 +14,7 @@ from gpu_runner.market.offers import Objective, Offer, OfferFilter
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Workload
 from gpu_runner.reachability import Reachability, always_open
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Task
 from resources.pricing.market import ANY_OFFER
 from resources.pricing.model_catalog import DeclaredModel
@@ -26,7 +27,8 @@ UNKNOWN_WORK = Workload(10_000, 10_000, LengthMix(200, 200), 2_000, "assumed", "
 class Requirement:
     """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`.
 
-    `simulate`: the simulated providers of a fleet without a file will do.
+    `simulate`: the simulated providers of a fleet without a file will do. `limits`: of an engine that is an `endpoint`,
+    in place of those in fleet.yaml.
     """
 
     dataset: str
@@ -38,6 +40,7 @@ class Requirement:
     max_model_len: int | None = None
     declared: DeclaredModel | None = None
     simulate: bool = False
+    limits: RequestLimits = NO_LIMITS
     work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
 
     @property
@@ -64,7 +67,7 @@ class LeasedEngine:
     provider: str
     instance_type: str
     spot: bool = False
-    request_seconds: float = 1800
+    limits: RequestLimits = NO_LIMITS
     offer: Offer | None = None
     clock: float = 1.0
     spending: CostMeter = field(default_factory=CostMeter)

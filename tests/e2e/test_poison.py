@@ -70,7 +70,7 @@ def test_one_percent_of_every_kind_is_exactly_the_dead_letters(tmp_path: Path, m
     arguments = ["--speed", "10", "--faults", json.dumps(faults)]
     with platform(tmp_path, monkeypatch, spec(source, SCHEMA), simulator=arguments) as site:
         fleet = {"name": "simulator", "kind": "endpoint", "url": site.simulator.url, "max_num_seqs": 256}
-        (site.home / "fleet.yaml").write_text(json.dumps({"engines": [fleet | {"request_seconds": 20}]}))
+        (site.home / "fleet.yaml").write_text(json.dumps({"engines": [fleet | {"timeout": 20}]}))
         site.launch_job("poisoned_refresh")
         published(site, 400)
         table = {line["row_id"]: line for line in site.published_rows()}

@@ -212,7 +212,7 @@ class ModelFeed:
             engine.endpoint,
             Generation(self.task, self.model),
             api_key=engine.api_key,
-            time_outs=TimeOuts(request=engine.request_seconds),
+            time_outs=TimeOuts(request=engine.limits.request_seconds),
             answer_bytes=ANSWER_BYTES,
             reachability=engine.reachability,
             priority=BATCH_PRIORITY,
@@ -236,6 +236,7 @@ class ModelFeed:
                         stop=stop,
                         spending=engine.spending,
                         share=engine.share,
+                        limits=engine.limits,
                     )
             finally:
                 watching.cancel()

@@ -17,6 +17,7 @@ from batch_assets.local_dagster.home import LOGS, StackAddress, prepare_home, ru
 from batch_assets.local_dagster.stack import Stack, stack
 from batch_assets.monitoring.display import Display
 from batch_assets.tags import ENDPOINT_TAG, LAUNCH_TAG
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
     from batch_assets.local_dagster.dagster_client import DagsterClient
@@ -39,7 +40,7 @@ class Request:
     `rows`: only the first batches, which hold so many (trial.py). `simulate`: made-up texts will do.
     `redrive_error`: only dead letters are tried again, those of this error, or with "" all.
     `regenerate`: which rows are asked again, as the tag batch/regenerate says it.
-    `waits`: what its budget pauses is waited for.
+    `waits`: what its budget pauses is waited for. `limits`: what the endpoint may be asked.
     """
 
     dataset: str
@@ -52,6 +53,7 @@ class Request:
     redrive_error: str | None = None
     regenerate: str | None = None
     waits: bool = False
+    limits: RequestLimits = NO_LIMITS
 
     @property
     def job(self) -> str:
@@ -60,13 +62,15 @@ class Request:
 
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
+        from batch_assets.spec.endpoint_limits import limit_tags
         from batch_assets.tags import REDRIVE_ERROR_TAG, REGENERATE_TAG, ROWS_TAG, SIMULATE_TAG
 
         trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
         trial |= {SIMULATE_TAG: "true"} if self.simulate else {}
         trial |= {REDRIVE_ERROR_TAG: self.redrive_error} if self.redrive_error else {}
         trial |= {REGENERATE_TAG: self.regenerate} if self.regenerate else {}
-        return {**self.request_options, **trial, **({ENDPOINT_TAG: self.endpoint} if self.endpoint else {})}
+        endpoint = {ENDPOINT_TAG: self.endpoint} if self.endpoint else {}
+        return {**self.request_options, **trial, **endpoint, **limit_tags(self.limits)}
 
     def run_config(self) -> Mapping[str, object]:
         """Run config of the launch."""

@@ -36,11 +36,13 @@ class Worker(Protocol):
     @property
     def in_trial(self) -> bool: ...
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
-    def may_be_asked(self, now: float) -> bool: ...
+    def may_be_asked(self, rows: int, now: float) -> bool: ...
     async def ask_too(self, rows: Sequence[Item], admit: Admit) -> Sequence[Completion]: ...
     def give_away(self, rows: Sequence[Item]) -> None: ...
     def take_over(self, rows: Sequence[Item], completions: Sequence[Completion], sent: float) -> None: ...
-    def asked_too(self) -> None: ...
+    def pay_in_vain(self, completions: Sequence[Completion]) -> None: ...
+    def count_flying(self) -> None: ...
+    def asked_too(self, given_up: int) -> None: ...
     def end(self, error: BaseException | None = None) -> None: ...
 
 
@@ -125,6 +127,7 @@ class LateRows:
             self._work.hedge(item)
             self.hedges[item] = hedge
         target.late.guests += len(rows)
+        target.count_flying()
         hedge.task = target.spawn(target.late.serve(hedge, self))
         hedge.task.add_done_callback(lambda _: self._ended(hedge))
 
@@ -140,7 +143,8 @@ class LateRows:
     def _ended(self, hedge: _Hedge) -> None:
         """The second request is over, one way or the other."""
         hedge.target.late.guests -= len(hedge.rows)
-        hedge.target.asked_too()
+        given_up = hedge.task is not None and hedge.task.cancelled()
+        hedge.target.asked_too(len(hedge.rows) if given_up else 0)
         for item in hedge.rows:
             if self.hedges.get(item) is hedge:
                 del self.hedges[item]
@@ -154,7 +158,7 @@ class LateRows:
         """
         worker, most = self._worker, max(1, int(self._policy.share * self._worker.window.size))
         free = not self.guests or self.guests + rows <= most
-        return free and worker.may_be_asked(now)
+        return free and worker.may_be_asked(rows, now)
 
     async def serve(self, hedge: _Hedge, owner: LateRows) -> None:
         """Asks this engine; its answer counts if the rows have none."""
@@ -171,6 +175,8 @@ class LateRows:
             completions = await worker.ask_too(rows, admit)
             if owner.take(hedge):
                 worker.take_over(rows, completions, sent)
+            else:
+                worker.pay_in_vain(completions)
         except RequestDenied:
             self._work.count_failure()  # what it means, the first request shows
         except (EngineLost, EngineRefused) as error:

@@ -56,6 +56,11 @@ class Window:
         self.size = 0
         self._apply()
 
+    @property
+    def most(self) -> int:
+        """Rows that may be in flight in any case."""
+        return self._most
+
     def on_refused(self, in_flight: int, *, first: bool) -> bool:
         """One row was refused with 429 or 503. True while the window is held down for that."""
         running = self._running[-1] if self._running else 0

@@ -56,6 +56,9 @@ class Worker:
     def abort_rows(self, sent_before: float) -> None:
         raise NotImplementedError
 
+    def count_request(self, prompt_bytes: int, rows: int) -> None:
+        raise NotImplementedError
+
     def end(self, error: BaseException | None = None) -> None:
         self.life.end(error)
 

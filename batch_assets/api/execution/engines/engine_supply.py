@@ -15,9 +15,8 @@ from gpu_runner.cost_meter import CostMeter
 from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
 from gpu_runner.reachability import Reachability, always_open
+from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Task
-
-LONGEST_REQUEST = 1800.0
 
 
 class EngineAway(Exception):
@@ -52,7 +51,7 @@ class ServingEngine:
     provider: str
     instance_type: str
     spot: bool = False
-    request_seconds: float = LONGEST_REQUEST
+    limits: RequestLimits = NO_LIMITS
     spending: CostMeter = field(default_factory=CostMeter)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     leased: bool = False

@@ -267,7 +267,7 @@ def serving(leased: LeasedEngine) -> ServingEngine:
         leased.provider,
         leased.instance_type,
         leased.spot,
-        leased.request_seconds,
+        leased.limits,
         leased.spending,
         asyncio.Event(),
         leased=True,

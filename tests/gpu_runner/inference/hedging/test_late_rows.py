@@ -15,9 +15,11 @@ from support.fake_engine import GENERATION, ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineLost, RowRejected, Transient
+from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.http.bounded_read import FREE_BYTES
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.rows import Batch
+from gpu_runner.token_price import TokenPrice
 
 LIST_GENERATION = replace(GENERATION, task="embedding")
 
@@ -198,5 +200,26 @@ def test_each_row_has_exactly_one_outcome_whatever_answers_first(
         await asyncio.gather(*(serve() for _ in range(engines)))
         assert len(sink.rows) == len(sink.outcomes()) == 80 and not sink.dead()
         assert feed._work.memory.reading == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("granted", [None, 40.0])
+def test_second_requests_to_an_engine_that_is_paid_by_the_token_count_against_what_is_granted(
+    granted: float | None,
+) -> None:
+    async def main() -> None:
+        sink, engine = Sink(), FakeEngine({"r7": ["hang"]}, metrics=False)
+        meter = TokenMeter(TokenPrice(0.0, 200_000.0), 1.0)  # each answer of five tokens costs a dollar
+        meter.hold()
+        meter.grant(granted)
+        feed = make_feed(batches(40), sink)
+        serving = asyncio.create_task(feed.serve(engine, ORIGIN, 8, spending=meter))
+        await asyncio.sleep(100)
+        assert (engine.asked["r7"], len(sink.rows)) == ((2, 40) if granted is None else (1, 39))
+        assert meter.spent().useful_usd == len(sink.rows)
+        assert meter.hold() == (granted or 41)  # the request that is waited for, or was broken off, may have to be paid
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
     run(main)
