@@ -18,7 +18,21 @@ _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _BETWEEN = re.compile(rb'(?:[^"\[\]{},]++|' + _STRING + rb')*+(["\[\]{},])', re.DOTALL)
 _WITHIN = re.compile(rb'(?:[^"\[\]{}]++|' + _STRING + rb')*+(["\[\]{}])', re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_ANY_STRING = re.compile(_STRING, re.DOTALL)
+_BETWEEN_OBJECTS = re.compile(rb"\}\s*,\s*\{")
 _FOUND = {b"{": "an object", b'"': "text"}
+
+
+def refuse_swallowed(file: str, place: int, item: bytes) -> None:
+    """Raise SourceError for an item that is no JSON and has the end of one object, and the beginning of the next, in
+    what its quotes make a text: a quote in it is not escaped, and items after it are taken for parts of it.
+    """
+    if any(_BETWEEN_OBJECTS.search(text[0]) for text in _ANY_STRING.finditer(item)):
+        raise SourceError(
+            f"{file}, line {place}: expected the quotes within this item to be escaped, found that its texts reach "
+            "into the items after it; correct it. No item can be told from text after it, so on_bad_row: skip does not "
+            "help here."
+        )
 
 
 class JsonArray:

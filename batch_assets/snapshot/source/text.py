@@ -13,7 +13,7 @@ import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
-from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray
+from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_swallowed
 
 MAX_LINE = 16 << 20
 READ_BYTES = 1 << 20
@@ -86,6 +86,8 @@ def _objects(
             try:
                 row = _loads(line)
             except ValueError as error:
+                if blank is not None:
+                    refuse_swallowed(file, number, line)
                 rejects.append(Reject(file, number, _json_reason(line, error)))
                 continue
             if type(row) is dict:

@@ -97,6 +97,23 @@ def test_a_file_that_is_no_single_array_is_refused_whole(tmp_path: Path, data: b
     assert message.startswith("a.json: ") and said in message
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        b'{"q": "x}, {"q": "y"}, {"q": z"}',
+        b'{"q": "5" tall", "b": 1}, {"q": "ok", "b": 2}, {"q": "6" tall", "b": 3}',
+    ],
+)
+def test_an_item_whose_quotes_swallow_others_stops_the_source(tmp_path: Path, items: bytes) -> None:
+    message = refusal(tmp_path, "a.json", b'[{"q": 1}, ' + items + b', {"q": 4}]')
+    assert message.startswith("a.json, line 2: expected the quotes within this item to be escaped")
+
+
+def test_a_bad_item_that_holds_a_list_of_objects_is_one_bad_row(tmp_path: Path) -> None:
+    rows, rejects = rows_of(tmp_path, "a.json", b'[{"q": [{"a": "x"}, {"a": NaN}, {"b": "{}"}]}, {"q": 2}]')
+    assert rows == [(2, 2)] and [reject.line for reject in rejects] == [1]
+
+
 def test_an_array_without_items_has_no_rows_and_deep_items_are_bad_rows(tmp_path: Path) -> None:
     assert rows_of(tmp_path, "a.json", b" [ ] ") == ([], [])
     rows, rejects = rows_of(tmp_path, "a.json", b'[{"q": ' + b"[" * 5000 + b"]" * 5000 + b'}, {"q": 1}]')
