@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 from fastapi import FastAPI
@@ -35,6 +36,7 @@ from batch_assets.api.billing.usage import Kind, Tokens
 from batch_assets.api.endpoint_watch import EndpointWatch
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
+from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds
 from batch_assets.api.interactive.cache_salt import CacheSalts, salt_key
 from batch_assets.api.interactive.embedding_lists import embedding_lists
 from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
@@ -57,6 +59,7 @@ from batch_assets.api.records.database import Records
 from batch_assets.api.records.home_folders import own_folder
 from batch_assets.api.requests.callers import embedded_caller
 from batch_assets.api.requests.direct_routes import DirectRoutes
+from batch_assets.api.service import task_of
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import FleetSource, KeptSamples, record_gauges
 from batch_assets.api.telemetry.metrics import ServiceMetrics
@@ -122,7 +125,7 @@ def build_front_door(
     inner.state.share_engines = lambda supply: SharedSupply(supply, proxy.directory, proxy.first_tokens, policy)
     proxy.known = lambda: known_models(inner.state.models)
     usage = inner.state.interactive_usage = _interactive_usage(settings, keys.records)
-    replicas = None if settings.endpoints else _replica_engines(inner, settings, proxy)
+    replicas = None if settings.endpoints else _replica_engines(inner, settings, proxy, figures)
     limits_of_callers = authenticate if isinstance(authenticate, LimitedAuthenticator) else None
     inner.include_router(online_routes.router)
     inner.state.online = online = OnlineService(
@@ -212,7 +215,7 @@ def _fleet_url(settings: ApiSettings) -> str:
     return fleet_database() if os.environ.get(FLEET_DB) else f"sqlite:///{settings.home / 'fleet.db'}"
 
 
-def _replica_engines(app: FastAPI, settings: ApiSettings, proxy: Proxy) -> ReplicaEngines:
+def _replica_engines(app: FastAPI, settings: ApiSettings, proxy: Proxy, figures: ServiceMetrics) -> ReplicaEngines:
     """Engines of the fleet are leased for what is asked for; those that other replicas lease are found, too."""
     replicas = ReplicaEngines(fleet_of(settings.home, _fleet_url(settings)), proxy.directory)
 
@@ -221,6 +224,10 @@ def _replica_engines(app: FastAPI, settings: ApiSettings, proxy: Proxy) -> Repli
         _want(app, model, path)
 
     proxy.want, proxy.find = want, replicas.find
+    boots = proxy.boots = BootWait(boot_wait_seconds())
+    figures.add_gauges(boots.samples)
+    boots.awaited = lambda model, path: _of_service(app, "awaited", model, path)
+    boots.never_served = lambda model, path: _of_service(app, "never_served", model, task_of(path))
     return replicas
 
 
@@ -228,6 +235,12 @@ def _want(app: FastAPI, model: str, path: str) -> None:
     want: Callable[[str, str], None] | None = getattr(app.state, "want", None)
     if want is not None:
         want(model, path)
+
+
+def _of_service(app: FastAPI, name: str, *words: str) -> Any:
+    """What the service says that stands behind the application; None where there is none."""
+    call = getattr(app.state, name, None)
+    return None if call is None else call(*words)
 
 
 def _charge(usage: InteractiveUsage, task: OnlineTask, used: Usage | None) -> None:

@@ -25,6 +25,7 @@ from batch_assets.api.execution.batch_lifecycle import Capacity, Site
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
 from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, EndpointSupply, EngineSupply
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.storage.local_journal import left_file
 from batch_assets.api.execution.worker import Worker
@@ -79,6 +80,7 @@ class Service:
         )
         self.files, self.batches = FileRecords(self.records), BatchRecords(self.records)
         served, engines, fleet = _engines(settings)
+        self.never_served = _no_reason if fleet is None else NeverServed(fleet).why
         self.models = AliasedModels(served, settings.models.aliases)
         engines = share_engines(engines)
         self._catalog = CatalogReports(settings.home, self.batches, self.objects, _open_instance)
@@ -98,7 +100,7 @@ class Service:
             reserve={} if fleet is None else settings.models.reserve,
             engines_at_once=max(1, len(settings.endpoints)),
             capacity=None if fleet is None else _checked(check_fleet, self._capacity(fleet, settings).look),
-            never_served=_no_reason if fleet is None else NeverServed(fleet).why,
+            never_served=self.never_served,
             lost=lambda run, again, given_up: on_lost(run.record.model or "", again, given_up),
             local=own_folder(settings.home / LOCAL_ROWS, self.records, left_file),
         )
@@ -123,7 +125,7 @@ class Service:
         """Give the routers what they need."""
         state = app.state
         state.files, state.batches, state.objects, state.models = self.files, self.batches, self.objects, self.models
-        state.want = self.want
+        state.want, state.awaited, state.never_served = self.want, self.awaited, self.never_served
         state.wake, state.ledger, state.spending = self.wake, self.ledger, self._usage.spending
 
     def start(self) -> None:
@@ -136,7 +138,11 @@ class Service:
     def want(self, model: str, path: str) -> None:
         """An interactive request asks for a model: an engine of it is kept, or leased, for a while."""
         if self._worker is not None:
-            self._worker.want(model, "embedding" if path == "/v1/embeddings" else "chat", WANTED_SECONDS)
+            self._worker.want(model, task_of(path), WANTED_SECONDS)
+
+    def awaited(self, model: str, path: str) -> Awaited | None:
+        """What interactive requests to a path wait for; None: that is not known."""
+        return None if self._worker is None else self._worker.awaited(model, task_of(path))
 
     def wake(self) -> None:
         """A record has changed."""
@@ -173,6 +179,11 @@ class Service:
         self._worker = Worker(self._site)
         self._started.set()
         await self._worker.run()
+
+
+def task_of(path: str) -> Task:
+    """The task of the feed that keeps an engine for interactive requests to a path."""
+    return "embedding" if path == "/v1/embeddings" else "chat"
 
 
 def _no_reason(model: str, task: Task) -> str | None:

@@ -21,6 +21,8 @@ from batch_assets.api import service
 from batch_assets.api.access.authentication import JwtSettings
 from batch_assets.api.access.jwt_tokens import JwtPolicy
 from batch_assets.api.access.key_store import KeyStore
+from batch_assets.api.execution import worker
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.front_door import build_front_door
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiLimits, ApiSettings
@@ -102,6 +104,7 @@ def tenant_site(home: Path) -> Iterator[Site]:
     )
     tokens = JwtSettings(JwtPolicy(ISSUER, AUDIENCE), str(home / "jwks.json"))
     before, service._open_instance = service._open_instance, no_instance
+    patience, worker.WAITING_SECONDS = worker.WAITING_SECONDS, 0.0
     with asyncio.Runner() as runner:
         door = build_front_door(settings, tokens=tokens)
         client = httpx.AsyncClient(
@@ -117,6 +120,7 @@ def tenant_site(home: Path) -> Iterator[Site]:
             runner.run(client.aclose())
             runner.run(stack.aclose())
             service._open_instance = before
+            worker.WAITING_SECONDS = patience
 
 
 def make_keys(database: str) -> dict[str, str]:
@@ -143,6 +147,6 @@ def make_victim(site: Site) -> None:
     assert answer.status_code == 200, answer.text
     site.batch_id = answer.json()["id"]
     deadline = time.monotonic() + 30 * PATIENCE
-    while site.victim("GET", f"/v1/batches/{site.batch_id}").json()["status"] != "in_progress":
+    while site.victim("GET", f"/v1/batches/{site.batch_id}").json()["metadata"].get("waiting_for") != Awaited.ANSWER:
         assert time.monotonic() < deadline
         site.run(asyncio.sleep(0.02))  # what the worker changes is no attack

@@ -20,6 +20,7 @@ from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.billing.spending import Spending
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, Site
 from batch_assets.api.execution.batch_run import BatchRun
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.storage.holders import gone, own_name
 from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
@@ -73,6 +74,12 @@ class Worker:
     def _keep(self, model: str, task: Task, seconds: float) -> None:
         if not self._ending:
             self._feed(model, task).keep(time.monotonic() + seconds)
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        """What the feed of a model waits for; None: it has an engine, or there is no feed. For any thread."""
+        found = self._feeds.get((model, task))
+        waiting = None if found is None else found[0].waiting
+        return None if waiting is None else waiting.what
 
     def wake(self) -> None:
         """Something has changed: look now."""

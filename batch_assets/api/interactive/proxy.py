@@ -24,6 +24,7 @@ from starlette.types import Receive, Send
 
 from batch_assets.api.access.request_access import RequestAccess
 from batch_assets.api.batches.snapshot import TASKS
+from batch_assets.api.interactive.boot_wait import BootWait
 from batch_assets.api.interactive.cache_salt import CacheSalts
 from batch_assets.api.interactive.engine_choice import EngineChoice, EngineOrder, SentRequest
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
@@ -117,6 +118,7 @@ class Proxy:
         self.known: Callable[[], Awaitable[frozenset[str] | None]] | None = None  # models that could be served
         self.find: Callable[[str], Awaitable[None]] | None = None  # looks where else engines of a model are
         self.salts: CacheSalts | None = None
+        self.boots: BootWait | None = None  # None: no engine is started for a request
         self.want: Callable[[str, str], None] | None = None  # has an engine of a model, for requests to a path, kept
         self._wanted: OrderedDict[str, float] = OrderedDict()
         self._in_flight = 0
@@ -175,6 +177,25 @@ class Proxy:
             raise ApiError(503, "No engine of this model can be reached now.", headers={"Retry-After": "2"})
         finally:
             self._in_flight -= 1
+
+    async def until_engine(self, path: str, model: str, tenant: str, patience: float) -> None:
+        """Return when an engine of a model runs, or could not be started for it. Raises ApiError where none comes while
+        the caller waits, for so many seconds.
+        """
+        if self.boots is None or await self.directory.engines(model):
+            return
+        if model not in (await self.known() or () if self.known is not None else ()):
+            return
+
+        async def there() -> bool:
+            self._keep(model, path)
+            return bool(await self.directory.engines(model))
+
+        self._keep(model, path)
+        if self.find is not None:
+            await self.find(model)
+        if not await there():
+            await self.boots.wait(model, path, tenant, patience, there)
 
     async def _engines(self, path: str, model: str) -> list[EngineTarget]:
         """Engines of a model for requests to a path. Raises ApiError where there is none."""

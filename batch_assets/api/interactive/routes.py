@@ -14,6 +14,7 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
 from batch_assets.api.billing.usage import Kind, Tokens
+from batch_assets.api.interactive.boot_wait import patience
 from batch_assets.api.interactive.embedding_lists import PATH as EMBEDDINGS
 from batch_assets.api.interactive.embedding_lists import EmbeddingLists, read_input
 from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disconnected
@@ -120,6 +121,7 @@ class EngineResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted, proxy = self._wanted, self._proxy
         path, access = self._request.url.path, access_of(self._request)
+        await proxy.until_engine(path, wanted.model, self._caller.tenant, patience(self._request.headers))
         if self._lists is not None and (text := read_input(wanted, access)) is not None:
             answered = await self._lists.ask(text)
             if answered is not None:

@@ -471,7 +471,11 @@ def test_a_stream_that_breaks_says_so_in_the_stream(tmp_path: Path, kind: str) -
     asyncio.run(scenario())
 
 
-def test_a_model_that_could_be_served_and_is_not_is_503_not_404(tmp_path: Path) -> None:
+def test_a_model_that_could_be_served_and_is_not_is_503_not_404(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_BOOT_WAIT_SECONDS", "0")
+
     async def scenario() -> None:
         async with running(tmp_path) as service:
             assert (await ask(service, {**ASK, "model": "not-running"})).status == 503

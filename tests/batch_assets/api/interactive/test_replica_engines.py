@@ -59,6 +59,7 @@ def test_a_replica_answers_with_the_engine_that_another_one_leases(
     """From the first request on, and no longer than it is leased."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
     monkeypatch.setenv("BATCH_ASSETS_FLEET_DB", url)
+    monkeypatch.setenv("BATCH_ASSETS_BOOT_WAIT_SECONDS", "0")
     monkeypatch.setattr(shared_engines, "LAPSED_SECONDS", 0.01)
 
     async def scenario() -> None:
