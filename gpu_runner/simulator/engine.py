@@ -89,6 +89,10 @@ class Engine:
             done.result()
         return done.done()
 
+    def finished(self, sequence: Sequence) -> bool:
+        """Whether the sequence has all its tokens."""
+        return self._inside[sequence].done()
+
     def catch_up(self) -> None:
         """Bring the model to the present and answer whoever is finished."""
         for sequence in self.scheduler.advance(self.clock.now()):

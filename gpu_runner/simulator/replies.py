@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -13,7 +12,8 @@ import orjson
 
 from gpu_runner.simulator import parts, text
 from gpu_runner.simulator.pattern import matching
-from gpu_runner.simulator.requests import ApiError, Prompt, Request
+from gpu_runner.simulator.request_errors import ApiError
+from gpu_runner.simulator.requests import Prompt, Request
 from gpu_runner.simulator.schema import instance
 
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -183,44 +183,3 @@ def embedding_body(request: Request, found: list[list[float]], model: str, name:
     return orjson.dumps(
         {"id": name, "object": "list", "created": created, "model": model, "data": data, "usage": tokens}
     )
-
-
-class Chunks:
-    """The server-sent events of one streamed answer."""
-
-    def __init__(self, request: Request, answer: Answer, model: str, name: str, created: int) -> None:
-        self.request = request
-        self.answer = answer
-        self.sent = 0
-        kind = "chat.completion.chunk" if request.endpoint == "chat" else "text_completion"
-        self.head = {"id": name, "object": kind, "created": created, "model": model}
-
-    def first(self) -> bytes:
-        """The event that opens a chat answer; nothing for a text completion."""
-        if self.request.endpoint != "chat":
-            return b""
-        return self._event({"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-
-    def progress(self, generated: int) -> bytes:
-        """The text between what was sent and the first `generated` tokens."""
-        end = len(self.answer.text) * generated // max(1, self.answer.tokens)
-        if end <= self.sent:
-            return b""
-        piece, self.sent = self.answer.text[self.sent : end], end
-        return self._event(self._choice(piece, None))
-
-    def last(self, *, finished: bool = True) -> Iterator[bytes]:
-        """The end of the text with its finish reason, the usage if asked for, and [DONE]."""
-        piece = self.answer.text[self.sent :]
-        yield self._event(self._choice(piece, self.answer.finish_reason if finished else None))
-        if self.request.include_usage:
-            tokens = usage(self.request.prompt_tokens, self.answer.tokens)
-            yield b"data: " + orjson.dumps({**self.head, "choices": [], "usage": tokens}) + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    def _choice(self, piece: str, reason: str | None) -> dict[str, Any]:
-        body: dict[str, Any] = {"delta": {"content": piece}} if self.request.endpoint == "chat" else {"text": piece}
-        return {"index": 0, **body, "logprobs": None, "finish_reason": reason}
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps({**self.head, "choices": [choice]}) + b"\n\n"

@@ -7,26 +7,17 @@ Status codes, error types, `param` and the wording of the errors were taken from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 
 from gpu_runner.simulator.parts import MOST_LOGPROBS, NOTHING, Asked
+from gpu_runner.simulator.request_errors import ApiError, invalid
+from gpu_runner.simulator.response_requests import chat_fields
 from gpu_runner.simulator.text import count_tokens, prompt_digest
 
-Endpoint = Literal["chat", "completion", "embedding"]
-
-
-class ApiError(Exception):
-    """An answer other than 200. `param` names the field at fault."""
-
-    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
-        self.headers: dict[str, str] = {}
-        self.prompt = ""  # digest of the prompt that was refused, when it could be read
+Endpoint = Literal["chat", "completion", "embedding", "response"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,8 @@ class Prompt:
 class Request:
     """A checked request. `max_tokens` is what the context leaves when the client did not ask for less.
 
-    `grammar` is one of {"json": schema}, {"json_object": True}, {"regex": …}, {"choice": […]}, or None.
+    `grammar` is one of {"json": schema}, {"json_object": True}, {"regex": …}, {"choice": […]}, or None. `shown`: fields
+    of a body of `/v1/responses`, of which the response repeats some.
     """
 
     endpoint: Endpoint
@@ -60,6 +52,7 @@ class Request:
     dimensions: int | None
     asked: Asked = NOTHING
     priority: int = 0
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -86,12 +79,25 @@ def parse(endpoint: Endpoint, body: bytes, model: str, max_model_len: int) -> Re
         # vLLM 0.32 leaves the param out for embeddings.
         param = None if endpoint == "embedding" else "model"
         raise ApiError(404, f"The model `{wanted}` does not exist.", "NotFoundError", param)
+    if endpoint == "response":
+        return _response(fields, max_model_len)
     if endpoint == "chat":
         prompts: tuple[Prompt, ...] = (_chat_prompt(fields),)
     else:
         prompts = _text_prompts(fields, "input" if endpoint == "embedding" else "prompt")
     try:
         return _checked(endpoint, fields, prompts, max_model_len)
+    except ApiError as error:
+        error.prompt = _digest(prompts)
+        raise
+
+
+def _response(fields: dict[str, Any], max_model_len: int) -> Request:
+    """Checked as the chat that it is."""
+    chat = chat_fields(fields)
+    prompts = (_chat_prompt(chat),)
+    try:
+        return replace(_checked("chat", chat, prompts, max_model_len), endpoint="response", shown=fields)
     except ApiError as error:
         error.prompt = _digest(prompts)
         raise
@@ -106,8 +112,6 @@ def _checked(endpoint: Endpoint, fields: dict[str, Any], prompts: tuple[Prompt, 
     if generates:
         _check_sampling(fields, n)
     stream = generates and bool(fields.get("stream"))
-    if stream and n * len(prompts) > 1:
-        raise ApiError(400, "The simulator streams one choice only: n and prompts must be 1.", param="stream")
     options = fields.get("stream_options") or {}
     return Request(
         endpoint=endpoint,
@@ -130,27 +134,22 @@ def _checked(endpoint: Endpoint, fields: dict[str, Any], prompts: tuple[Prompt, 
 
 def _fields(body: bytes) -> dict[str, Any]:
     if not body:
-        raise _invalid("missing", "body", "Field required")
+        raise invalid("missing", "body", "Field required")
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise _invalid("json_invalid", f"body.{error.pos}", "JSON decode error") from error
+        raise invalid("json_invalid", f"body.{error.pos}", "JSON decode error") from error
     if not isinstance(fields, dict):
-        raise _invalid("model_attributes_type", "body", "Input should be a valid dictionary")
+        raise invalid("model_attributes_type", "body", "Input should be a valid dictionary")
     return fields
-
-
-def _invalid(kind: str, where: str, message: str) -> ApiError:
-    text = f"1 validation error:\n  {{'type': '{kind}', 'loc': '{where}', 'msg': '{message}'}}"
-    return ApiError(400, text, "Bad Request", where)
 
 
 def _chat_prompt(fields: dict[str, Any]) -> Prompt:
     messages = fields.get("messages")
     if messages is None:
-        raise _invalid("missing", "body.messages", "Field required")
+        raise invalid("missing", "body.messages", "Field required")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise _invalid("list_type", "body.messages", "Input should be a valid list")
+        raise invalid("list_type", "body.messages", "Input should be a valid list")
     if not messages:
         raise ApiError(400, "Cannot apply chat template to an empty conversation. Provide at least one message.")
     texts = [_content(message.get("content")) for message in messages]
@@ -167,7 +166,7 @@ def _content(content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else []
     if not parts or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise _invalid("string_type", "body.messages.content", "Input should be a valid string or list of text parts")
+        raise invalid("string_type", "body.messages.content", "Input should be a valid string or list of text parts")
     return "".join(part["text"] for part in parts)
 
 
@@ -175,7 +174,7 @@ def _text_prompts(fields: dict[str, Any], name: str) -> tuple[Prompt, ...]:
     """A string, a list of strings, token ids or a list of those."""
     given = fields.get(name)
     if given is None and name == "input":
-        raise _invalid("missing", "body.input", "Field required")
+        raise invalid("missing", "body.input", "Field required")
     if given == [] and name == "input":
         raise ApiError(400, "You must pass at least one prompt")
     if given is None or (given in ("", []) and name == "prompt"):
@@ -190,7 +189,7 @@ def _text_prompt(item: Any, name: str) -> Prompt:
         return Prompt(prompt_digest(item.encode("utf-8", "surrogatepass")), max(1, count_tokens(item)), item)
     if isinstance(item, list) and item and all(isinstance(token, int) for token in item):
         return Prompt(prompt_digest(orjson.dumps(item)), len(item), "")
-    raise _invalid("string_type", f"body.{name}", "Input should be a valid string")
+    raise invalid("string_type", f"body.{name}", "Input should be a valid string")
 
 
 def _check_context(tokens: int, max_model_len: int, generates: bool) -> None:
@@ -238,7 +237,7 @@ def _integer(fields: dict[str, Any], name: str, default: int | None, low: int | 
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid("int_parsing", f"body.{name}", "Input should be a valid integer")
+        raise invalid("int_parsing", f"body.{name}", "Input should be a valid integer")
     if low is not None and value < low:
         raise ApiError(400, f"{name} must be at least {low}, got {value}.", param=name)
     return value
@@ -252,7 +251,7 @@ def _check_sampling(fields: dict[str, Any], n: int) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _invalid("float_parsing", f"body.{name}", "Input should be a valid number")
+            raise invalid("float_parsing", f"body.{name}", "Input should be a valid number")
         if not low <= value <= high or (name == "top_p" and value == 0):
             limit = "non-negative" if name == "temperature" and value < 0 else f"in {words}"
             message = f"{name} must be {limit}, got {float(value)}. (parameter={name}, value={float(value)})"
@@ -279,7 +278,7 @@ def _asked(endpoint: Endpoint, fields: dict[str, Any]) -> Asked:
         named = choice["function"]["name"] if isinstance(choice, dict) else None
         offered = tuple([tool for tool in tools if named in (None, tool["function"]["name"])])
     except (TypeError, LookupError) as error:
-        raise _invalid("missing", "body.tools", "Field required") from error
+        raise invalid("missing", "body.tools", "Field required") from error
     template = fields.get("chat_template_kwargs") or {}
     return Asked(
         tools=() if choice == "none" else offered,
@@ -292,7 +291,7 @@ def _asked(endpoint: Endpoint, fields: dict[str, Any]) -> Asked:
 def _stop(stop: Any) -> tuple[str, ...]:
     given = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(given, list) or len(given) > 4 or not all(isinstance(text, str) for text in given):
-        raise _invalid("too_long", "body.stop", "List should have at most 4 strings")
+        raise invalid("too_long", "body.stop", "List should have at most 4 strings")
     return tuple(text for text in given if text)
 
 

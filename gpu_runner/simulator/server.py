@@ -19,20 +19,24 @@ import orjson
 from aiohttp import web
 
 from gpu_runner.simulator import metrics, replies
+from gpu_runner.simulator.chunks import Chunks, Stream
 from gpu_runner.simulator.engine import Engine, EngineDead
 from gpu_runner.simulator.faults import Fault, FaultPlan
 from gpu_runner.simulator.replies import ResponseGenerator
+from gpu_runner.simulator.request_errors import ApiError
 from gpu_runner.simulator.request_log import FLUSH_SECONDS, RequestLog
-from gpu_runner.simulator.requests import ApiError, Endpoint, Request, parse, too_long
+from gpu_runner.simulator.requests import Endpoint, Request, parse, too_long
+from gpu_runner.simulator.responses import ResponseEvents, response_body
 from gpu_runner.simulator.scheduler import Sequence
 
 VERSION = "simulated-0.1.0"
 JSON = {"Content-Type": "application/json"}
-NAMES = {"chat": "chatcmpl", "completion": "cmpl", "embedding": "embd"}
+NAMES: dict[Endpoint, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "response": "resp_"}
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
     "/v1/embeddings": "embedding",
+    "/v1/responses": "response",
 }
 MAX_BODY = 256 * 2**20
 DEAD = ApiError(
@@ -128,7 +132,7 @@ class SimulatorServer:
         request = replace(request, priority=_priority(http, request.priority))
         digest = request.digest
         number = self._receive(digest, request.prompt_tokens)
-        name = f"{NAMES[endpoint]}-{http.headers.get('X-Request-Id') or uuid.uuid4().hex[:16]}"
+        name = f"{NAMES[endpoint]}{http.headers.get('X-Request-Id') or uuid.uuid4().hex[:16]}"
         job = Job(http, request, number, name, int(time.time()))
         if self.plan.faults:
             text = "\n".join(prompt.text for prompt in request.prompts)
@@ -167,12 +171,16 @@ class SimulatorServer:
         tokens = sum([answer.tokens for answer in texts])
         outcome = texts[0].finish_reason
         if request.stream:
-            response, whole = await self._stream(job, texts[0])
+            response, whole = await self._stream(job, texts)
             return response, outcome if whole else "error", tokens
         sizes = [prompt.tokens for prompt in request.prompts for _ in range(request.n)]
         await self._run([(size, answer.tokens) for size, answer in zip(sizes, texts, strict=True)], request.priority)
         finished = job.fault_kind != "broken_finish"
-        body = replies.completion_body(request, texts, self.voice.model, job.name, job.created, finished=finished)
+        said = (self.voice.model, job.name, job.created)
+        if request.endpoint == "response":
+            body = response_body(request, texts[0], *said, finished=finished)
+        else:
+            body = replies.completion_body(request, texts, *said, finished=finished)
         return await self._answer(job, body), outcome, tokens
 
     async def _run(self, sizes: list[tuple[int, int]], priority: int) -> None:
@@ -197,29 +205,53 @@ class SimulatorServer:
             body = body[: len(body) // 2] + b"\x00<oops>"
         return web.Response(body=body, headers=JSON)
 
-    async def _stream(self, job: Job, answer: replies.Answer) -> tuple[web.StreamResponse, bool]:
-        """Stream an answer; also says whether it got to its end."""
-        chunks = replies.Chunks(job.request, answer, self.voice.model, job.name, job.created)
-        sequence = self.engine.submit(job.request.prompts[0].tokens, answer.tokens, job.request.priority)
+    async def _stream(self, job: Job, answers: list[replies.Answer]) -> tuple[web.StreamResponse, bool]:
+        """Stream the choices of an answer; also says whether it got to its end."""
+        stream, finished = self._events_of(job, answers), job.fault_kind != "broken_finish"
+        sequences: list[Sequence] = []
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         try:
+            sizes = [prompt.tokens for prompt in job.request.prompts for _ in range(job.request.n)]
+            for size, answer in zip(sizes, answers, strict=True):
+                sequences.append(self.engine.submit(size, answer.tokens, job.request.priority))
             await response.prepare(job.http)
-            if first := chunks.first():
+            if first := stream.first():
                 await response.write(first)
-            while not await self.engine.progress(sequence):
-                if piece := chunks.progress(self.engine.scheduler.generated(sequence)):
-                    await response.write(piece)
-                    if job.fault_kind == "reset_mid_body":
-                        await _reset(job.http)
-            for event in chunks.last(finished=job.fault_kind != "broken_finish"):
-                await response.write(event)
+            await self._stream_choices(job, stream, sequences, response, finished=finished)
+            if last := stream.last(finished=finished):
+                await response.write(last)
         except EngineDead:
+            if not response.prepared:
+                raise
             # vLLM ends a broken stream like a good one, but for the error and the missing finish reason.
             await response.write(b"data: " + orjson.dumps(DEAD.body) + b"\n\ndata: [DONE]\n\n")
             return response, False
         finally:
-            self.engine.abort(sequence)
+            for sequence in sequences:
+                self.engine.abort(sequence)
         return response, True
+
+    async def _stream_choices(
+        self, job: Job, stream: Stream, sequences: list[Sequence], response: web.StreamResponse, *, finished: bool
+    ) -> None:
+        """Side by side, each to its end."""
+        under_way = dict(enumerate(sequences))
+        while under_way:
+            await self.engine.progress(next(iter(under_way.values())))
+            for index, sequence in list(under_way.items()):
+                if self.engine.finished(sequence):
+                    del under_way[index]
+                    await response.write(stream.end(index, finished=finished))
+                elif piece := stream.progress(index, self.engine.scheduler.generated(sequence)):
+                    await response.write(piece)
+                    if job.fault_kind == "reset_mid_body":
+                        await _reset(job.http)
+
+    def _events_of(self, job: Job, answers: list[replies.Answer]) -> Stream:
+        said = (self.voice.model, job.name, job.created)
+        if job.request.endpoint == "response":
+            return ResponseEvents(job.request, answers[0], *said)
+        return Chunks(job.request, answers, *said)
 
     # Faults
 

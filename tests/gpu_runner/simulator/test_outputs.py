@@ -15,7 +15,8 @@ import pytest
 
 from gpu_runner.simulator import replies, text
 from gpu_runner.simulator.pattern import matching
-from gpu_runner.simulator.requests import ApiError, Request, parse
+from gpu_runner.simulator.request_errors import ApiError
+from gpu_runner.simulator.requests import Request, parse
 from gpu_runner.simulator.schema import instance
 
 VOICE = replies.ResponseGenerator("m", 4096, text.Lengths.parse("fixed:20"), seed=0, dimensions=32)
