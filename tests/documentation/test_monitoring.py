@@ -109,7 +109,7 @@ async def _routed(proxy: Proxy) -> AsyncIterator[None]:
 
 
 def _online(figures: OnlineFigures) -> None:
-    figures.depth(QueueDepth(1, 2, 3, 4))
+    figures.read(lambda: QueueDepth(1, 2, 3, 4), lambda: 0.5)
     figures.accepted(repeated=False)
     figures.refused("full")
     for code in ("ok", "expired", "engine_lost", "consumers_lost"):

@@ -1,19 +1,22 @@
 """Whether one more request is accepted: by how full queue and engines are, tenants alike. Pure; time is an argument.
 
-Up to nine tenths everybody is let in while there is room. From there on a tenant that holds more than its share of the
-room is refused, and the others are let in at a rate that falls with the room that is left: from the rate at which
-requests are answered to a twentieth of it when engines are full, and to nothing when the queue is.
+Up to nine tenths everybody is let in while there is room; of several tenants none that holds more than its equal part
+and twice the room that is left. From there on a tenant that holds more than its share of the room is refused. One that
+holds less than its equal part of what waits has its turn, while more room is left than it holds. The others are let in
+at a rate that falls with the room that is left: from the rate at which requests are answered to a twentieth of it when
+engines are full, and to nothing when the queue is.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batch_assets.api.online.queues.protocol import QueueDepth
 
 SLOW_FROM = 0.9
+MOST_OF_ROOM = 2.0  # what one of several tenants may hold, as a multiple of the room that is left
 LEAST_PART = 0.05  # of the rate of answers, while only engines are full
 LEAST_RATE = 1.0  # requests/s, so that whoever begins is not refused for want of a past
 RATE_SECONDS = 10.0  # over which the rate of answers is averaged
@@ -78,6 +81,11 @@ class Admission:
             self._answered, self._rate_at = 0, now
 
     @property
+    def depth(self) -> QueueDepth:
+        """What was observed, and what was let in since."""
+        return replace(self._depth, waiting=self._depth.waiting + self._new_total)
+
+    @property
     def fullness(self) -> float:
         """Of queue or engines, the fuller one; 1 is full."""
         engines = max((pressure.most for pressure in self._pressures.values()), default=0.0)
@@ -90,7 +98,8 @@ class Admission:
             engines = pressure.most
         if filled >= 1.0:
             return Admitted(self._wait())
-        if max(filled, engines) >= SLOW_FROM and not self._slowly(tenant, filled, engines, now):
+        crowded = max(filled, engines) >= SLOW_FROM or self._holds_much(tenant)
+        if crowded and not self._has_turn(tenant) and not self._slowly(tenant, filled, engines, now):
             return Admitted(self._wait())
         self._new[tenant] = self._new.get(tenant, 0) + 1
         self._new_total += 1
@@ -107,9 +116,24 @@ class Admission:
     def _unanswered(self) -> int:
         return self._depth.unanswered + self._new_total
 
+    def _held(self, tenant: str) -> int:
+        return self._depth.tenants.get(tenant, 0) + self._new.get(tenant, 0)
+
+    def _with(self, tenant: str) -> int:
+        """How many tenants have requests here, this one counted."""
+        return len(self._active) + (tenant not in self._active)
+
+    def _holds_much(self, tenant: str) -> bool:
+        active, room = self._with(tenant), self._capacity - self._unanswered
+        return active > 1 and self._held(tenant) > max(MOST_OF_ROOM * room, self._unanswered / active)
+
+    def _has_turn(self, tenant: str) -> bool:
+        """Whether it comes before others, who hold more: a burst of theirs leaves room for those after it."""
+        held, active = self._held(tenant), self._with(tenant)
+        return active > 1 and held < min(self._capacity - self._unanswered, self._unanswered / active)
+
     def _slowly(self, tenant: str, filled: float, engines: float, now: float) -> bool:
-        active = len(self._active) + (tenant not in self._active)
-        held = self._depth.tenants.get(tenant, 0) + self._new.get(tenant, 0)
+        active, held = self._with(tenant), self._held(tenant)
         if filled >= SLOW_FROM and active > 1 and held >= SLOW_FROM * self._capacity / active:
             return False
         room = min(1.0, (1.0 - filled) / (1.0 - SLOW_FROM))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from batch_assets.api.online.queues.protocol import QueueDepth
 from batch_assets.api.telemetry.metrics import MOST_MODELS, BoundedLabel
 
+_STATES = ("waiting", "claimed", "delayed", "dead")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -19,7 +21,7 @@ class OnlineFigures:
         prefix = "batch_assets_online_"
         self._models = BoundedLabel(MOST_MODELS)
         self._depth = Gauge(f"{prefix}queue_depth", "Tasks by state, of all processes.", ["state"], registry=registry)
-        self.fullness = Gauge(f"{prefix}fullness", "Of queue or engines; admission slows from 0.9.", registry=registry)
+        self._fullness = Gauge(f"{prefix}fullness", "Of queue or engines; admission slows from 0.9.", registry=registry)
         self.redis_away = Gauge(f"{prefix}queue_away", "Share of the queue that cannot be used now.", registry=registry)
         self._accepted = Counter(f"{prefix}accepted_total", "Requests accepted.", ["repeated"], registry=registry)
         self._refused = Counter(f"{prefix}refused_total", "Requests not accepted.", ["reason"], registry=registry)
@@ -50,10 +52,11 @@ class OnlineFigures:
         self._code = functools.cache(self._ended.labels)
         self._worker_outcome = functools.cache(self._worker.labels)
 
-    def depth(self, depth: QueueDepth) -> None:
-        """What is in the queue."""
-        for state in ("waiting", "claimed", "delayed", "dead"):
-            self._depth.labels(state).set(getattr(depth, state))
+    def read(self, depth: Callable[[], QueueDepth], fullness: Callable[[], float]) -> None:
+        """What is in the queue, and how full it is, are read when somebody looks. For any thread."""
+        for state in _STATES:
+            self._depth.labels(state).set_function(functools.partial(_count, depth, state))
+        self._fullness.set_function(fullness)
 
     def accepted(self, *, repeated: bool) -> None:
         """One request was accepted, or known again."""
@@ -78,3 +81,7 @@ class OnlineFigures:
     def engine(self, model: str, outcome: str, seconds: float) -> None:
         """One request to an engine ended."""
         self._worker_outcome(self._models.of(model), outcome).observe(seconds)
+
+
+def _count(depth: Callable[[], QueueDepth], state: str) -> float:
+    return float(getattr(depth(), state))

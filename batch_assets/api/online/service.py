@@ -32,6 +32,7 @@ from batch_assets.api.online.queues.protocol import (
     KeyReused,
     OnceKey,
     QueueAway,
+    QueueDepth,
     StoredTask,
     TaskQueue,
     new_task_id,
@@ -68,6 +69,7 @@ class OnlineService:
         self._models, self._directory = _ModelNames(known), directory
         self.queue, self._cache = _kept_in(settings.redis, home)
         self._admission = Admission(settings.most_waiting, random.random)
+        figures.read(self._depth_now, lambda: self._admission.fullness)
         self._pressures = EnginePressures(directory, settings.concurrency)
         name = f"{socket.gethostname()[:60]}/{os.getpid()}/{secrets.token_hex(4)}"
         requests = CollapsedRequests(dispatcher, self._cache, settings.cache_groups, figures)
@@ -190,6 +192,12 @@ class OnlineService:
         if self._limits is not None:
             await self._limits.settle_tokens(tenant, more)
 
+    def _depth_now(self) -> QueueDepth:
+        """What is in the queue at this moment: of one that others share, what came here since it was asked last is
+        added.
+        """
+        return self.queue.depth_now() or self._admission.depth
+
     async def _sweep(self) -> None:
         while True:
             raise_if_cancelled()
@@ -213,8 +221,6 @@ class OnlineService:
                     pressures |= await self._pressures.look()
                 ended, before = self._consumer.ended, ended
                 self._admission.observe(depth, pressures, ended - before, time.monotonic())
-                self._figures.depth(depth)
-                self._figures.fullness.set(self._admission.fullness)
                 self._figures.redis_away.set(depth.away)
             except QueueAway:
                 self._figures.redis_away.set(1)

@@ -16,7 +16,7 @@ import os
 import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -247,11 +247,16 @@ class EmbeddedQueue:
             if not waiters:
                 del self._waiters[task_id]
 
+    def depth_now(self) -> QueueDepth:
+        """By state; not by tenant. What is being claimed counts as claimed."""
+        waiting, delayed = self._turns.length, len(self._delayed)
+        return QueueDepth(waiting, max(0, sum(list(self._tenants.values())) - waiting - delayed), delayed, self._dead)
+
     async def depth(self) -> QueueDepth:
         """How much there is."""
         self._check()
         tenants = {tenant: count for tenant, count in self._tenants.items() if count > 0}
-        return QueueDepth(self._turns.length, len(self._held), len(self._delayed), self._dead, tenants)
+        return replace(self.depth_now(), tenants=tenants)
 
     async def dead_letters(self, most: int) -> Sequence[DeadLetter]:
         """Dead letters, newest first."""

@@ -166,6 +166,9 @@ class TaskQueue(Protocol):
         it is not of this `tenant`, for which nobody waits.
         """
 
+    def depth_now(self) -> QueueDepth | None:
+        """How much there is by state, without asking anybody; None: that is not known here. For any thread."""
+
     async def depth(self) -> QueueDepth:
         """How much there is."""
 

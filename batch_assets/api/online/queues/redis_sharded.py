@@ -152,6 +152,10 @@ class ShardedRedisQueue:
             return None
         return await self._of(task_id).queue.look(task_id, wait, tenant)
 
+    def depth_now(self) -> QueueDepth | None:
+        """Redis would have to be asked."""
+        return None
+
     async def depth(self) -> QueueDepth:
         """How much there is; on servers that are away, how much there was."""
         found = await self._all(lambda server: server.queue.depth(), self._there())

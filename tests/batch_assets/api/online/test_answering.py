@@ -267,6 +267,18 @@ def test_garbage_in_the_cache_and_a_cache_that_is_away_count_as_empty(
     serve(tmp_path, monkeypatch, scenario)
 
 
+def test_metrics_of_the_queue_are_those_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(site: OnlineSite, engine: Engine) -> None:
+        engine.gate.clear()
+        for number in range(1, 6):
+            await site.accepted(ASK)
+            depths = [site.figure("batch_assets_online_queue_depth", state=one) for one in ("waiting", "claimed")]
+            assert sum(depths) == number
+        engine.gate.set()
+
+    serve(tmp_path, monkeypatch, scenario, CONCURRENCY="2")
+
+
 @pytest.mark.slow
 def test_engines_that_are_full_slow_admission_to_429(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(site: OnlineSite, engine: Engine) -> None:
