@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from batch_assets.api.billing.margin import fleet_name
 from batch_assets.api.execution.engines.engine_supply import EngineAway, NobodyWaits, ServingEngine, Waits, for_ever
 from batch_assets.api.execution.engines.engine_wait import OF_KIND, Awaited
+from batch_assets.api.models import EndpointModels, Models, known_models
 from gpu_runner.cost_meter import CostMeter, SharedMeter
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
@@ -46,7 +47,9 @@ class _Closed(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An engine that is leased, for one feed or several. `tasks`: of those. `failed`: it was lost by one of them."""
+    """An engine that is leased, for one feed or several. `tasks`: of those. `failed`: it was lost by one of them.
+    `models`: what it lists.
+    """
 
     model: str
     engine: ServingEngine
@@ -54,6 +57,13 @@ class _Held:
     tasks: list[Task] = field(default_factory=list)
     meters: list[CostMeter] = field(default_factory=list)
     failed: bool = False
+    models: Models | None = None
+
+    async def lists(self, model: str) -> bool:
+        """Whether the engine says that it serves the model. Where it does not say that, it is not shared."""
+        if self.models is None:
+            self.models = EndpointModels(self.engine.endpoint, self.engine.api_key, self.engine.tls)
+        return model in (await known_models(self.models) or ())
 
     def may_serve(self, model: str, task: Task) -> bool:
         """Whether a feed of this model and task, which does not use it, may."""
@@ -75,7 +85,7 @@ class FleetSupply:
     async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
         """Wait for an engine, and hold it while the body runs. Raises EngineAway.
 
-        Who would wait for one gets what a feed of another task holds, where that serves both.
+        Who would wait for one gets what a feed of another task holds, where that may serve both and lists the model.
         """
         held = await self._leased(model, task, waits)
         meter = SharedMeter(held.engine.spending, held.meters)
@@ -102,19 +112,19 @@ class FleetSupply:
         """An engine of its own, or one to share. It is marked as in use for the task."""
         need = Requirement(fleet_name(model), model, task)
         lease = _Lease(self._fleet, need, asyncio.get_running_loop(), self._reserve.get(model, 1))
-        _mark(lease.unwanted, self._to_share(model, task) is not None)
+        _mark(lease.unwanted, await self._to_share(model, task) is not None)
         lease.thread.start()
         held: _Held | None = None
         self._waiting.append(lease)
         try:
             while not lease.engine.done():
                 await asyncio.wait([lease.engine], timeout=LOOK_SECONDS)
-                _mark(lease.unwanted, not waits() or self._to_share(model, task) is not None)
+                _mark(lease.unwanted, not waits() or await self._to_share(model, task) is not None)
             try:
                 held = _Held(model, await lease.engine, lease)
                 self._held.append(held)
             except NobodyWaits:
-                held = self._to_share(model, task) if waits() else None
+                held = await self._to_share(model, task) if waits() else None
                 if held is None:
                     raise
             held.tasks.append(task)
@@ -124,8 +134,12 @@ class FleetSupply:
             if held is None or held.lease is not lease:
                 await lease.close()
 
-    def _to_share(self, model: str, task: Task) -> _Held | None:
-        return next((one for one in self._held if one.may_serve(model, task)), None)
+    async def _to_share(self, model: str, task: Task) -> _Held | None:
+        """What it returns may be marked as in use before anything else runs."""
+        for one in list(self._held):
+            if one.may_serve(model, task) and await one.lists(model) and one.may_serve(model, task):
+                return one
+        return None
 
     def running(self, model: str) -> Sequence[ServingEngine]:
         """Those that are leased for it now."""

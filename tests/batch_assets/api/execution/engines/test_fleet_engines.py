@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.http_server import http_server, status
+from aiohttp import web
+from support.http_server import http_server, models, status
 from support.timing import PATIENCE
 
 from batch_assets.api.execution.engines import fleet_engines
@@ -23,6 +24,7 @@ from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet
 
 NAME = "api/m"
+LISTS = {"/": status(200), "/v1/models": models({"id": "m"})}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def test_who_waits_for_the_engine_of_another_replica_gets_it_and_one_that_waits_
     url: str, fleet_db: FleetDatabase, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        async with http_server({"/": status(200)}) as engine:
+        async with http_server(LISTS) as engine:
             one, two = supply_of(url, tmp_path, engine), supply_of(url, tmp_path, engine)
             async with asyncio.timeout(60 * PATIENCE), contextlib.AsyncExitStack() as first:
                 held = await first.enter_async_context(one.engine("m", "chat"))
@@ -104,7 +106,7 @@ def test_who_is_cancelled_while_it_waits_for_an_engine_leaves_no_error_behind(
 
     async def scenario() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
-        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+        async with http_server(LISTS) as engine, asyncio.timeout(60 * PATIENCE):
             one, two = supply_of(url, tmp_path, engine), supply_of(url, tmp_path, engine)
 
             async def wait() -> None:
@@ -131,7 +133,7 @@ def test_feeds_of_one_model_share_an_engine_that_stands(url: str, fleet_db: Flee
     """Whatever their tasks are. The lease ends with the last of them."""
 
     async def scenario() -> None:
-        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+        async with http_server(LISTS) as engine, asyncio.timeout(60 * PATIENCE):
             supply = supply_of(url, tmp_path, engine)
             async with contextlib.AsyncExitStack() as chats, contextlib.AsyncExitStack() as embeddings:
                 first = await chats.enter_async_context(supply.engine("m", "chat"))
@@ -153,13 +155,39 @@ def test_feeds_of_one_model_share_an_engine_that_stands(url: str, fleet_db: Flee
     asyncio.run(scenario())
 
 
+def test_an_engine_is_shared_only_where_it_lists_the_model(
+    url: str, fleet_db: FleetDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each line of the other endpoint would be the engine's 404."""
+    monkeypatch.setattr("batch_assets.api.models.KEPT_SECONDS", 0.0)
+    asked, served = [0], ["other"]
+
+    async def lists(request: web.Request) -> web.Response:
+        asked[0] += 1
+        return web.json_response({"data": [{"id": name} for name in served]})
+
+    async def scenario() -> None:
+        routes = {"/": status(200), "/v1/models": lists}
+        async with http_server(routes) as engine, asyncio.timeout(60 * PATIENCE):
+            supply = supply_of(url, tmp_path, engine)
+            async with supply.engine("m", "chat"), contextlib.AsyncExitStack() as stack:
+                waiting = asyncio.create_task(stack.enter_async_context(supply.engine("m", "embedding")))
+                while asked[0] < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert not waiting.done()
+                served.append("m")
+                assert (await waiting).name == "lab" and fleet_db.leases_of(NAME) == 1
+
+    asyncio.run(scenario())
+
+
 def test_who_shares_an_engine_gets_a_further_one_as_soon_as_the_model_may_have_it(
     url: str, fleet_db: FleetDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_engines, "SHARED_SECONDS", 0.0)
 
     async def scenario() -> None:
-        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+        async with http_server(LISTS) as engine, asyncio.timeout(60 * PATIENCE):
             supply = supply_of(url, tmp_path, engine, "lab", "lab2")
             async with supply.engine("m", "chat") as first:
                 async with supply.engine("m", "embedding") as second:
@@ -179,7 +207,7 @@ def test_an_engine_that_failed_is_not_shared_any_more(url: str, fleet_db: FleetD
     """Else feeds would take it from each other for ever, and it would never be given back."""
 
     async def scenario() -> None:
-        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+        async with http_server(LISTS) as engine, asyncio.timeout(60 * PATIENCE):
             supply = supply_of(url, tmp_path, engine)
             async with contextlib.AsyncExitStack() as embeddings:
                 await embeddings.enter_async_context(supply.engine("m", "embedding"))
@@ -204,7 +232,7 @@ def test_what_was_started_for_chats_makes_no_embeddings(
     url: str, tmp_path: Path, standing: bool, task: Task, serves: bool
 ) -> None:
     async def scenario() -> None:
-        async with http_server({"/": status(200)}) as engine, asyncio.timeout(60 * PATIENCE):
+        async with http_server(LISTS) as engine, asyncio.timeout(60 * PATIENCE):
             supply = supply_of(url, tmp_path, engine)
             async with supply.engine("m", "chat"):
                 (held,) = supply._held
