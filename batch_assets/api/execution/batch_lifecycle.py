@@ -38,6 +38,7 @@ from batch_assets.api.records.states import (
     END_CANCEL,
     EXPIRE,
     FINALIZE,
+    GIVE_UP,
     REFUSE,
     BatchStatus,
     Transition,
@@ -162,11 +163,23 @@ class BatchLifecycle:
         model, site = checked.model, self._site
         if checked.errors or model is None or site.engines.running(model):
             return checked
-        why = await asyncio.to_thread(site.never_served, model, TASKS[record.endpoint])
-        if why is None:
-            return checked
+        error = await self._never_served(record.endpoint, model)
+        return checked if error is None else Checked([error])
+
+    async def _never_served(self, endpoint: str, model: str) -> LineError | None:
+        why = await asyncio.to_thread(self._site.never_served, model, TASKS[endpoint])
         said = f"The model '{model[:100]}' can never be served here. {why}"
-        return Checked([LineError("model_unavailable", said, "body.model")])
+        return None if why is None else LineError("model_unavailable", said, "body.model")
+
+    async def given_up(self, carried: Carried) -> bool:
+        """End a batch under way whose model nothing can ever serve, as is known by now. One that has an outcome goes
+        on.
+        """
+        record, run = carried.record, carried.run
+        error = await self._never_served(record.endpoint, record.model or "")
+        if error is None or run is None or run.completed or run.failed:
+            return False
+        return await self._move(carried, GIVE_UP, int(self._site.clock()), errors=json.dumps([error.shown()]))
 
     async def _counted(self, checked: Checked, contexts: Mapping[str, int]) -> Checked:
         """The same, refused where an engine that runs says that prompts are too long.

@@ -41,6 +41,7 @@ KEEP_SECONDS = 3.0  # how long the store then has to take the rows that were fin
 FAILED_SECONDS = 10.0
 LOST_SECONDS = (1.0, 60.0)  # before results that were lost in the store are asked for again, at first and at most
 PLAN_SECONDS = 2.0
+NEVER_SECONDS = 30.0  # between two looks whether what is waited for can ever come
 LOADS = 8
 
 Result = TypeVar("Result")
@@ -93,7 +94,7 @@ class Worker:
         for model, engines in self._site.reserve.items():
             if engines:
                 self._feed(model, "chat")
-        beside = [asyncio.create_task(self._renew_often()), asyncio.create_task(sweeper.run())]
+        beside = [asyncio.create_task(one) for one in (self._renew_often(), sweeper.run(), self._give_up_often())]
         if site.capacity is not None:
             beside.append(asyncio.create_task(self._plan_often(site.capacity)))
         try:
@@ -147,6 +148,21 @@ class Worker:
                 await asyncio.sleep(PLAN_SECONDS)
         finally:
             thread.shutdown(wait=False, cancel_futures=True)  # a provider may take its time to answer
+
+    async def _give_up_often(self) -> None:
+        """End batches without an outcome whose model nothing can ever serve: a provider may have said it only now."""
+        while True:
+            await asyncio.sleep(NEVER_SECONDS)
+            for carried in list(self._carried.values()):
+                feed = None if carried.run is None else self._served(carried.run)
+                waiting = None if feed is None else feed.waiting
+                if waiting is None or waiting.what not in (Awaited.OFFER, Awaited.SETTINGS):
+                    continue
+                try:
+                    if await self._lifecycle.given_up(carried) and carried.task is not None:
+                        carried.task.cancel()
+                except Exception as error:
+                    log.warning("batch %s: %s", carried.held.batch_id, type(error).__name__)
 
     def _reserve(self, model: str) -> int:
         return max(1, self._site.reserve.get(model, 1))

@@ -40,6 +40,7 @@ def _transition(name: str, target: BatchStatus, *sources: BatchStatus) -> Transi
 _VALIDATING, _IN_PROGRESS = BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS
 REFUSE = _transition("refuse the input", BatchStatus.FAILED, _VALIDATING)
 ACCEPT = _transition("accept the input", BatchStatus.IN_PROGRESS, _VALIDATING)
+GIVE_UP = _transition("give up", BatchStatus.FAILED, _IN_PROGRESS)  # nothing can ever serve its model
 FINALIZE = _transition("finalize", BatchStatus.FINALIZING, _IN_PROGRESS)
 COMPLETE = _transition("complete", BatchStatus.COMPLETED, BatchStatus.FINALIZING)
 # A batch whose input or results cannot be read ends with its window, wherever it stands.
@@ -47,7 +48,7 @@ EXPIRE = _transition("expire", BatchStatus.EXPIRED, _IN_PROGRESS, _VALIDATING, B
 CANCEL = _transition("cancel", BatchStatus.CANCELLING, _VALIDATING, _IN_PROGRESS, BatchStatus.FINALIZING)
 END_CANCEL = _transition("end the cancel", BatchStatus.CANCELLED, BatchStatus.CANCELLING)
 
-TRANSITIONS = (REFUSE, ACCEPT, FINALIZE, COMPLETE, EXPIRE, CANCEL, END_CANCEL)
+TRANSITIONS = (REFUSE, ACCEPT, GIVE_UP, FINALIZE, COMPLETE, EXPIRE, CANCEL, END_CANCEL)
 TERMINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 OPEN = frozenset(BatchStatus) - TERMINAL
 UNDER_WAY = OPEN - {BatchStatus.CANCELLING}

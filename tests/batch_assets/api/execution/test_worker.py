@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,8 @@ from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.execution import batch_lifecycle, model_feed, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines.engine_supply import EndpointSupply
+from batch_assets.api.execution.engines.engine_supply import EndpointSupply, ServingEngine, Waits, for_ever
+from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker
@@ -390,3 +391,49 @@ def test_a_batch_of_a_model_that_nothing_can_ever_serve_fails_with_the_reason(tm
     with site_of(tmp_path) as site:
         engines = FleetSupply(GpuFleet(database="sqlite://", home=str(tmp_path), config_path="none"))  # none runs
         asyncio.run(validated(replace(site, engines=engines, never_served=lambda model, task: "It needs 900 GiB.")))
+
+
+class NoOffer:
+    """A supply that waits for an offer."""
+
+    @contextlib.asynccontextmanager
+    async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
+        await asyncio.Event().wait()
+        raise AssertionError
+        yield
+
+    def running(self, model: str) -> list[ServingEngine]:
+        return []
+
+    def awaited(self, model: str, task: Task) -> Awaited | None:
+        return Awaited.OFFER
+
+
+def test_a_batch_under_way_fails_when_it_is_found_that_nothing_can_ever_serve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider that kept silent at its validation has said what it offers."""
+    for name in ("WAITING_SECONDS", "COUNT_SECONDS", "NEVER_SECONDS"):
+        monkeypatch.setattr(worker, name, 0.0)
+    known = threading.Event()
+
+    async def works(site: Site) -> None:
+        working = Worker(
+            replace(site, engines=NoOffer(), never_served=lambda *_: "No GPU." if known.is_set() else None)
+        )
+        running = asyncio.create_task(working.run())
+        batch = added(site, jsonl([line("a")]))
+        try:
+            async with asyncio.timeout(20 * PATIENCE):
+                while (site.batches.get("t", batch.id) or batch).waiting_for is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                known.set()
+                while (found := site.batches.get("t", batch.id) or batch).status != "failed" or working._carried:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert found.failed_at is not None and "No GPU." in str(found.errors)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    with site_of(tmp_path) as site:
+        asyncio.run(works(site))
