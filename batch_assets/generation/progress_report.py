@@ -35,7 +35,8 @@ class RunProgress:
             return f"{said}, {self.rows_per_second:,.1f} rows/s"
         if self.seconds_left is None:
             return f"{said}; none finished lately" + (f": {self.note}" if self.note else "")
-        return f"{said}, {self.rows_per_second:,.1f} rows/s, about {duration(self.seconds_left)} left"
+        left = f"{said}, {self.rows_per_second:,.1f} rows/s, about {duration(self.seconds_left)} left"
+        return left + (f"; {self.note}" if self.note else "")
 
 
 def late_words(late: int) -> str:

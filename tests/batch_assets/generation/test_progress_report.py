@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from batch_assets.generation.progress_report import LONGEST_SECONDS, ProgressReport, RunProgress
+from batch_assets.generation.progress_report import LONGEST_SECONDS, ProgressReport, RunProgress, late_words
 
 
 class Clock:
@@ -49,6 +49,16 @@ def test_what_a_run_waits_for_is_said_while_nothing_moves() -> None:
     said = report.due(0, "waits for an instance")
     assert said is not None and said.seconds_left is None
     assert said.sentence() == "0 of 100 rows; none finished lately: waits for an instance"
+
+
+def test_late_rows_are_named_while_others_are_answered() -> None:
+    clock = Clock()
+    report = ProgressReport(100, clock)
+    assert report.due(0) is None
+    clock.now += 5
+    said = report.due(50, late_words(2))
+    assert said is not None
+    assert said.sentence() == "50 of 100 rows, 10.0 rows/s, about 5 s left; 2 rows are late and are asked for once more"
 
 
 def test_the_end_has_the_rate_of_the_whole_run() -> None:
