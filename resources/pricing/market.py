@@ -172,16 +172,22 @@ class Market:
         self, model: str, task: Task, mix: LengthMix, longest: int, measurements: Iterable[Measurement]
     ) -> Sequence[Refusal]:
         """Every offer, each with why it can serve such rows of the model at no time. Empty: one can, or that is not
-        known, as there is no offer, a provider does not answer, or nothing is known of the model.
+        known, as a provider does not answer or offers nothing now, or nothing is known of the model. Simulations count
+        for nothing where something is to serve the model really.
         """
         known, mix, stock = self.model(model), mix_of(task, mix), self.stock()
         throughput, never = Throughput(measurements), []
+        asked = {provider_name(name) for name in self._own if not (self.simulates(name) and self._really(known.name))}
+        if not stock.all_answered or asked - {provider_name(offer.provider) for offer in stock.own}:
+            return []
         for offer in stock.own:
+            if provider_name(offer.provider) not in asked:
+                continue
             pace = self._pace(known, throughput, offer, mix, longest, None)
             if not isinstance(pace, NoSpeed) or not pace.permanent:
                 return []
             never.append(Refusal(offer, (pace.reason,)))
-        return never if stock.all_answered else []
+        return never
 
     def _pace(
         self,
@@ -194,8 +200,7 @@ class Market:
     ) -> Speed | NoSpeed:
         """Speed of an offer: measured as it is; an estimate only where the model is known and fits."""
         if self.simulates(offer.provider) and self._really(known.name):
-            said = f"fleet.yaml has what really serves {known.name}; simulated texts would mix with its own"
-            return NoSpeed(said, permanent=True)
+            return NoSpeed(f"fleet.yaml has what really serves {known.name}; simulated texts would mix with its own")
         facts = known.facts(mix.tokens)
         found = throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
         if isinstance(found, Speed) and found.basis != "estimate":

@@ -124,6 +124,19 @@ def test_a_model_never_fits_only_where_every_offer_says_so_for_good() -> None:
     assert market().never_fits(LARGE, "chat", MIX, 2_000, ()) == []  # there may be offers later
 
 
+def test_a_provider_that_offers_nothing_now_may_offer_something_later() -> None:
+    north, south, played = FakeProvider("north", [T4]), FakeProvider("south", []), FakeProvider("played", [])
+    played.listed = [replace(H100, provider="played")]
+
+    def never(*providers: FakeProvider) -> list[str]:
+        both = Market(providers, simulated=["played"], really=lambda _: True, clock=lambda: H100.observed_at)
+        return [one.offer.provider for one in both.never_fits(LARGE, "chat", MIX, 2_000, ())]
+
+    assert never(north, south) == never(north, south, played) == []
+    assert never(north, played) == ["north"], "what is only played counts for nothing beside it"
+    assert never(south, played) == never(played) == []
+
+
 def test_of_a_provider_that_is_silent_nothing_is_known_for_good() -> None:
     assert market(T4, failure=ProviderError("away")).never_fits(LARGE, "chat", MIX, 2_000, ()) == []
 
