@@ -425,6 +425,7 @@ class EngineWorker:
     def may_be_asked(self, rows: int, now: float) -> bool:
         """Whether this engine takes so many rows more, does not refuse them for their number, and they can be paid."""
         calm = self.window.refusals.cap is None and now >= self.watchdog.resting_until
+        calm = calm and not self.window.wait_to_send(now)
         room = self._slots_taken + rows <= self.window.most and rows <= self.spending.room
         room = room and (self.rate is None or not self.rate.wait(now))
         return self.life.serving and not self.in_trial and calm and room
