@@ -29,10 +29,20 @@ def failure_text(instance: dg.DagsterInstance, run_id: str) -> str:
 
 
 def _root(error: Any) -> str:
-    """`ValueError: what it said`, from the innermost cause."""
+    """`ValueError: what it said`, from the innermost cause; of an error without a message also where it was raised."""
     while error.cause is not None:
         error = error.cause
-    return str(error.message).strip().rpartition("dagster._core.definitions.events.")[2] or NO_REASON
+    said = str(error.message).strip().rpartition("dagster._core.definitions.events.")[2] or NO_REASON
+    frames = list(error.stack or ())
+    if said.rstrip(":").rpartition(".")[2] != error.cls_name or not frames:
+        return said
+    return f"{error.cls_name}, an error without a message, raised at {_place(frames[-1])}"
+
+
+def _place(frame: str) -> str:
+    """`snapshot/row_index.py, line 61, in close`: the first line of a frame of a stack, with the last folder."""
+    first = frame.strip().splitlines()[0].removeprefix("File ").replace('"', "")
+    return "/".join(first.split("/")[-2:])
 
 
 def failed_checks(instance: dg.DagsterInstance, run_id: str) -> tuple[list[str], list[str]]:

@@ -60,12 +60,16 @@ class Rejects:
         columns = zip(*((reject.file, reject.line, reject.reason) for reject in rejects), strict=True)
         self._file.add(**dict(zip(_REJECTS.names, map(list, columns), strict=True)))
 
-    def close(self) -> None:
-        """Finish the file; raises SourceError unless bad rows are to be skipped."""
-        if self._file is not None:
-            self._file.close()
+    def refuse(self) -> None:
+        """Raise SourceError where there are bad rows, unless they are to be skipped; more may be added after it."""
         if self.count and not self.skip:
             raise SourceError.of_rows(self.first, self.count)
+
+    def close(self) -> None:
+        """Finish the file after the last bad row; raises as `refuse` does."""
+        if self._file is not None:
+            self._file.close()
+        self.refuse()
 
 
 @dataclass(slots=True)
@@ -361,13 +365,14 @@ class _Reading:
         self._content = (self._content[0] + int(high.sum())) & mask, (self._content[1] + int(low.sum())) & mask
 
     def finish(self) -> Ingested:
-        """Close the files and say what was read."""
+        """Close the files and say what was read. The rejects stay open: repeated ids are found among all rows."""
         self._index.close()
         if self._stage is not None:
             self._stage.close()
         self.check.finish()
-        self._rejects.close()
+        self._rejects.refuse()
         if self._stage is None:
+            self._rejects.close()
             why = f" (all {self._rejects.count} were rejected)" if self._rejects.count else ""
             raise SourceError(f"{source_name(self._spec)}: expected at least one row, found none that can be used{why}")
         fields = self._keep_types

@@ -398,6 +398,16 @@ def test_a_repeated_id_names_both_lines(bench: Bench) -> None:
     assert (manifest.rejected, manifest.source_rows) == (2, 4)
 
 
+def test_bad_rows_and_repeated_ids_are_skipped_together(bench: Bench) -> None:
+    rows = [{"id": 0, "q": "a"}, "{not json", {"id": 0, "q": "dup"}, {"id": 1, "q": "b"}]
+    manifest = bench.build(rows, id="id", on_bad_row="skip")
+    assert (manifest.rows, manifest.rejected, manifest.source_rows) == (2, 2, 4)
+    rejects = bench.read(bench.store.snapshot_path(manifest.snapshot, "rejects.parquet")).to_pylist()
+    assert [reject["line"] for reject in rejects] == [2, 3]
+    assert rejects[1]["reason"] == "id: the same as in a.jsonl, line 1"
+    assert bench.build(id="id", on_bad_row="skip") == manifest, "an unchanged source gives the same snapshot"
+
+
 @pytest.mark.parametrize("bad", [None, "", " ", 1.5, True, [1], {"a": 1}, "x" * 1025])
 def test_an_id_that_names_nothing_is_refused(bench: Bench, bad: Any) -> None:
     with pytest.raises(SourceError, match=r"a\.jsonl, line 2: id: expected"):
