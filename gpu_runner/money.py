@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 
 FINE_BELOW = 10.0  # US dollars
+NOTHING_BELOW = 1e-9  # what is left where binary fractions were added up and taken away
 
 
 def format_usd(usd: float, *, fine: bool = False) -> str:
     """US dollars without a sign of the currency: `1,234.50`, `0.21`, `0.0042`.
 
-    At least two decimals and two significant digits, so that no sum is shown as nothing that is not. `fine`: at least
-    four decimals of sums below 10 $, for columns that are compared and added up.
+    At least two decimals and two significant digits, so that no sum is shown as nothing that is not; what is less than
+    a billionth of a dollar is none. `fine`: at least four decimals of sums below 10 $, for columns that are compared
+    and added up.
     """
     if not math.isfinite(usd):
         return str(usd)
+    if abs(usd) < NOTHING_BELOW:
+        usd = 0.0
     least = 4 if fine and abs(usd) < FINE_BELOW else 2
     decimals = max(least, 1 - _exponent(usd)) if usd else least
     whole, _, part = f"{usd:,.{decimals}f}".partition(".")

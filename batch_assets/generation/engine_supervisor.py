@@ -89,7 +89,7 @@ class EngineSupervisor:
         self._migration_check: BackgroundTask[Migration | None] | None = None
         self._preparing: Running[bool] | None = None
         self._silent = False
-        self._late = ""
+        self._late = self._usual = ""
         self._failing: FailingRequests | None = None
 
     def step(self) -> StepResult:
@@ -149,9 +149,12 @@ class EngineSupervisor:
 
     def _tell_late(self) -> None:
         """Rows that are late, unless the run has something else to say."""
-        late = late_words(self.run.progress().late)
-        if late != self._late and self.heart.activity.note in ("", self._late):
-            self.heart.tell(late)
+        late, note = late_words(self.run.progress().late), self.heart.activity.note
+        usual = {"", *(f"on {shift.leased.name}" for shift in self.shifts)}
+        if note in usual:
+            self._usual = note
+        if late != self._late and note in (*usual, self._late):
+            self.heart.tell(late or self._usual)
             self._late = late
 
     def _stand_by(self, shift: EngineSession) -> None:

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
         (0.00996, "0.01"),
         (-0.00423, "-0.0042"),
         (float("inf"), "inf"),
+        (0.1 + 0.2 - 0.3, "0.00"),
+        (-5e-17, "0.00"),
     ],
 )
 def test_sums_have_two_decimals_and_two_significant_digits(usd: float, words: str):

@@ -6,9 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from batch_assets.api.access.rate_limits import NO_RETRY
 from batch_assets.api.requests.errors import ApiError
+from gpu_runner.client.answers.quota_codes import quota_code
 
 RELAYED = frozenset({400, 404, 408, 413, 415, 422})  # what an engine says of the request itself
+NO_QUOTA = "The account of this service at the engine has no quota or credit left. Its operator has to look at it."
 LOST = "The engine was lost before it answered."
 LATE = "The engine did not answer in time."
 UNREADABLE = "The engine's answer could not be read."
@@ -31,6 +34,8 @@ def is_failure(status: int) -> bool:
 
 def error_for_caller(status: int, said: EngineError, retry_after: str | None) -> ApiError:
     """`said`: as `read_error` gives it. `retry_after`: the engine's header."""
+    if said.code and quota_code(said.code):
+        return ApiError(503, NO_QUOTA, code="engine_quota_exceeded", headers=NO_RETRY)
     if status in RELAYED:
         return ApiError(status, said.message or "The engine refused the request.", param=said.param, code=said.code)
     if status in (429, 503):
@@ -56,15 +61,16 @@ def no_route(path: str) -> ApiError:
 def read_error(found: Any) -> EngineError:
     """An error as engines write it: `{"error": {"message", "param", "code"}}`, or older ones without the outer object.
 
-    A `code` that is a number, as vLLM's, repeats the status and says nothing of its own.
+    A `code` that is a number, as vLLM's, repeats the status and says nothing of its own. Where the `type` says that the
+    account can pay for no further request, it is the code.
     """
     error = found.get("error", found) if isinstance(found, dict) else None
     if not isinstance(error, dict):
         return EngineError()
     message = error.get("message")
-    return EngineError(
-        message[:500] if isinstance(message, str) else "", _name(error.get("param")), _name(error.get("code"))
-    )
+    code, kind = _name(error.get("code")), _name(error.get("type"))
+    code = quota_code(code or "", kind or "") or code
+    return EngineError(message[:500] if isinstance(message, str) else "", _name(error.get("param")), code)
 
 
 def _name(found: Any) -> str | None:

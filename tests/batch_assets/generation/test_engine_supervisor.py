@@ -123,6 +123,12 @@ def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_t
 
         for rows in (0, 1, 1200, 0):
             step(rows)
+        job.work(until=lambda: job.run.progress().rows_done > 0)
+        monkeypatch.setattr(job.run, "progress", progress)
+        on_engine = f"on {job.supervisor.shifts[0].leased.name}"
+        job.heart.tell(on_engine)
+        for rows in (1, 0):
+            step(rows)
         job.heart.tell("the store does not answer")
         step(1)
         assert told == [
@@ -130,6 +136,8 @@ def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_t
             "1 row is late and is asked for once more",
             "1,200 rows are late and are asked for once more",
             "",
+            "1 row is late and is asked for once more",
+            on_engine,
             "the store does not answer",
         ]
 

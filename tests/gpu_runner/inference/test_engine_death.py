@@ -11,7 +11,7 @@ import pytest
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
-from gpu_runner.client.protocol import EngineLost
+from gpu_runner.client.protocol import EngineLost, Transient
 from gpu_runner.inference.feed import Feed, FeedPolicy
 
 POLICY = FeedPolicy()
@@ -161,5 +161,23 @@ def test_a_trial_that_is_cancelled_is_taken_up_again() -> None:
             assert rounds < 300
         assert sink.dead() == {"r77": "engine_killed"}
         assert len(sink.outcomes()) == 250
+
+    run(main)
+
+
+def test_engines_that_fail_every_request_from_the_first_on_make_no_row_a_suspect() -> None:
+    async def main() -> None:
+        sink = Sink()
+        feed = make_feed(20, sink)
+        for _ in range(6):
+            engine = FakeEngine()
+            engine.outage = Transient("http_500", "out of order")
+            with pytest.raises(EngineLost, match="no_progress: every request failed"):
+                await feed.serve(engine, ORIGIN, 64)
+        assert sink.outcomes() == {}
+        await serve_all(feed, {}, slots=64, seqs=64)
+        assert sink.dead() == {}
+        assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
+        assert len(sink.outcomes()) == 20
 
     run(main)

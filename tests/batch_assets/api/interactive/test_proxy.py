@@ -393,6 +393,22 @@ def test_an_error_of_status_200_is_an_error_for_the_caller(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "said", [{"code": "insufficient_quota"}, {"type": "insufficient_quota", "code": None}, {"type": "billing_error"}]
+)
+def test_an_engine_without_quota_is_not_called_overloaded_and_the_stock_client_does_not_ask_again(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        text = orjson.dumps({"error": {"message": "You exceeded your current quota.", **said}}).decode()
+        async with http_server({CHAT: status(429, text)}) as url, running(tmp_path, url) as service:
+            call = await ask(service)
+            assert (call.status, error_of(call)["code"]) == (503, "engine_quota_exceeded")
+            assert call.headers["x-should-retry"] == "false" and "retry-after" not in call.headers
+
+    asyncio.run(scenario())
+
+
 def test_the_field_and_the_code_of_an_engines_error_reach_the_caller(tmp_path: Path) -> None:
     async def scenario() -> None:
         said = {"message": "too long", "type": "x", "param": "messages[0].content", "code": "context_length_exceeded"}
