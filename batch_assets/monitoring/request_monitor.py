@@ -170,16 +170,19 @@ class RequestMonitor:
             reason = f"canceled: {len(sight.missing)} batches are not committed"
         if reason:
             return _ended(self._failed(reason, request.run_id, runs), sight.figures)
-        if not self._waits and (pause := self._pause()) is not None:
+        if not self._waits and (pause := self._pause(request.run_id)) is not None:
             spent = self.observer.fleet_db.spend(self._dataset).usd
             said = f"paused: {pause.describe()}"
             return _ended(RunResult(False, said, pause=pause, spent_usd=spent), sight.figures)
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
 
-    def _pause(self) -> Pause | None:
-        """Why the budget lets nothing be done any more; None while it does, or rows are still in flight."""
+    def _pause(self, request: str) -> Pause | None:
+        """Why the budget of this request lets nothing be done any more; None while it does, or rows are in flight.
+
+        Until the capacity sensor has begun the request, the fleet's database holds the command for the one before.
+        """
         target = self.observer.fleet_db.target(self._dataset)
-        if target is None or not target.request or target.pause is None or target.pause.kind not in OF_BUDGET:
+        if target is None or target.request != request or target.pause is None or target.pause.kind not in OF_BUDGET:
             return None
         leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
         leased = leased or self.observer.fleet_db.engines_held()[self._dataset] > 0

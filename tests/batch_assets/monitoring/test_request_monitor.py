@@ -162,6 +162,22 @@ def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is
     assert waiting.look().ending is None
 
 
+def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: Site):
+    before = site.run(S.SUCCESS, REFRESH)
+    site.fleet_db.begin_request("d", before, budget_usd=0.01)
+    pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.01 $ are left", 0.02)
+    assert site.fleet_db.command("d", before, 0, (), pause, CapacityMemory(), CapacityPlan())
+    assert site.look(before).ending is not None
+    request = site.run(S.SUCCESS, REFRESH)
+    assert site.look(request).ending is None  # the capacity sensor has not looked yet
+    site.fleet_db.begin_request("d", request, budget_usd=0.015)
+    assert site.look(request).ending is None
+    own = Pause(PauseKind.LEASE_REFUSED, "budget of 0.015 $ leaves no room", 0.02)
+    assert site.fleet_db.command("d", request, 0, (), own, CapacityMemory(), CapacityPlan())
+    ending = site.look(request).ending
+    assert ending is not None and ending.pause == own
+
+
 def test_canceling_the_source_run_ends_it(site: Site):
     ending = site.look(site.run(S.CANCELED, REFRESH)).ending
     assert ending is not None
