@@ -25,11 +25,12 @@ from batch_assets.orchestration.reconcile import empty_store
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
 from batch_assets.orchestration.store_check import listed_differences
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_versions
+from batch_assets.snapshot.left_out import rejects_path
 from batch_assets.tags import PARTITION_TAG, PUBLISH_VOID_TAG, RANGE_END_TAG, RANGE_START_TAG
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from resources.objects.health import is_store_trouble
-from resources.objects.opening import StoreError, open_objects
+from resources.objects.opening import CorruptObject, StoreError, open_objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 
 OBSERVE_SECONDS = 8.0  # after which the store is said not to answer
@@ -83,7 +84,8 @@ class DatasetStatus:
     `table` is where the published table lies, or None; `table_current` says whether it is that of the snapshot.
     `problems`: what the catalog promises and the store has not, or why the store cannot be read. Batches whose object
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
-    the outcome of an earlier object of the dataset, or of another dataset (`reuse`).
+    the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
+    left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`.
     """
 
     dataset: str
@@ -107,6 +109,9 @@ class DatasetStatus:
     request: RequestStatus
     problems: tuple[str, ...] = ()
     rows_reused: int = 0
+    source_rows: int = 0
+    rejected: int = 0
+    rejects: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -155,6 +160,7 @@ class Observer:
         self._catalog = Catalog(instance, store.dataset)
         self._snapshot: str | None = None
         self._entries: list[BatchEntry] = []
+        self._source_counts: tuple[str, int, int] | None = None
         self._lost: frozenset[str] = frozenset()
         self._problems: list[str] = []
         self._checked_at = -math.inf
@@ -204,6 +210,19 @@ class Observer:
             sight = dataclasses.replace(sight, current=current, figures=figures(sight.entries, current, beats))
         return sight, self._problems
 
+    def source_counts(self, snapshot: str | None) -> tuple[int, int]:
+        """Rows of the source that a snapshot was made of, and how many of them it leaves out; zeros where its manifest
+        cannot be read, which `problems` and `verify` say."""
+        if snapshot is None:
+            return 0, 0
+        if self._source_counts is None or self._source_counts[0] != snapshot:
+            try:
+                manifest = self.store.manifest(snapshot)
+            except CorruptObject:
+                return 0, 0
+            self._source_counts = snapshot, manifest.source_rows, manifest.rejected
+        return self._source_counts[1:]
+
     def reports(self) -> dict[str, BatchReport]:
         """The newest ledger entry of every batch, also of those that the snapshot does not have."""
         return self._catalog.reports()
@@ -238,14 +257,12 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     try:
         sight, problems = observer.checked(now)
         table = observer.table()
+        source_rows, rejected = observer.source_counts(sight.snapshot)
     except Exception as error:
         if not isinstance(error, StoreError) and not is_store_trouble(error):
             raise
-        sight, problems, table = (
-            DatasetObservation(None, [], {}, (), _NOTHING),
-            [trouble_text(observer.store, error)],
-            None,
-        )
+        sight, table = DatasetObservation(None, [], {}, (), _NOTHING), None
+        problems, source_rows, rejected = [trouble_text(observer.store, error)], 0, 0
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
     working = [record.start_time for record in records if record.start_time and record.dagster_run.run_id in beats]
@@ -273,7 +290,14 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         request=request_status(observer.fleet_db, observer.store.dataset),
         problems=tuple(problems),
         rows_reused=counts.rows_reused,
+        source_rows=source_rows,
+        rejected=rejected,
+        rejects=_rejects(observer.store, sight.snapshot) if rejected else None,
     )
+
+
+def _rejects(store: DatasetStore, snapshot: str | None) -> str | None:
+    return None if snapshot is None else store.objects.uri(rejects_path(store, snapshot))
 
 
 def _eta(counts: Figures, rate: float) -> float | None:

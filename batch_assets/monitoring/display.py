@@ -15,6 +15,7 @@ from rich.text import Text
 
 from batch_assets.catalog.progress import Figures, eta_seconds
 from batch_assets.durations import duration
+from batch_assets.snapshot.left_out import left_out
 from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        told = [*problem_lines(status), *_request_lines(status, now), *run_lines(status)]
+        told = [*problem_lines(status), *left_out_lines(status), *_request_lines(status, now), *run_lines(status)]
         lines += [Text(f"  {line}") for line in told]
     if lines and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
@@ -184,6 +185,13 @@ def problem_lines(status: DatasetStatus) -> list[str]:
     name = status.dataset
     todo = f"{name}: `batch-assets verify {name}` says more, `batch-assets run {name}` mends what can be mended"
     return [f"{status.dataset}: {line}" for line in status.problems[:SHOWN_PROBLEMS]] + rest + [todo]
+
+
+def left_out_lines(status: DatasetStatus) -> list[str]:
+    """How many rows of the source the snapshot leaves out; nothing where it takes them all."""
+    if not status.rejected:
+        return []
+    return [f"{status.dataset}: {left_out(status.rejected, status.source_rows)}: {status.rejects}"]
 
 
 def request_lines(status: DatasetStatus, now: float) -> list[str]:

@@ -152,16 +152,7 @@ def verify(
         differences += checked.differences
         if checked.footer is not None:
             sound.add(checked.footer)
-    totals = Totals(
-        dataset=store.dataset,
-        rows=manifest.rows,
-        ok=sound.ok,
-        dead=sound.dead,
-        batches=len(entries),
-        batches_done=sound.batches,
-        prompt_tokens=sound.prompt_tokens,
-        completion_tokens=sound.completion_tokens,
-    )
+    totals = _totals(manifest, len(entries), sound)
     progress("table")
     expected = table_versions(snapshot, current) if len(current) == len(entries) else ()
     differences += verify_table(store, manifest, expected, totals if sound.batches == len(entries) else None)
@@ -170,6 +161,21 @@ def verify(
     folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
     return Verification(
         snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(store, manifest, ledger))
+    )
+
+
+def _totals(manifest: SnapshotManifest, batches: int, sound: _SoundBatches) -> Totals:
+    return Totals(
+        dataset=manifest.dataset,
+        rows=manifest.rows,
+        ok=sound.ok,
+        dead=sound.dead,
+        batches=batches,
+        batches_done=sound.batches,
+        prompt_tokens=sound.prompt_tokens,
+        completion_tokens=sound.completion_tokens,
+        source_rows=manifest.source_rows,
+        rejected=manifest.rejected,
     )
 
 

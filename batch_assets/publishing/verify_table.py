@@ -128,7 +128,7 @@ def _count_differences(
 class Totals:
     """Stable keys of `--json`. `rows` and `batches` are the snapshot's, the other counts those of sound objects.
 
-    `table` is the folder of the published table, or None.
+    `table` is the folder of the published table, or None. `rejected` of `source_rows` are left out by the snapshot.
     """
 
     dataset: str
@@ -140,3 +140,5 @@ class Totals:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     table: str | None = None
+    source_rows: int = 0
+    rejected: int = 0

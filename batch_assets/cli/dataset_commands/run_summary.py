@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batch_assets.monitoring.request_monitor import RunResult
     from batch_assets.publishing.dead_letters import DeadLetterExample
     from gpu_runner.fleet.capacity_plan import Pause
+    from resources.store.dataset_store import DatasetStore
 
 UI_PORT = 3000
 PAUSED_STATUS = 3
@@ -42,6 +43,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
     with observing([request.dataset]) as (seen,):
         status = dataset_status(seen, time.time())
         dead = dead_examples(seen, status)
+        without = left_out_lines(seen.store, status)
     if as_json:
         trial = {"rows": ending.trial.rows, "batches": ending.trial.batches} if ending.trial else None
         extra = {
@@ -58,9 +60,9 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         print_json(status.as_json() | extra)
     elif ending.trial is not None:
         show_trial(request.dataset, ending.trial.batches)
-        print("\n".join(trial_done(status, runner, ending.trial)), flush=True)
+        print("\n".join([*trial_done(status, runner, ending.trial), *without]), flush=True)
     elif ending.ok:
-        print("\n".join(success(status, runner)))
+        print("\n".join([*success(status, runner), *without]))
         print("\n".join([_verified(request.dataset, ending), *simulated_line(status)]), flush=True)
     if dead and not as_json:
         print("\n".join(dead_lines(request.dataset, dead)), flush=True)
@@ -132,6 +134,17 @@ def dead_examples(seen: Observer, status: DatasetStatus) -> list[DeadLetterExamp
         if not is_store_trouble(error):
             raise
         return []
+
+
+def left_out_lines(store: DatasetStore, status: DatasetStatus) -> list[str]:
+    """How many rows of the source are left out, why the first of them is, and where all are listed."""
+    from batch_assets.snapshot.left_out import first_reject, left_out
+
+    if not status.rejected or status.snapshot is None:
+        return []
+    first = first_reject(store, status.snapshot)
+    said = f"{status.dataset}: {left_out(status.rejected, status.source_rows)}"
+    return [said if first is None else f"{said}, the first: {first}", f"left out: {status.rejects}"]
 
 
 def dead_lines(dataset: str, dead: Sequence[DeadLetterExample]) -> list[str]:

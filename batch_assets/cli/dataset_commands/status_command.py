@@ -23,6 +23,7 @@ from batch_assets.local_dagster.home import dagster_runs
 from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
 from batch_assets.monitoring.display import clock_lines, status_table
 from batch_assets.settings import dagster_home
+from batch_assets.snapshot.left_out import left_out
 from resources.objects.opening import CorruptObject, StoreError
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore
 
@@ -125,9 +126,10 @@ def show_verification(spec: GeneratedDatasetSpec, folder: Path, *, as_json: bool
 def verified(name: str, found: Verification) -> str:
     """One sentence on a comparison without differences."""
     totals = found.totals
+    without = f"; {left_out(totals.rejected, totals.source_rows)}" if totals.rejected else ""
     return (
         f"{name}: snapshot, {totals.batches:,} batch objects, catalog and table agree: {totals.rows:,} rows, "
-        f"{totals.ok:,} ok, {totals.dead:,} dead"
+        f"{totals.ok:,} ok, {totals.dead:,} dead{without}"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from support.snapshots import commit, current_path, overwrite, questions, write_snapshot
 from support.timing import SOAK
 
+from batch_assets.cli.dataset_commands.status_command import verified
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import publish
@@ -85,7 +86,14 @@ def test_a_finished_dataset_verifies_with_stable_totals(any_objects: Objects, tm
         "prompt_tokens": sum(footer.prompt_tokens for footer in footers),
         "completion_tokens": sum(footer.completion_tokens for footer in footers),
         "table": finished.table.uri(any_objects),
+        "source_rows": finished.manifest.source_rows,
+        "rejected": 1,
     }
+
+
+def test_the_sentence_says_how_many_rows_of_the_source_are_left_out(finished: Finished) -> None:
+    said = verified("sums", verify(finished.store, finished.ledger))
+    assert "47 rows, 45 ok, 2 dead; 1 of 50 rows of the source is left out (on_bad_row: skip)" in said
 
 
 def test_before_the_first_snapshot_there_is_one_difference(local_objects: Objects) -> None:
