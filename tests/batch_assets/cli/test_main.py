@@ -212,8 +212,12 @@ def test_without_a_gpu_the_demo_starts_llama_cpp_and_generates_the_small_example
     assert found.simulated == FleetConfig.embedded().simulated  # for all other models
 
 
-def test_the_demos_fleet_has_three_providers_whose_spot_machines_are_taken_away(tmp_path: Path):
+def test_the_demos_fleet_has_three_providers_that_compete_and_a_price_that_falls(tmp_path: Path):
     write_demo_fleet(tmp_path / "fleet.yaml")
     found = FleetConfig.load(tmp_path / "fleet.yaml").simulated
     assert found == demo_cloud()
+    prices = {one.name: one.offers[0].price_per_hour for one in found.providers}
+    assert sorted(prices, key=lambda name: prices[name]) == ["sim-spot", "sim-north", "sim-east"]
     assert [one.taken_after_seconds for one in found.providers] == [None, None, SPOT_SECONDS * CLOCK]
+    ((cut,),) = [one.changes for one in found.providers if one.changes]
+    assert cut.price_per_hour is not None and cut.price_per_hour < prices["sim-spot"]

@@ -1,0 +1,73 @@
+"""Prices by the token: in fleet.yaml, with an address of the command line, and how they are planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpu_runner.market.speed import LengthMix
+from gpu_runner.market.workload import Workload
+from gpu_runner.token_price import TokenPrice
+from resources.endpoints import allow
+from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options
+from resources.pricing.token_prices import TokenPriceConfig, parse_token_price
+
+URL = "http://127.0.0.1:9"
+WORK = Workload(1000, 1000, LengthMix(100, 300), 1200, "measured", "measured", (), 1000)
+
+
+def load(home: Path, *engines: dict[str, Any]) -> FleetConfig:
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": list(engines)}))
+    return FleetConfig.load(home / "fleet.yaml", home)
+
+
+def engine(price: object, name: str = "api", **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "endpoint", "url": URL, "usd_per_million_tokens": price, **more}
+
+
+@pytest.mark.parametrize("price", [0.5, {"input": 0.5, "output": 0.5}])
+def test_a_price_is_one_number_or_two(tmp_path: Path, price: object) -> None:
+    (found,) = load(tmp_path, engine(price)).engines
+    assert found.token_price == TokenPrice(0.5, 0.5)
+    assert parse_token_price("0.5") == found.usd_per_million_tokens
+
+
+@pytest.mark.parametrize(
+    "wrong", [engine(-1), engine({"input": 1}), engine("free"), {"name": "p", "kind": "process", **engine(1, url=None)}]
+)
+def test_a_price_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    kind = {"kind": "process"} if wrong["url"] is None else {}
+    with pytest.raises(FleetConfigError, match="usd_per_million_tokens"):
+        load(tmp_path, {name: value for name, value in {**wrong, **kind}.items() if value is not None})
+
+
+def test_an_address_of_the_command_line_keeps_its_price_and_has_that_of_fleet_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_API_KEY", "secret")
+    config = load(tmp_path, engine(2.0))
+    allow(tmp_path, URL, "secret")
+    (found,) = config.engines_for("m", URL)
+    assert (found.token_price, found.api_key_env) == (TokenPrice(2.0, 2.0), "BATCH_ASSETS_API_KEY")
+    allow(tmp_path, URL, "secret", TokenPriceConfig(input=0.1, output=0.4))
+    allow(tmp_path, URL, "secret")  # a later run says nothing of it
+    (found,) = config.engines_for("m", URL)
+    assert found.token_price == TokenPrice(0.1, 0.4)
+
+
+def test_the_cost_of_the_work_is_that_of_its_tokens_whatever_the_speed(tmp_path: Path) -> None:
+    engines = hosted_engines(load(tmp_path, engine({"input": 1.0, "output": 2.0})), "m", None)
+    for speeds in ({}, {"api": 50.0}):
+        (option,), (offer,) = hosted_options(engines, WORK, speeds), hosted_offers(engines, WORK, speeds, 0.0)
+        assert option.usd_per_token * WORK.tokens == pytest.approx(WORK.usd(TokenPrice(1.0, 2.0))) == pytest.approx(0.7)
+        assert offer.usd == pytest.approx(0.7) and offer.usd_per_million_tokens == pytest.approx(1.75)
+        assert option.row_usd == pytest.approx((1.25 * 200 + 32 + 2 * 1000) / 1e6)
+
+
+def test_where_one_engine_has_no_price_none_is_counted_with(tmp_path: Path) -> None:
+    free = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:10"}
+    assert hosted_engines(load(tmp_path, free, engine(1.0)), "m", None) == ()
