@@ -25,7 +25,7 @@ from batch_assets.publishing.dead_letters import (
 )
 from batch_assets.publishing.differences import Difference, error_text
 from batch_assets.publishing.published_table import table_versions
-from batch_assets.publishing.verify_table import Totals, readers_version, verify_table
+from batch_assets.publishing.verify_table import Totals, is_simulated, readers_version, verify_table
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
 from gpu_runner.rows import data_version
 from resources.objects.opening import CorruptObject
@@ -160,7 +160,10 @@ def verify(
     seen = readers_version(store)
     folder = store.objects.uri(f"{store.dataset}/published/{seen}") if seen else None
     return Verification(
-        snapshot, replace(totals, table=folder), tuple(differences), tuple(_notes(store, manifest, ledger))
+        snapshot,
+        replace(totals, table=folder, simulated=is_simulated(store, seen)),
+        tuple(differences),
+        tuple(_notes(store, manifest, ledger)),
     )
 
 

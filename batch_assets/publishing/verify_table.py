@@ -63,6 +63,14 @@ def readers_version(store: DatasetStore) -> str | None:
     return None
 
 
+def is_simulated(store: DatasetStore, version: str | None) -> bool | None:
+    """Whether a published table has rows of an engine simulator; None without a table whose manifest can be read."""
+    with contextlib.suppress(CorruptObject):
+        table = published_table(store, version) if version else None
+        return None if table is None else table.simulated
+    return None
+
+
 def _file_differences(store: DatasetStore, table: PublishedTable) -> Iterator[Difference]:
     for file in table.stored():
         path = f"{table.path}/{file.name}"
@@ -128,7 +136,8 @@ def _count_differences(
 class Totals:
     """Stable keys of `--json`. `rows` and `batches` are the snapshot's, the other counts those of sound objects.
 
-    `table` is the folder of the published table, or None. `rejected` of `source_rows` are left out by the snapshot.
+    `table` is the folder of the published table, or None; `simulated`: it has rows of an engine simulator.
+    `rejected` of `source_rows` are left out by the snapshot.
     """
 
     dataset: str
@@ -142,3 +151,4 @@ class Totals:
     table: str | None = None
     source_rows: int = 0
     rejected: int = 0
+    simulated: bool | None = None

@@ -127,9 +127,10 @@ def verified(name: str, found: Verification) -> str:
     """One sentence on a comparison without differences."""
     totals = found.totals
     without = f"; {left_out(totals.rejected, totals.source_rows)}" if totals.rejected else ""
+    made_up = "; simulated: its texts are made up by an engine simulator" if totals.simulated else ""
     return (
         f"{name}: snapshot, {totals.batches:,} batch objects, catalog and table agree: {totals.rows:,} rows, "
-        f"{totals.ok:,} ok, {totals.dead:,} dead{without}"
+        f"{totals.ok:,} ok, {totals.dead:,} dead{without}{made_up}"
     )
 
 

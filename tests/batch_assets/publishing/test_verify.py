@@ -88,12 +88,20 @@ def test_a_finished_dataset_verifies_with_stable_totals(any_objects: Objects, tm
         "table": finished.table.uri(any_objects),
         "source_rows": finished.manifest.source_rows,
         "rejected": 1,
+        "simulated": True,
     }
 
 
 def test_the_sentence_says_how_many_rows_of_the_source_are_left_out(finished: Finished) -> None:
     said = verified("sums", verify(finished.store, finished.ledger))
     assert "47 rows, 45 ok, 2 dead; 1 of 50 rows of the source is left out (on_bad_row: skip)" in said
+
+
+def test_the_sentence_says_that_a_table_is_simulated(finished: Finished) -> None:
+    found = verify(finished.store, finished.ledger)
+    assert verified("sums", found).endswith("; simulated: its texts are made up by an engine simulator")
+    real = dataclasses.replace(found, totals=dataclasses.replace(found.totals, simulated=False))
+    assert "simulated" not in verified("sums", real)
 
 
 def test_before_the_first_snapshot_there_is_one_difference(local_objects: Objects) -> None:
