@@ -120,6 +120,15 @@ def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetSite) -
     assert refresh(site, **{SIMULATE_TAG: "true"}).success
 
 
+def test_a_finished_simulated_table_stays_as_long_as_there_is_no_engine(
+    site: DatasetSite, simulator: SimulatedEngine
+) -> None:
+    assert all_rows(site, simulator.url)
+    (site.folder / "fleet.yaml").unlink()
+    assert refresh(site).success and not missing(site)
+    assert publish(site)
+
+
 def test_a_word_that_is_neither_true_nor_false_is_refused(site: DatasetSite) -> None:
     assert not refresh(site, **{SIMULATE_TAG: "yes"}).success
     assert "tag batch/simulate: expected true or false, found 'yes'" in site.reason()
