@@ -341,15 +341,16 @@ def adjust(
 ) -> None:
     """Change deadline or budget of what is being made now. A paused dataset goes on within half a minute."""
     with user_errors():
-        spec = known_dataset(name)
+        spec, folder = declared_dataset(name)
         if deadline is None and budget_usd is None:
             raise CommandError("name what is to change: --deadline or --budget-usd")
         wished = wished_options(spec, deadline, budget_usd, None, None)
         from batch_assets.cli.dataset_commands.plan import adjust_request
 
-        said = adjust_request(name, wished.deadline if deadline is not None else None, budget_usd)
+        said = adjust_request(spec, folder, wished.deadline if deadline is not None else None, budget_usd)
         if said is None:
-            raise CommandError(f"{name}: nothing is being made. Give them to `batch-assets run {name}` instead.")
+            said = f"{name}: no request is under way, so there is nothing to change."
+            raise CommandError(f"{said} Give the options to `batch-assets run {name}` instead.")
         sys.stdout.write(f"{said}\n")
 
 

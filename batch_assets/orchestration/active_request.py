@@ -31,7 +31,7 @@ from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import BY_HAND, request_of
 from batch_assets.tags import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, ROWS_TAG
-from gpu_runner.fleet.database import RunBeat
+from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.fleet.wait_reason import WaitReason
 from gpu_runner.market.workload import Workload
@@ -106,6 +106,25 @@ class WorkWatcher:
         if refresh is None or found != refresh.run_id:  # Dagster, not our launcher, cuts these into runs
             units = _most_runs(left, unfinished, self._spec.batches_per_run)
         return ActiveDataset(found, tags, work, spread, len(left), units, waits, self._in_hand.model(snapshot))
+
+
+def request_under_way(
+    instance: dg.DagsterInstance,
+    fleet_db: FleetDatabase,
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    folder: Path,
+) -> DatasetTarget | None:
+    """What is wanted of the request under way; None where nothing is, or another one than in the fleet's database.
+
+    The fleet's database keeps a request until a capacity sensor sees that it is over, and none sees it where Dagster
+    ended with the request. So the rule of that sensor is asked.
+    """
+    target = fleet_db.target(spec.name)
+    if target is None or not target.request:
+        return None
+    found = WorkWatcher(spec, store, folder).look(instance, (), target)
+    return target if found is not None and found.request == target.request else None
 
 
 Going = dict[str, Mapping[str, str]]

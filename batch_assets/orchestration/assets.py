@@ -20,6 +20,7 @@ from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.generation.vector_length import vector_length
 from batch_assets.metadata.asset_metadata import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
+from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
@@ -40,7 +41,7 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin_unless_busy, simulates
+from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
@@ -164,7 +165,8 @@ def read_source(
         if REFRESH_TAG in context.run.tags:
             trial_rows(context.run.tags)  # refused here, before anything is begun
             endpoint_limits(context.run.tags)
-            begin_unless_busy(fleet_db, spec, context.run.run_id, context.run.tags)
+            busy = request_under_way(context.instance, fleet_db, spec, store, base) is not None
+            (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, context.run.tags)
         manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
         register_batches(context.instance, store, manifest)
@@ -243,7 +245,8 @@ def plan_metadata(
             return {"plan": "nothing is missing"}
         wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
-        found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished, timing)
+        request = request_under_way(context.instance, fleet_db, spec, store, folder)
+        found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished, timing, request)
     except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
         return {"plan": f"no plan: {error}"}
     target, chosen = found.target, found.plan.chosen

@@ -235,15 +235,15 @@ def propose(
     work: Workload,
     tags: Mapping[str, str],
     timing: ControlTiming,
+    request: DatasetTarget | None = None,
 ) -> Proposal:
-    """Plan for the work that is left; where nothing is, for all of it. `tags`: wishes that take the place of the spec's
-    and of those of the request under way. `timing`: of the sensor that will decide. Raises InvalidTag."""
+    """Plan for the work that is left; where nothing is, for all of it. `request`: the one under way; None: for a new
+    one, which has spent nothing. `tags`: wishes that take the place of the spec's and of those of the request.
+    `timing`: of the sensor that will decide. Raises InvalidTag."""
     if not work.rows:
         text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
         assumed = (*work.assumptions, Assumption(Subject.ROWS, text))
         work = replace(work, rows=work.all_rows, assumptions=assumed)
-    target = fleet_db.target(spec.name)
-    request = target if target is not None and target.request else None
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)

@@ -21,6 +21,7 @@ from batch_assets.cli.output import WIDE_WIDTH, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.monitoring.dataset_status import observing
+from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.planner_input import FleetView, Proposal, propose
 from batch_assets.planning.workload_estimate import WorkloadEstimator
@@ -81,6 +82,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
     try:
         with observing([spec.name]) as (seen,):
             versions = ledger.ledger_versions(seen.instance, spec.name)
+            request = request_under_way(seen.instance, seen.fleet_db, spec, seen.store, folder)
             anew = [key for key, found in versions.items() if found.anew]
             work = WorkloadEstimator(spec, seen.store, folder).look(anew)
             if seen.store.current_snapshot() is not None:
@@ -90,7 +92,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
     fleet = the_fleet()
     with fleet.open_database() as fleet_db:
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
-        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags, timing)
+        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags, timing, request)
 
 
 def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:
@@ -100,9 +102,15 @@ def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Wor
     return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, *said))
 
 
-def adjust_request(name: str, deadline: Deadline | None, budget_usd: float | None) -> str | None:
+def adjust_request(
+    spec: GeneratedDatasetSpec, folder: Path, deadline: Deadline | None, budget_usd: float | None
+) -> str | None:
     """Change what is wanted of the request under way; returns what is wanted now, None when there is no request."""
-    with the_fleet().open_database() as fleet_db:
+    name = spec.name
+    with observing([name]) as (seen,):
+        fleet_db = seen.fleet_db
+        if request_under_way(seen.instance, fleet_db, spec, seen.store, folder) is None:
+            return None
         changes: dict[str, float] = {} if budget_usd is None else {"budget_usd": budget_usd}
         if deadline is not None:
             changes["deadline_at"] = deadline.at(fleet_db.now())

@@ -12,17 +12,22 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from dagster._core.test_utils import create_run_for_test
 from support.capacity_site import SPEC, fleet_yaml, instance
-from support.sensor_site import Site
+from support.sensor_site import KEYS, Site
 from typer.testing import CliRunner
 
 from batch_assets.cli.dataset_commands.plan import report, wanted_words
 from batch_assets.cli.main import app
+from batch_assets.monitoring.dataset_status import observing
+from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.planning.planner_input import FleetView, propose, wanted_of
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import load_spec
+from batch_assets.tags import CANCELED_TAG, REFRESH_TAG
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.market.selection import FailureKind
 from gpu_runner.planner.types import TIMING, Target
 
@@ -155,7 +160,8 @@ def test_what_is_held_and_spent_already_is_part_of_the_plan(site: Site) -> None:
     instance(site, "ba-1", seconds=100, tokens=200_000)
     spec = load_spec({**SPEC, "budget_usd": 9.0}, "defs.yaml")
     work = WorkloadEstimator(spec, site.store, site.folder).look()
-    found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, spec, work, {}, TIMING)
+    request = site.fleet_db.target("d")
+    found = propose(FleetView.look(site.fleet, site.fleet_db), site.fleet_db, spec, work, {}, TIMING, request)
     assert [one.instance for one in found.held] == ["ba-1"] and found.held[0].ready_in == 0
     assert found.target.deadline == pytest.approx(6 * 3600, abs=60)
     assert isinstance(found.spend, Spend) and found.request
@@ -177,6 +183,8 @@ def test_prompts_show_the_plan_before_anything_is_rented(home: Path) -> None:
         dataset_definitions(spec, folder), dg.Definitions(resources=resources, executor=platform().executor)
     )
     with dg.DagsterInstance.ephemeral() as instance_:
+        with fleet.open_database() as fleet_db:  # its Dagster is gone, and so is the capacity sensor that would end it
+            fleet_db.begin_request("d", "the request before", budget_usd=0.01)
         job = definitions.resolve_job_def("d_refresh")
         result = job.execute_in_process(instance=instance_, tags={"batch/deadline": "2h", "batch/refresh": "d"})
         (event,) = result.get_asset_materialization_events()
@@ -191,19 +199,62 @@ def test_prompts_show_the_plan_before_anything_is_rented(home: Path) -> None:
     assert target.deadline_in == pytest.approx(7200, abs=60)
 
 
-def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) -> None:
-    def adjust(*words: str) -> tuple[int, str]:
-        found = CliRunner().invoke(app, ["adjust", "d", *words])
-        return found.exit_code, " ".join(found.output.split())
+def adjust(*words: str) -> tuple[int, str]:
+    """Exit status and output of the command."""
+    found = CliRunner().invoke(app, ["adjust", "d", *words])
+    return found.exit_code, " ".join(found.output.split())
 
+
+def refresh(status: dg.DagsterRunStatus) -> str:
+    """A refresh in the home's Dagster."""
+    with observing(["d"]) as (seen,):
+        return create_run_for_test(seen.instance, job_name="d_refresh", status=status, tags={REFRESH_TAG: "d"}).run_id
+
+
+def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) -> None:
     assert adjust("--budget-usd", "5")[0] == 2  # nothing is being made
     assert "name what is to change" in adjust()[1]
     with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
-        fleet_db.begin_request("d", "refresh", deadline_at=fleet_db.now() + 5430, budget_usd=2.0)
+        request = refresh(dg.DagsterRunStatus.STARTED)
+        fleet_db.begin_request("d", request, deadline_at=fleet_db.now() + 5430, budget_usd=2.0)
         assert adjust("--budget-usd", "5") == (0, "d: now done in 1 h 30 min, for at most 5.00 $")
         assert adjust("--deadline", "190m") == (0, "d: now done in 3 h 10 min, for at most 5.00 $")
         target = fleet_db.target("d")
     assert target is not None and target.deadline_in == pytest.approx(190 * 60, abs=60) and target.budget_usd == 5.0
+
+
+def test_a_request_that_no_sensor_has_ended_is_over_for_adjust_and_plan(home: Path) -> None:
+    """The Dagster of its `run` ended with it, before the capacity sensor looked once more."""
+    request = refresh(dg.DagsterRunStatus.CANCELED)
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        fleet_db.begin_request("d", request, deadline_at=fleet_db.now() - 60, budget_usd=2.0)
+        status, said = adjust("--budget-usd", "5")
+        assert (status, "d: no request is under way, so there is nothing to change" in said) == (2, True)
+        target = fleet_db.target("d")
+    assert target is not None and target.budget_usd == 2.0
+    found = plan("--budget-usd", "2.6")[1]
+    assert (found["request"], found["spent_usd"], found["budget_usd"]) == (None, None, 2.6)
+    assert found["deadline_seconds"] == pytest.approx(6 * 3600, abs=60)  # the file's, not that of what is over
+
+
+def test_a_request_is_under_way_until_its_batches_are_there_or_it_is_canceled(site: Site) -> None:
+    spec, folder = site.specs["d"]
+
+    def under_way() -> DatasetTarget | None:
+        return request_under_way(site.instance, site.fleet_db, spec, site.store, folder)
+
+    site.snapshot()
+    assert under_way() is None
+    request = site.request()
+    site.fleet_db.begin_request("d", request, budget_usd=2.0)
+    found = under_way()
+    assert found is not None and found.request == request
+    site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
+    assert under_way() is None
+    site.fleet_db.begin_request("d", site.request(), budget_usd=3.0)
+    assert under_way() is not None
+    site.commit(*KEYS)
+    assert under_way() is None
 
 
 HOSTED = {
