@@ -51,7 +51,8 @@ class RunResult:
     """How the work ended. `runs` are those to look at, newest first.
 
     `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over. `pause`: the
-    budget stopped it; the runs that are under way wait for a larger one. `spent_usd`: US dollars of it until then.
+    budget stopped it; the runs that are under way wait for a larger one. `spent_usd`: US dollars of the request when
+    that was decided.
     """
 
     ok: bool
@@ -170,14 +171,12 @@ class RequestMonitor:
             reason = f"canceled: {len(sight.missing)} batches are not committed"
         if reason:
             return _ended(self._failed(reason, request.run_id, runs), sight.figures)
-        if not self._waits and (pause := self._pause(request.run_id)) is not None:
-            spent = self.observer.fleet_db.spend(self._dataset).usd
-            said = f"paused: {pause.describe()}"
-            return _ended(RunResult(False, said, pause=pause, spent_usd=spent), sight.figures)
+        if not self._waits and (paused := self._paused(request.run_id)) is not None:
+            return _ended(paused, sight.figures)
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
 
-    def _pause(self, request: str) -> Pause | None:
-        """Why the budget of this request lets nothing be done any more; None while it does, or rows are in flight.
+    def _paused(self, request: str) -> RunResult | None:
+        """The end of a request whose budget lets nothing be done any more; None while it does, or rows are in flight.
 
         Until the capacity sensor has begun the request, the fleet's database holds the command for the one before.
         """
@@ -186,7 +185,10 @@ class RequestMonitor:
             return None
         leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
         leased = leased or self.observer.fleet_db.engines_held()[self._dataset] > 0
-        return None if leased else target.pause
+        if leased:
+            return None
+        spent = 0.0 if target.plan is None else target.plan.usd_spent
+        return RunResult(False, f"paused: {target.pause.describe()}", pause=target.pause, spent_usd=spent)
 
     def _look_at_redrive(self, request: dg.DagsterRun, error: str) -> ProgressUpdate:
         """A re-drive ends with its runs: each batch that held dead letters at its start is tried once."""

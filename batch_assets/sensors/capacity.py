@@ -298,6 +298,8 @@ def _unless_refused(command: Command, question: Open, spent: float, plan: Plan, 
     enough = refused.enough_usd - spent
     if plan.chosen is not None:
         enough = max(enough, needed_usd(plan.chosen, timing.reserve))
+    elif plan.least_usd is not None:
+        enough = max(enough, plan.least_usd)
     return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words(), enough), kind="paused")
 
 

@@ -9,11 +9,11 @@ from typing import Literal
 from gpu_runner.fleet.capacity_plan import Assignment, Pause, PauseKind
 from gpu_runner.market.offers import HOUR
 from gpu_runner.money import format_usd, round_up_usd
-from gpu_runner.planner.budget import affordable, entry_usd, fitting
+from gpu_runner.planner.budget import affordable, entry_usd, fitting, needed_usd
 from gpu_runner.planner.feasibility import MIN_SAVING, FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate
-from gpu_runner.planner.planner import make_plan
-from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, say_fleet, say_time
+from gpu_runner.planner.planner import least_budget, make_plan
+from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer
 
 EXCHANGED_AT_ONCE = 5  # one in so many may be given up at once for others that save money
 
@@ -185,8 +185,9 @@ def end_beyond_budget(check: FeasibilityCheck) -> tuple[Command, Plan] | None:
         rule = f"{format_usd(least)} $ are held back for the {reserve:.0f} s {until}"
     else:
         rule = _why_no_entry(there, check.timing)
-    reason = f"budget reached: {format_usd(budget)} $ are left, and {rule}; the work needs {_needed(plan)}"
-    pause, ended = Pause(PauseKind.BUDGET_REACHED, reason, plan.least_usd), tuple(one.instance for one in held)
+    enough = _enough(check, plan)
+    reason = f"budget reached: {format_usd(budget)} $ are left, and {rule}; the work needs {_needed(enough)}"
+    pause, ended = Pause(PauseKind.BUDGET_REACHED, reason, enough), tuple(one.instance for one in held)
     return Command(0, (), ended, pause=pause, kind="paused", reason=reason), plan
 
 
@@ -204,9 +205,16 @@ def _why_no_entry(options: Sequence[PlannedOffer], timing: ControlTiming) -> str
     )
 
 
-def _needed(plan: Plan) -> str:
-    if plan.chosen is not None:
-        return (
-            f"{format_usd(plan.chosen.usd.p50)} $ more ({say_fleet(plan.chosen)}, {say_time(plan.chosen.finish.p50)})"
-        )
-    return "more" if plan.least_usd is None else f"{format_usd(round_up_usd(plan.least_usd))} $ more"
+def _enough(check: FeasibilityCheck, plan: Plan) -> float | None:
+    """US dollars from now on with which the work can be done after a pause: all that is held has ended then.
+
+    None where nothing that could do it is offered or held.
+    """
+    anew = least_budget(check.work, check.options, (), replace(check.target, reserve_seconds=check.timing.reserve))
+    if anew is not None:
+        return anew[0]
+    return plan.least_usd if plan.chosen is None else needed_usd(plan.chosen, check.timing.reserve)
+
+
+def _needed(enough: float | None) -> str:
+    return "more" if enough is None else f"{format_usd(round_up_usd(enough))} $ from now on"

@@ -81,7 +81,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
 
 
 def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:
-    """The last lines of a run that its budget stopped after so many US dollars.
+    """The last lines of a run that its budget stopped. `spent`: US dollars of its request when that was decided.
 
     `own`: its Dagster ends with it: the next `run` is a request of its own. Else its runs wait for a larger budget.
     """
@@ -91,10 +91,15 @@ def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:
         enough = round_up_usd(enough - spent)
     command = f"batch-assets {'run' if own else 'adjust'} {dataset} --budget-usd"
     if enough is None:
-        return [said, f"`{command} SUM` goes on from there with a larger budget; what is finished is kept"]
-    kind = f"{format_usd(enough)} $ {'more' if own else 'in all'} would do"
+        unknown = "nothing that could do the rest is offered now, so nobody knows which budget would do"
+        return [said, f"{unknown}: `batch-assets plan {dataset}` says it later; what is finished is kept"]
+    of = "for the next run" if own else "for the whole request"
     number = format_usd(enough).replace(",", "")
-    return [said, f"{kind}: `{command} {number}` goes on from there; what is finished is kept"]
+    return [
+        said,
+        f"a budget of {format_usd(enough)} $ {of} would do: `{command} {number}` goes on from there; "
+        "what is finished is kept",
+    ]
 
 
 def _verified(dataset: str, ending: RunResult) -> str:

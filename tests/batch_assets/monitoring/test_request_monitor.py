@@ -173,9 +173,9 @@ def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: Si
     site.fleet_db.begin_request("d", request, budget_usd=0.015)
     assert site.look(request).ending is None
     own = Pause(PauseKind.LEASE_REFUSED, "budget of 0.015 $ leaves no room", 0.02)
-    assert site.fleet_db.command("d", request, 0, (), own, CapacityMemory(), CapacityPlan())
+    assert site.fleet_db.command("d", request, 0, (), own, CapacityMemory(), CapacityPlan(usd_spent=0.004))
     ending = site.look(request).ending
-    assert ending is not None and ending.pause == own
+    assert ending is not None and (ending.pause, ending.spent_usd) == (own, 0.004)  # of the moment of the sum
 
 
 def test_canceling_the_source_run_ends_it(site: Site):

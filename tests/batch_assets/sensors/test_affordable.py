@@ -70,7 +70,8 @@ def test_a_pause_says_its_rule_with_numbers_that_explain_it():
     assert command.pause is not None and command.pause.kind is PauseKind.BUDGET_REACHED
     assert command.pause.describe().startswith(
         "budget reached: 0.21 $ are left, and the next instance needs 0.26 $ (1×A100: 0.10 $ to boot, 0.10 $ to work "
-        "at least as long, 0.062 $ held back for the 150 s until it is drained and ended); the work needs 0.27 $ more"
+        "at least as long, 0.062 $ held back for the 150 s until it is drained and ended); the work needs 0.27 $ "
+        "from now on"
     )
     held = (HeldInstance("i0", ONE),)
     command, _ = tick([ONE], Target(None, 0.05), work=little, held=held)

@@ -82,6 +82,17 @@ def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_mon
     assert target(site).plan.on_time is False and "LATE" in says(site)
 
 
+def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(site: Site) -> None:
+    run = site.batches(S.STARTED, KEYS[0], KEYS[3])
+    site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
+    refused = BudgetRefusal(0.3, spent_usd=0.0, held_back_usd=0.1, drain_seconds=5.0, boot_usd=0.11)
+    site.fleet_db.beat(run, "waiting", RunActivity("any words", WaitReason(WaitKind.BUDGET, refused)), 0)
+    site.tick("capacity")
+    pause = target(site).pause
+    assert pause.kind is PauseKind.LEASE_REFUSED and refused.enough_usd < 0.33
+    assert pause.enough_usd >= 0.46  # what the first instance needs by the plan
+
+
 def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site: Site) -> None:
     assert site.fleet_db.begin_request("d", "r")
     run = site.batches(S.STARTED, KEYS[0], KEYS[3])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, memory_to_json, read_memory
+from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.planner.command import assign
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import TIMING, HeldInstance, Plan, PlannedOffer, Target, Work
@@ -211,8 +212,11 @@ def test_a_spent_budget_pauses_and_more_budget_resumes():
     command, memory, _ = tick([A100], ready(2), Target(20 * HOUR, 0.01))
     assert (command.instances, command.kind) == (0, "paused")
     assert set(command.retire) == {"i0", "i1"} and "0.01 $ are left" in command.pause.describe()
+    enough = command.pause.enough_usd
+    assert enough is not None and f"needs {format_usd(round_up_usd(enough))} $ from now on" in command.pause.describe()
     still, memory, _ = tick([A100], [], Target(20 * HOUR, 0.01), memory=memory)
     assert still.kind == "paused" and still.instances == 0
+    assert tick([A100], [], Target(20 * HOUR, enough), memory=memory)[0].pause is None
     resumed, _, _ = tick([A100], [], Target(20 * HOUR, 30.0), memory=memory)
     assert resumed.pause is None and resumed.instances == 1
 

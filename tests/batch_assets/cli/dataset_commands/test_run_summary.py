@@ -52,11 +52,12 @@ def test_a_run_that_its_budget_stopped_says_the_sum_and_the_command_that_goes_on
     pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.10 $ are left", 1.5)
     assert read_pause(pause_to_json(pause)) == pause
     assert paused("d", pause, 0.5, own=False)[1] == (
-        "1.50 $ in all would do: `batch-assets adjust d --budget-usd 1.50` goes on from there; what is finished is kept"
+        "a budget of 1.50 $ for the whole request would do: `batch-assets adjust d --budget-usd 1.50` goes on from "
+        "there; what is finished is kept"
     )
     assert paused("d", pause, 0.5, own=True)[1].startswith(
-        "1.00 $ more would do: `batch-assets run d --budget-usd 1.00`"
+        "a budget of 1.00 $ for the next run would do: `batch-assets run d --budget-usd 1.00`"
     )
     before = read_pause('{"kind": "budget_reached", "text": "of an earlier version"}')
     assert before is not None and before.enough_usd is None
-    assert "--budget-usd SUM` goes on" in paused("d", before, 0.0, own=True)[1]
+    assert "nobody knows which budget would do: `batch-assets plan d` says it" in paused("d", before, 0.0, own=True)[1]
