@@ -15,6 +15,7 @@ SIMULATE_TAG = "batch/simulate"  # "true": made-up texts of simulated providers 
 REGENERATE_TAG = "batch/regenerate"  # of a refresh: "all", or a condition for the rows that are asked again
 CANCELED_TAG = "batch/canceled"  # on a request that `batch-assets run` gave up: nothing more is started for it
 ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole batches
+REFUSED_TAG = "batch/refused"  # on a run whose engine refuses every request: its own run id, as retries copy tags
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
 
 # What a run may ask of the endpoint.

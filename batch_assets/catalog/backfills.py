@@ -14,7 +14,7 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord, RunOutcome
 from batch_assets.dagster_internals import BulkActionsFilter, BulkActionStatus, PartitionBackfill
-from batch_assets.tags import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, REQUEST_TAG, WILL_RETRY_TAG
+from batch_assets.tags import PARTITION_TAG, RANGE_END_TAG, RANGE_START_TAG, REFUSED_TAG, REQUEST_TAG, WILL_RETRY_TAG
 
 UNFINISHED = [status for status in dg.DagsterRunStatus if status not in (
     dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)]  # fmt: skip
@@ -52,7 +52,9 @@ def _outcome(record: dg.RunRecord, now: float) -> RunOutcome:
     if run.status == dg.DagsterRunStatus.SUCCESS:
         return "succeeded"
     if run.status == dg.DagsterRunStatus.FAILURE:
-        return "unfinished" if ledger.will_be_retried(record, now) else "failed"
+        if ledger.will_be_retried(record, now):
+            return "unfinished"
+        return "refused" if run.tags.get(REFUSED_TAG) == run.run_id else "failed"
     return "canceled" if run.status == dg.DagsterRunStatus.CANCELED else "unfinished"
 
 

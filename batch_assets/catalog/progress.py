@@ -124,13 +124,16 @@ def eta_seconds(rows_left: int, rate: float) -> float | None:
 def dead_end(missing: Sequence[str], runs: Sequence[RangeRunRecord], request: str, *, backfill_open: bool) -> str:
     """Why nothing more will be started for this request, or "" while something runs or will.
 
-    The same rules as `launcher.plan_launch`: a canceled run ends the request, and no batch is tried a fourth time.
+    The same rules as `launcher.plan_launch`: a run that was canceled, or refused by its engine, ends the
+    request, and no batch is tried a fourth time.
     """
     if not missing or backfill_open or any(run.outcome == "unfinished" for run in runs):
         return ""
     own = [run for run in runs if run.request == request]
     if any(run.outcome == "canceled" for run in own):
         return f"canceled: {named(missing)} not committed"
+    if any(run.outcome == "refused" for run in own):
+        return f"refused by the engine: {named(missing)} not committed"
     if not worth_trying(missing, own):
         return f"failed {ATTEMPTS} times: {named(missing)} not committed"
     return ""

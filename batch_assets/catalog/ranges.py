@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-RunOutcome = Literal["unfinished", "succeeded", "failed", "canceled"]
+# refused: it failed because its engine refuses every request (key, credit, quota, model, settings).
+RunOutcome = Literal["unfinished", "succeeded", "failed", "refused", "canceled"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from batch_assets.generation.loop_thread import Running
 from batch_assets.generation.pending_lease import BackgroundTask
+from gpu_runner.client.protocol import EngineRefused
 from gpu_runner.reachability import Reachability
 from resources.fleet.leased_engine import LeaseSignals
 from resources.fleet.resource import LeasedEngine
@@ -59,10 +60,11 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`failure`: why the run cannot go on, for people; "" otherwise."""
+    """`failure`: why the run cannot go on, for people; "" otherwise. `refused`: the engine refuses every request."""
 
     kind: StepKind
     failure: str = ""
+    refused: bool = False
 
 
 CONTINUE = StepResult(StepKind.CONTINUE)
@@ -71,7 +73,7 @@ DONE = StepResult(StepKind.DONE)
 
 def failed(why: object) -> StepResult:
     """The run cannot go on."""
-    return StepResult(StepKind.FAILED, str(why))
+    return StepResult(StepKind.FAILED, str(why), refused=isinstance(why, EngineRefused))
 
 
 @dataclass(eq=False)

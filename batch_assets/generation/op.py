@@ -16,7 +16,7 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import Catalog
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
-from batch_assets.generation.engine_session import WAITS, StepKind
+from batch_assets.generation.engine_session import DONE, WAITS, StepKind, StepResult, failed
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.progress_report import ProgressReport, RunProgress
@@ -27,7 +27,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
-from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REQUEST_TAG, ROWS_TAG
+from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REFUSED_TAG, REQUEST_TAG, ROWS_TAG
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
@@ -210,17 +210,20 @@ def _generate(
     need: Requirement,
     run: RangeRun,
 ) -> None:
-    """Engine after engine until every batch is committed; what cannot be cured fails the run with what is missing."""
+    """Engine after engine until every batch is committed; what cannot be cured fails the run with what is missing.
+
+    A run whose engine refuses every request says so in a tag: the launcher starts none like it.
+    """
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
     heart.rows_done = lambda: run.progress().rows_done
-    reason = ""
+    result = DONE
     with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
         try:
             if _needs_engine(context, loop, run, heart):
                 crew = _crew(context, fleet, fleet_db, heart, need, run, loop)
-                reason = _serve(context, run, crew, ProgressReport(run.rows, time.monotonic))
+                result = _serve(context, run, crew, ProgressReport(run.rows, time.monotonic))
         except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
-            reason = str(error)
+            result = failed(error)
         finally:
             flushing = loop.submit(run.flush())
             if flushing.wait(FLUSH_SECONDS):
@@ -228,9 +231,11 @@ def _generate(
                     flushing.result()
             _report(context, run, math.inf)
     if missing := run.missing():
+        if result.refused:
+            context.instance.add_run_tags(context.run.run_id, {REFUSED_TAG: context.run.run_id})
         named = ", ".join(missing[:NAMED_BATCHES]) + (" …" if len(missing) > NAMED_BATCHES else "")
         raise dg.Failure(
-            f"{len(missing)} of {run.batches} batches are not committed: {named}. {reason}",
+            f"{len(missing)} of {run.batches} batches are not committed: {named}. {result.failure}",
             metadata={"missing_batches": len(missing)},
             allow_retries=False,
         )
@@ -347,8 +352,8 @@ def _crew(
 
 def _serve(
     context: dg.AssetExecutionContext, run: RangeRun, supervisor: EngineSupervisor, progress: ProgressReport
-) -> str:
-    """Until nothing is missing, or the run cannot go on: why, for people. Leaves no request in flight and no lease."""
+) -> StepResult:
+    """Until nothing is missing, or the run cannot go on: the result says why. Leaves no request in flight, no lease."""
 
     def tell(found: RunProgress) -> None:
         words = found.sentence()
@@ -363,7 +368,7 @@ def _serve(
                 tell(found)
             supervisor.wait(WAIT_SECONDS)
         tell(progress.last(run.progress().rows_done, result.failure))
-        return result.failure
+        return result
     finally:
         supervisor.end()
 

@@ -239,8 +239,9 @@ class RequestMonitor:
         return "starting a run"
 
     def _failed(self, reason: str, request: str, runs: Sequence[RangeRunRecord]) -> RunResult:
-        own = [run for run in runs if run.request == request and run.outcome in ("failed", "canceled")]
-        texts = list(dict.fromkeys(failure_text(self._instance, run.run_id) for run in own if run.outcome == "failed"))
+        own = [run for run in runs if run.request == request and run.outcome in ("failed", "refused", "canceled")]
+        failed = [run.run_id for run in own if run.outcome != "canceled"]
+        texts = list(dict.fromkeys(failure_text(self._instance, run_id) for run_id in failed))
         command = "run" if self._redrive_error is None else "redrive"
         reason += f": `batch-assets {command} {self._dataset}` goes on from there"
         return RunResult(False, "\n".join([reason, *texts[:3]]), tuple(run.run_id for run in own[:3]))

@@ -42,7 +42,8 @@ def plan_launch(
     """Ranges for the wanted keys of a request.
 
     Nothing beside an open backfill, nothing for a batch that is in flight, nothing after a run of this request was
-    canceled, and no batch a fourth time: three failed runs, each with its retries after lost workers, are an answer.
+    canceled or its engine refused every request, and no batch a fourth time: three failed runs, each with its retries
+    after lost workers, are an answer.
     """
     own = [run for run in runs if run.request == request]
     if not wanted:
@@ -51,6 +52,8 @@ def plan_launch(
         return Launch([], "a backfill of these batches is open")
     if any(run.outcome == "canceled" for run in own):
         return Launch([], "a run of this request was canceled: start it again to go on", "blocked")
+    if any(run.outcome == "refused" for run in own):
+        return Launch([], "the engine refuses every request: see its run, then start it again", "blocked")
     busy = [run.keys for run in runs if run.outcome == "unfinished"]
     left = worth_trying(wanted, own)
     ranges = pack(keys, left, busy, batches_per_run=batches_per_run)[: max(0, room - len(busy))]

@@ -177,7 +177,7 @@ def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
     try:
         command = site.start("run", NAME, "--endpoint", simulator.url, BATCH_ASSETS_API_KEY="wrong")
         assert command.end()[0] == 1
-        assert "failed 3 times: 20 batches" in command.said()
+        assert "refused by the engine: 20 batches" in command.said()
         assert "401" in command.said() or "key" in command.said()
         assert "wrong" not in command.said()
         command = site.start("run", NAME, "--endpoint", simulator.url, "--json", BATCH_ASSETS_API_KEY="right")

@@ -81,6 +81,14 @@ def test_a_canceled_run_ends_the_request():
     assert dead_end(["00001"], foreign, "r", backfill_open=False) == ""
 
 
+def test_a_run_that_its_engine_refused_ends_the_request():
+    refused = [run(1, "refused", "00000", "00001")]
+    assert dead_end(["00001", "00003"], refused, "r", backfill_open=False) == (
+        "refused by the engine: 2 batches (00001, 00003) are not committed"
+    )
+    assert dead_end(["00003"], [*refused, run(2, "unfinished", "00002", "00003")], "r", backfill_open=False) == ""
+
+
 def test_three_failed_runs_of_every_missing_batch_are_a_dead_end():
     failed = [run(number, "failed", "00000", "00001") for number in range(3)]
     said = dead_end(["00000", "00001"], failed, "r", backfill_open=False)

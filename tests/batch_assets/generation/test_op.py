@@ -17,7 +17,10 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 import batch_assets.generation.op
 import batch_assets.orchestration.assets
 from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import range_runs
 from batch_assets.generation import progress_report
+from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG, REQUEST_TAG
+from resources.endpoints import allow
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(60)]
 FIVE_TAGS = {
@@ -102,6 +105,16 @@ def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: 
     history = site.fleet_db.history(result.run_id)
     assert [released for _, _, released in history] == [True, True, True]
     assert site.fleet_db.runs() == []
+
+
+def test_a_run_whose_engine_refuses_every_request_says_so_to_the_launcher(site: DatasetSite):
+    asked = {RANGE_START_TAG: "00000", RANGE_END_TAG: "00003", REQUEST_TAG: "r"}
+    with simulated_engine(model="another") as engine:
+        allow(site.folder, engine.url, None)
+        refused = site.materialize("rows", tags={**asked, ENDPOINT_TAG: engine.url})
+    assert "4 of 4 batches are not committed" in site.reason()
+    assert f"expected model {MODEL}, found another" in site.reason()
+    assert [(run.run_id, run.outcome) for run in range_runs(site.instance, "d", "r")] == [(refused.run_id, "refused")]
 
 
 @pytest.mark.slow

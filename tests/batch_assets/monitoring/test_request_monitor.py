@@ -33,6 +33,7 @@ from batch_assets.tags import (
     RANGE_START_TAG,
     REDRIVE_TAG,
     REFRESH_TAG,
+    REFUSED_TAG,
     REQUEST_TAG,
     RETRY_RUN_TAG,
     ROWS_TAG,
@@ -238,6 +239,22 @@ def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):
         "from there\nthe engine refuses the key"
     )
     assert set(ending.runs) == set(runs)
+
+
+def test_one_run_whose_engine_refuses_every_request_ends_it_with_the_sentence(site: Site):
+    request = site.run(S.SUCCESS, REFRESH)
+    site.commit("00000")
+    tags = {REQUEST_TAG: request, RANGE_START_TAG: "00001", RANGE_END_TAG: "00003"}
+    run = site.failing('The server says: "no credit"', tags, job="rows")
+    assert site.look(request).ending is None
+    site.instance.add_run_tags(run, {REFUSED_TAG: run})
+    ending = site.look(request).ending
+    assert ending is not None
+    assert ending.said == (
+        "refused by the engine: 3 batches (00001, 00002, 00003) are not committed: `batch-assets run d` goes on "
+        'from there\nThe server says: "no credit"'
+    )
+    assert (ending.ok, ending.runs) == (False, (run,))
 
 
 def test_a_run_canceled_in_the_ui_ends_it(site: Site):

@@ -46,6 +46,7 @@ from batch_assets.tags import (
     REDRIVE_ERROR_TAG,
     REDRIVE_TAG,
     REFRESH_TAG,
+    REFUSED_TAG,
     REQUEST_TAG,
     RETRY_RUN_TAG,
     WILL_RETRY_TAG,
@@ -224,6 +225,23 @@ def test_batches_that_failed_three_times_are_said_and_left_alone(site: Site):
     for _ in range(3):
         site.batches(S.FAILURE, "00000", "00011", request)
     assert "12 batches failed 3 times" in site.reason()
+
+
+def test_nothing_is_started_after_an_engine_refused_every_request_until_the_next_request(site: Site):
+    site.snapshot()
+    request = site.request()
+    refused = site.batches(S.FAILURE, "00000", "00003", request)
+    site.instance.add_run_tags(refused, {REFUSED_TAG: refused})
+    assert "the engine refuses every request" in site.reason()
+    site.request()
+    assert len(site.launches()) == 3
+
+
+def test_a_run_that_has_the_tags_of_a_refused_one_is_not_refused_itself(site: Site):
+    """Dagster copies tags when somebody runs a failed run again."""
+    site.snapshot()
+    again = site.batches(S.FAILURE, "00000", "00003", "r", **{REFUSED_TAG: "the first run"})
+    assert [(run.run_id, run.outcome) for run in range_runs(site.instance, "d", "r")] == [(again, "failed")]
 
 
 # re-drive
