@@ -21,6 +21,7 @@ from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
+from batch_assets.monitoring.refresh_failure import RefreshFailure, refresh_failure
 from batch_assets.orchestration.reconcile import empty_store
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
 from batch_assets.orchestration.store_check import listed_differences
@@ -85,7 +86,7 @@ class DatasetStatus:
     `problems`: what the catalog promises and the store has not, or why the store cannot be read. Batches whose object
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
     the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
-    left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`.
+    left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `refresh_failed`: the newest refresh failed.
     """
 
     dataset: str
@@ -112,6 +113,7 @@ class DatasetStatus:
     source_rows: int = 0
     rejected: int = 0
     rejects: str | None = None
+    refresh_failed: RefreshFailure | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -293,6 +295,7 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         source_rows=source_rows,
         rejected=rejected,
         rejects=_rejects(observer.store, sight.snapshot) if rejected else None,
+        refresh_failed=refresh_failure(observer.instance, observer.store.dataset, now),
     )
 
 

@@ -149,15 +149,18 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("table", overflow="fold")
     lines: list[Text] = []
+    waiting = False
     for status in statuses:
         batches = f"{status.batches_done:,} of {status.batches:,}" if status.snapshot else "no snapshot"
         working = status.rows_per_second > 0
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
         table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
-        told = [*problem_lines(status), *left_out_lines(status), *_request_lines(status, now), *run_lines(status)]
+        waiting = waiting or bool(status.runs)
+        found = [*problem_lines(status), *left_out_lines(status), *failure_lines(status)]
+        told = [*found, *_request_lines(status, now), *run_lines(status)]
         lines += [Text(f"  {line}") for line in told]
-    if lines and not dagster_runs:
+    if waiting and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
 
@@ -194,6 +197,17 @@ def left_out_lines(status: DatasetStatus) -> list[str]:
     return [f"{status.dataset}: {left_out(status.rejected, status.source_rows)}: {status.rejects}"]
 
 
+def failure_lines(status: DatasetStatus) -> list[str]:
+    """When and why the last refresh failed; nothing where it did not."""
+    failed = status.refresh_failed
+    if failed is None:
+        return []
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(failed.failed_at))
+    reason = failed.reason.strip().partition("\n")[0].rstrip(":")
+    todo = f"`batch-assets run {status.dataset}` tries again"
+    return [f"{status.dataset}: the last refresh failed, {moment}: {reason}; {todo}"]
+
+
 def request_lines(status: DatasetStatus, now: float) -> list[str]:
     """Deadline and money of the request under way, or how the last one ended; nothing when nobody wants anything."""
     wanted = status.request
@@ -206,6 +220,8 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
         if wanted.missing:
             todo = f"`batch-assets run {status.dataset}` goes on from there"
             return [f"{status.dataset}: given up with {wanted.missing:,} batches missing, {money}: {todo}"]
+        if status.refresh_failed is not None:
+            return [f"{status.dataset}: {money}"]
         if wanted.deadline is None:
             return [f"{status.dataset}: done, {money}"]
         margin = wanted.deadline - wanted.finished_at

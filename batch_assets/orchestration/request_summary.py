@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from batch_assets.planning.clock_scale import scale_words
+from gpu_runner.fleet.accounting.charges import Charge
 from gpu_runner.fleet.capacity_plan import CapacityPlan, RequestSummary
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
@@ -47,12 +49,11 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
     target = fleet_db.target(dataset)
     if target is None or not (target.request or target.ended):
         return RequestStatus()
-    clock = scale_words({one.provider: one.clock for one in fleet_db.costs()})
     whole = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
     total = sum(charge.usd.total for charge in whole)
     lost = sum(charge.usd.wasted for charge in whole)
     if target.ended is not None:
-        return RequestStatus(**asdict(target.ended), clock=clock, usd_total=total, usd_wasted_total=lost)
+        return RequestStatus(**asdict(target.ended), usd_total=total, usd_wasted_total=lost)
     plan = target.plan or CapacityPlan()
     mine = [part for charge in whole if (part := charge.between(target.since, math.inf)) is not None]
     return RequestStatus(
@@ -69,10 +70,23 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
         instances=target.instances,
         paused="" if target.pause is None else target.pause.describe(),
         reason=plan.reason,
-        clock=clock,
+        clock=_clock(fleet_db, target, mine),
         usd_total=total,
         usd_wasted_total=lost,
     )
+
+
+def _clock(fleet_db: FleetDatabase, target: DatasetTarget, charges: Sequence[Charge]) -> str:
+    """What seconds and dollars mean: by the clocks of the providers whose offers are planned or were rented."""
+    rented = {charge.provider for charge in charges}
+    offers = [name for name, _ in target.offers]
+    clocks = {one.provider: one.clock for one in fleet_db.costs()}
+    used = {
+        name: clock
+        for name, clock in clocks.items()
+        if name in rented or any(offer.startswith(f"{name}/") for offer in offers)
+    }
+    return scale_words(used)
 
 
 def _on_time(target: DatasetTarget) -> bool | None:
@@ -99,4 +113,5 @@ def summary_of(status: RequestStatus, *, finished_at: float, on_time: bool | Non
         instances=status.instances,
         reason=status.reason,
         missing=missing,
+        clock=status.clock,
     )

@@ -104,7 +104,8 @@ class RequestSummary:
     """How a request ended, kept until the next one begins.
 
     Units as in `CapacityPlan`. `request`: its name. `on_time`: whether its deadline was met; None without one, or when
-    `missing` batches were not there at its end. `usd_p50`, `usd_p95`: what was expected last.
+    `missing` batches were not there at its end. `usd_p50`, `usd_p95`: what was expected last. `clock`: what its seconds
+    and dollars mean where a clock was scaled.
     """
 
     request: str = ""
@@ -119,6 +120,7 @@ class RequestSummary:
     instances: int = 1
     reason: str = ""
     missing: int = 0
+    clock: str = ""
 
 
 @dataclass(frozen=True, slots=True)

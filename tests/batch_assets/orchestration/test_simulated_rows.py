@@ -73,6 +73,8 @@ def test_simulated_batches_are_made_anew_for_a_real_engine(
     assert all_rows(site, simulator.url)
     assert publish(site) and not missing(site)
     assert refresh(site, simulator.url).success and not missing(site)  # the same kind: nothing to do
+    (site.folder / "fleet.yaml").unlink()
+    assert refresh(site).success and not missing(site)  # no engine: the table stays
     assert refresh(site, real.url).success
     assert missing(site) == ["00000", LAST]
     anew = [key for key, version in ledger.ledger_versions(site.instance, "d").items() if version.anew]
@@ -118,15 +120,6 @@ def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetSite) -
     assert "no engine for" in site.reason()
     assert site.fleet_db.fleet(ended=True) == []  # nothing was rented
     assert refresh(site, **{SIMULATE_TAG: "true"}).success
-
-
-def test_a_finished_simulated_table_stays_as_long_as_there_is_no_engine(
-    site: DatasetSite, simulator: SimulatedEngine
-) -> None:
-    assert all_rows(site, simulator.url)
-    (site.folder / "fleet.yaml").unlink()
-    assert refresh(site).success and not missing(site)
-    assert publish(site)
 
 
 def test_a_word_that_is_neither_true_nor_false_is_refused(site: DatasetSite) -> None:

@@ -147,8 +147,10 @@ def test_a_plan_of_another_version_is_read_as_far_as_it_is_known(fleet_db: Fleet
 
 
 def test_a_summary_of_another_version_is_read_as_far_as_it_is_known(fleet_db: FleetDatabase):
-    story = '{"request": "r", "finished_at": 7.5, "on_time": true, "paused": "", "clock": "simulated", "instances": 2}'
-    assert written(fleet_db, "", story).ended == RequestSummary("r", on_time=True, finished_at=7.5, instances=2)
+    story = '{"request": "r", "finished_at": 7.5, "on_time": true, "paused": "", "p": 1, "clock": "c", "instances": 2}'
+    assert written(fleet_db, "", story).ended == RequestSummary(
+        "r", on_time=True, finished_at=7.5, instances=2, clock="c"
+    )
     assert not fleet_db.override("d", budget_usd=3)
 
 
