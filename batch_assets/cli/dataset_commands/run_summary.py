@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gpu_runner.fleet.capacity_plan import Pause
     from resources.store.dataset_store import DatasetStore
 
-UI_PORT = 3000
 PAUSED_STATUS = 3
 
 
@@ -73,11 +72,17 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
         return PAUSED_STATUS
     if not ending.ok:
-        where = f"  look at it with `batch-assets ui`: http://127.0.0.1:{UI_PORT}" if runner.own else f"  {runner.url}"
-        links = [f"{where}/runs/{run}" for run in ending.runs]
-        text = "\n".join([f"{request.dataset}: {ending.said}", *links])
+        url = None if runner.own else runner.url
+        text = "\n".join([f"{request.dataset}: {ending.said}", *run_pointers(ending.runs, url)])
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     return 0 if ending.ok else 1
+
+
+def run_pointers(runs: Sequence[str], url: str | None) -> list[str]:
+    """Where to look at the runs. `url`: of a Dagster that stays; None: it has ended, and nobody knows its next port."""
+    if url is not None:
+        return [f"  {url}/runs/{run}" for run in runs]
+    return [f"  run {run}: `batch-assets ui` shows it" for run in runs]
 
 
 def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from batch_assets.cli.dataset_commands.run import Request
-from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, success
+from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, run_pointers, success
 from batch_assets.publishing.dead_letters import DeadLetterExample
 from gpu_runner.fleet.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
 
@@ -29,6 +29,14 @@ def test_rows_that_ask_the_same_are_told_from_those_that_were_asked(
     )
     runner = SimpleNamespace(generated=rows, seconds=3.0, request=Request("d"))
     assert success(status, runner)[1] == expected  # type: ignore[arg-type]
+
+
+def test_failed_runs_are_linked_only_where_a_dagster_stays() -> None:
+    assert run_pointers(["r1"], "http://127.0.0.1:4321") == ["  http://127.0.0.1:4321/runs/r1"]
+    assert run_pointers(["r1", "r2"], None) == [
+        "  run r1: `batch-assets ui` shows it",
+        "  run r2: `batch-assets ui` shows it",
+    ]
 
 
 def test_a_redrive_says_how_many_dead_letters_are_answered_now() -> None:
