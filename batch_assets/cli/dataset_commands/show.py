@@ -126,7 +126,8 @@ def say_row(say: Say, row: CurrentRow, letters: int | None = None) -> None:
     if one is not None:
         reason = f", {one.finish_reason}" if one.finish_reason else ""
         tokens = f"{one.prompt_tokens:,} prompt and {one.completion_tokens:,} completion tokens"
-        say(f"  {tokens}{reason}, {one.seconds:.2f} s, {one.origin.model} on {one.origin.engine}", "dim")
+        engine = f" on {one.origin.engine}" if one.origin.engine else ""
+        say(f"  {tokens}{reason}, {one.seconds:.2f} s, {one.origin.model}{engine}", "dim")
     say()
 
 

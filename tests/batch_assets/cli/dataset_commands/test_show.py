@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from support.snapshots import commit, outcome, questions, write_snapshot
 from typer.testing import CliRunner, Result
 
 from batch_assets.cli.dataset_commands.run_summary import show_trial
+from batch_assets.cli.dataset_commands.show import say_row
 from batch_assets.cli.main import app
+from batch_assets.publishing.current_rows import CurrentRow
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 
@@ -51,6 +54,18 @@ def ask(*words: str) -> Result:
 def ids(found: Result) -> list[str]:
     assert found.exit_code == 0, found.output
     return [row["row_id"] for row in json.loads(found.stdout)["rows"]]
+
+
+@pytest.mark.parametrize(("engine", "end"), [("vllm 1.0", "tiny on vllm 1.0"), ("", "tiny")])
+def test_an_engine_without_a_name_is_left_out(store: DatasetStore, engine: str, end: str) -> None:
+    manifest = store.manifest(store.current_snapshot() or "")
+    ((_, rows),) = store.rows(manifest, store.entries(manifest.snapshot)[:1])
+    answer = outcome(rows[0])
+    answer = replace(answer, origin=replace(answer.origin, model="tiny", engine=engine))
+    said: list[str] = []
+    row = CurrentRow("00000", answer.row_id, "Why?", {}, answer, committed=True)
+    say_row(lambda text="", style="": said.append(text), row)
+    assert said[-2].endswith(f", 0.25 s, {end}")
 
 
 def test_rows_are_shown_with_prompt_answer_and_state(store: DatasetStore) -> None:
