@@ -255,6 +255,8 @@ def _spent_in_all(wanted: RequestStatus) -> str:
         money += f", {last} $ by the last request"
     if wanted.budget_usd:
         money += f" (its budget: {format_usd(wanted.budget_usd)} $)"
+    if wanted.usd_simulated_total >= 0.005:
+        money += f", {format_usd(wanted.usd_simulated_total)} $ of it simulated"
     wasted = wanted.usd_wasted_total
     return money + (f", {format_usd(wasted)} $ of it wasted" if wasted >= 0.005 else "")
 

@@ -7,7 +7,7 @@ import functools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -349,7 +349,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
             ):
                 target = fleet_db.target(spec.name)  # as it is when the last row is there
                 bill, standing = bill_of(fleet_db, spec.name), paid_now(fleet_db, spec.name)
-                card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples, standing)
+                simulated = bill_of(fleet_db, spec.name, fleet.simulated_providers(fleet_db))
+                card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples, standing, simulated)
                 table = publish(
                     data, manifest, card=card, now=time.time(), workdir=folder, include_prompt=spec.include_prompt
                 )
@@ -394,9 +395,13 @@ def current_manifest(store: DatasetStore) -> SnapshotManifest:
     return store.manifest(snapshot)
 
 
-def bill_of(fleet_db: FleetDatabase, dataset: str) -> Split | None:
-    """US dollars of all instances rented for a dataset, by what they went into; None when there were none."""
-    parts = [charge.usd for charge in fleet_db.charges() if charge.dataset == dataset]
+def bill_of(fleet_db: FleetDatabase, dataset: str, providers: Container[str] | None = None) -> Split | None:
+    """US dollars of all instances rented for a dataset, by what they went into; None when there were none.
+
+    `providers`: only theirs.
+    """
+    own = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
+    parts = [charge.usd for charge in own if providers is None or charge.provider in providers]
     return functools.reduce(operator.add, parts) if parts else None
 
 

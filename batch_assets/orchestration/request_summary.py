@@ -21,7 +21,8 @@ class RequestStatus:
     deadline expected to be met, or was it; None without one. `finished_at`: None while it is under way. `p50`: the
     median of what is expected, `p95`: not passed in 95 of 100 cases. `paused`: why nothing may be rented. `missing`:
     batches that were not there when it ended. `clock`: what seconds and dollars mean where a clock is scaled.
-    `usd_total`: all that the dataset ever spent, whatever its requests were; `usd_wasted_total` of it in vain.
+    `usd_total`: all that the dataset ever spent, whatever its requests were; `usd_wasted_total` of it in vain,
+    `usd_simulated_total` of it asked by providers whose clock is scaled: they are simulated, and nobody pays them.
     """
 
     request: str | None = None
@@ -42,6 +43,7 @@ class RequestStatus:
     clock: str = ""
     usd_total: float = 0.0
     usd_wasted_total: float = 0.0
+    usd_simulated_total: float = 0.0
 
 
 def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
@@ -49,11 +51,14 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
     target = fleet_db.target(dataset)
     if target is None or not (target.request or target.ended):
         return RequestStatus()
+    clocks = {one.provider: one.clock for one in fleet_db.costs()}
     whole = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
     total = sum(charge.usd.total for charge in whole)
     lost = sum(charge.usd.wasted for charge in whole)
+    played = sum(charge.usd.total for charge in whole if clocks.get(charge.provider, 1.0) != 1.0)
     if target.ended is not None:
-        return RequestStatus(**asdict(target.ended), usd_total=total, usd_wasted_total=lost)
+        ended = asdict(target.ended)
+        return RequestStatus(**ended, usd_total=total, usd_wasted_total=lost, usd_simulated_total=played)
     plan = target.plan or CapacityPlan()
     mine = [part for charge in whole if (part := charge.between(target.since, math.inf)) is not None]
     return RequestStatus(
@@ -73,6 +78,7 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
         clock=_clock(fleet_db, target, mine),
         usd_total=total,
         usd_wasted_total=lost,
+        usd_simulated_total=played,
     )
 
 

@@ -60,7 +60,8 @@ MEANING = {
 @dataclass(frozen=True, slots=True)
 class Card:
     """What the dataset's owner says of it. `bill`: US dollars of all instances rented for it; None: nothing was.
-    `standing`: how many of them have not ended, so that the bill is not final.
+    `standing`: how many of them have not ended, so that the bill is not final. `simulated`: of the bill what simulated
+    providers ask, which nobody pays; None: nothing.
 
     `show_rows`: with the first rows of the table.
     """
@@ -71,6 +72,7 @@ class Card:
     bill: Split | None = None
     show_rows: bool = True
     standing: int = 0
+    simulated: Split | None = None
 
 
 def card_text(
@@ -135,7 +137,7 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
         "cost of these rows": _dollars(table.usd)
         + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
-        **({"bill of the dataset": _bill_words(card.bill, card.standing)} if card.bill is not None else {}),
+        **({"bill of the dataset": _bill_words(card.bill, card)} if card.bill is not None else {}),
         "files": f"{table.parts} Parquet, {table.bytes / 1e6:,.1f} MB",
         "snapshot, version": f"{table.snapshot}, {table.version}",
         "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -202,19 +204,22 @@ def _reused_words(table: PublishedTable) -> str:
     return ", ".join(f"{rows:,} of {name}" for name, rows in table.reused.items()) + "; they cost nothing here"
 
 
-def _bill_words(bill: Split, standing: int) -> str:
+def _bill_words(bill: Split, card: Card) -> str:
     """The rows' cost is the useful part of a bill; earlier outcomes of rows are in the bill too.
 
     A card is never written again, so that it has no figure which is another one a moment later.
     """
+    standing, simulated = card.standing, card.simulated
     if standing:
+        played = "" if simulated is None else f" ({_dollars(simulated.useful)} of it simulated, paid by nobody)"
         were = "instance had" if standing == 1 else "instances had"
         return (
-            f"{_dollars(bill.useful)} useful; boots, idle and wasted time were not final, as {standing:,} {were} "
-            f"not ended when this was written: `batch-assets fleet` has all of it"
+            f"{_dollars(bill.useful)} useful{played}; boots, idle and wasted time were not final, as {standing:,} "
+            f"{were} not ended when this was written: `batch-assets fleet` has all of it"
         )
     parts = f"{_dollars(bill.useful)} useful, {_dollars(bill.booting)} boot, {_dollars(bill.idle)} idle"
-    return f"{_dollars(bill.total)} for all instances rented so far: {parts}, {_dollars(bill.wasted)} wasted"
+    played = "" if simulated is None else f"; {_dollars(simulated.total)} of it simulated, paid by nobody"
+    return f"{_dollars(bill.total)} for all instances rented so far: {parts}, {_dollars(bill.wasted)} wasted{played}"
 
 
 def _dollars(usd: float | None) -> str:

@@ -113,6 +113,16 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         found += rented_providers(home, config)
         return {provider.name: provider for provider in found}
 
+    def simulated_providers(self, fleet_db: FleetDatabase) -> frozenset[str]:
+        """Names of providers that only play their machines: those of fleet.yaml, and those in the bills whose clock is
+        scaled, as fleet.yaml may have changed since.
+        """
+        played = {one.provider for one in fleet_db.costs() if one.clock != 1.0}
+        with contextlib.suppress(FleetConfigError):
+            config = self.config()
+            played |= {one.name for one in config.simulated.providers} if config.simulated is not None else set()
+        return frozenset(played)
+
     @staticmethod
     def market(config: FleetConfig, providers: Mapping[str, Provider]) -> Market:
         """What these providers offer. Raises PricingError for a history that cannot be read."""

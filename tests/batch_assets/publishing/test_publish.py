@@ -339,6 +339,21 @@ def test_the_card_has_the_bill_and_its_useful_part(store: DatasetStore, tmp_path
     assert (metadata["usd_billed"], metadata["usd_useful"]) == (2.875, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("standing", "said"),
+    [(0, "$0.1250 wasted; $1.0000 of it simulated, paid by nobody |"), (1, "$2.0000 useful ($0.7500 of it simulated,")],
+)
+def test_the_card_says_how_much_of_the_bill_is_simulated(
+    store: DatasetStore, tmp_path: Path, standing: int, said: str
+) -> None:
+    manifest = write_snapshot(store, questions(5))
+    commit(store, manifest)
+    bill = Split(booting=0.5, useful=2.0, idle=0.25, wasted=0.125)
+    card = Card(bill=bill, standing=standing, simulated=Split(booting=0.25, useful=0.75))
+    table = publish(store, manifest, card=card, now=0.0, workdir=tmp_path)
+    assert said in store.objects.get(f"{table.path}/README.md").decode()
+
+
 def test_a_bill_that_is_not_final_is_not_added_up_where_nobody_writes_it_again(
     store: DatasetStore, tmp_path: Path
 ) -> None:
