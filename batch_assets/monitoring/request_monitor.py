@@ -43,6 +43,8 @@ QUIET_SECONDS = 45.0
 CANCEL_SECONDS = 60.0
 STILL_SECONDS = 1.5
 NAMED_PROBLEMS = 3
+# One that is canceled before it is queued would never end: Dagster's daemon does not queue it then.
+NOT_CANCELABLE = (dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.CANCELING)
 OF_BUDGET = (PauseKind.BUDGET_REACHED, PauseKind.LEASE_REFUSED)
 
 
@@ -340,7 +342,7 @@ def give_up(
         records = unfinished(instance, observer.store.dataset)
         runs = [item.dagster_run for item in records if _is_ours(item.dagster_run, request, every_request)]
         asked |= {run.run_id for run in runs}
-        if cancelable := [run.run_id for run in runs if run.status != dg.DagsterRunStatus.CANCELING]:
+        if cancelable := [run.run_id for run in runs if run.status not in NOT_CANCELABLE]:
             dagster.terminate(cancelable)
         held = _held(observer, asked)
         if runs or held:

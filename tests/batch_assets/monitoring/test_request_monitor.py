@@ -401,6 +401,30 @@ def test_a_run_that_does_not_end_is_named(site: Site):
     assert left == [f"run {request} is still STARTED"]
 
 
+def test_a_run_that_the_daemon_is_still_creating_is_canceled_once_it_is_submitted(site: Site):
+    """Canceled earlier it stays CANCELING for ever: the daemon does not queue it any more."""
+    request = site.run(S.SUCCESS, REFRESH)
+    created = site.batches(request, S.NOT_STARTED)
+    asked: list[S] = []
+
+    class Coordinator:
+        def terminate(self, run_ids: Sequence[str]) -> None:
+            for run in map(site.instance.get_run_by_id, run_ids):
+                assert run is not None
+                asked.append(run.status)
+                site.instance.report_run_canceled(run)
+
+    def pause(seconds: float) -> None:
+        site.now += seconds
+        run = site.instance.get_run_by_id(created)
+        if run is not None and run.status == S.NOT_STARTED and site.now > 1001:
+            submitted = dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, run.job_name)
+            site.instance.report_dagster_event(submitted, created)
+
+    left = give_up(Coordinator(), site.observer, request, every_request=False, pause=pause, clock=lambda: site.now)
+    assert (left, asked) == ([], [S.STARTING])
+
+
 def test_a_trial_ends_when_its_batches_are_there_and_says_what_it_has(site: Site):
     request = site.run(S.SUCCESS, {REFRESH_TAG: "d", ROWS_TAG: "15"})
     moment = site.look(request)
