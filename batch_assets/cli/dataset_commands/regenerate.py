@@ -60,9 +60,10 @@ def regeneration_words(
 def _cost(spec: GeneratedDatasetSpec, work: Workload, tags: dict[str, str], endpoint: str | None) -> str:
     fleet = the_fleet()
     config = fleet.config()
+    hosted = hosted_engines(config, spec.model, endpoint)
     if endpoint:
         tags[ENDPOINT_TAG] = endpoint
-    if config.engines_for(spec.model, endpoint) and not hosted_engines(config, spec.model, endpoint):
+    if not hosted and (endpoint or config.engines_for(spec.model, None)):
         return "by an engine that stands there anyway, whose price is not known here"
     tags.pop(ROWS_TAG, None)
     with fleet.open_database() as fleet_db:
