@@ -139,12 +139,15 @@ class RequestDenied(EngineRefused):
 
 class EngineLost(EngineError):
     """The engine is gone or makes no progress. `reason` is a stable word: unreachable, not_ready, restarted,
-    stalled or no_progress; `detail` the rest.
+    stalled or no_progress; `detail` the rest. `never_answered`: every request failed from the first one on, so that no
+    row of it is to blame.
     """
 
-    def __init__(self, reason: str, message: str = "", *, status: int | None = None) -> None:
+    def __init__(
+        self, reason: str, message: str = "", *, status: int | None = None, never_answered: bool = False
+    ) -> None:
         super().__init__(f"{reason}: {message}" if message else reason)
-        self.reason, self.detail, self.status = reason, message, status
+        self.reason, self.detail, self.status, self.never_answered = reason, message, status, never_answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,7 +357,8 @@ class Watchdog:
         if trouble >= self._policy.stall_seconds or (trouble and quiet >= self._limit):
             reason = self._worker.failures.reason
             last = f", the last one with {reason}" if reason else ""
-            self._worker.end(EngineLost("no_progress", f"every request failed for {trouble:.0f} s{last}"))
+            said, never = f"every request failed for {trouble:.0f} s{last}", self.claims.arrived == float("-inf")
+            self._worker.end(EngineLost("no_progress", said, never_answered=never))
             return
         if quiet < self._limit:
             return

@@ -121,7 +121,9 @@ class EngineWorker:
             self.spending.lose(self._loop.time())
             failed, taken = self.failures.give_up()
             held = [*self.in_flight, *failed]
-            blamed = [] if self._never_answered() else [*self.in_flight, *taken]
+            lost = self.life.error
+            innocent = isinstance(lost, EngineLost) and lost.never_answered
+            blamed = [] if innocent else [*self.in_flight, *taken]
             self.in_flight.clear()
             self.late.close()
             self.spending.fly(0)
@@ -130,12 +132,6 @@ class EngineWorker:
             self.work.end_trial(self)
             self.work.count_canaries(self.watchdog.canaries)
             self.life.close()
-
-    def _never_answered(self) -> bool:
-        """Whether every request failed from the first one on: then it was the engine, and no row of it."""
-        error = self.life.error
-        failed = isinstance(error, EngineLost) and error.reason == "no_progress"
-        return failed and self.watchdog.claims.arrived == float("-inf")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task that ends with this worker."""

@@ -91,6 +91,17 @@ class EngineConfig(BaseModel):
     provider: str = "local"
     instance_type: str = "local"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _timeout_was_called_otherwise(cls, found: Any) -> Any:
+        """`request_seconds` in files of an earlier version."""
+        if not isinstance(found, dict) or "request_seconds" not in found or "timeout" in found:
+            return found
+        return {
+            **{name: value for name, value in found.items() if name != "request_seconds"},
+            "timeout": found["request_seconds"],
+        }
+
     @field_validator("models")
     @classmethod
     def _models_are_words(cls, models: list[str]) -> list[str]:
@@ -333,7 +344,8 @@ class FleetConfig(BaseModel):
         price = given.usd_per_million_tokens if given else None
         price = price or (standing[0].usd_per_million_tokens if standing else None)
         if url == own or (given and given.takes(key)):
-            return _endpoint_engine(url, KEY_VARIABLE if key else None, price)
+            found = _endpoint_engine(url, KEY_VARIABLE if key else None, price)
+            return found if not standing else _with_key(standing[0], found)
         if standing:
             return standing[0].model_copy(update={"usd_per_million_tokens": price})
         if (given and given.without_key) or url in self.allowed_endpoints:
@@ -413,6 +425,12 @@ def _endpoint_engine(url: str, api_key_env: str | None, price: TokenPriceConfig 
     files = tls_of_environment() if url.startswith("https://") else None
     tls = None if files is None else EngineTls(ca=files.ca, certificate=files.certificate, key=files.key)
     return own.model_copy(update={**described, "tls": tls, "usd_per_million_tokens": price})
+
+
+def _with_key(standing: EngineConfig, given: EngineConfig) -> EngineConfig:
+    """An engine of fleet.yaml whose address was given with a key: all else, its limits too, is as the file says."""
+    price, tls = given.usd_per_million_tokens, standing.tls or given.tls
+    return standing.model_copy(update={"api_key_env": given.api_key_env, "tls": tls, "usd_per_million_tokens": price})
 
 
 def _document(text: str) -> Document:

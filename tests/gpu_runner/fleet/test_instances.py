@@ -76,7 +76,9 @@ def test_nothing_is_ready_twice_or_after_its_end(fleet_db: FleetDatabase):
     assert state(fleet_db) == "ending"
 
 
-def test_who_lost_the_lease_can_change_nothing_any_more(fleet_db: FleetDatabase, clock: Clock):
+def test_who_lost_the_lease_can_change_nothing_any_more_and_what_it_did_itself_counts(
+    fleet_db: FleetDatabase, clock: Clock
+):
     lease = intended(fleet_db)
     assert lease
     clock.forward(10)
@@ -89,7 +91,7 @@ def test_who_lost_the_lease_can_change_nothing_any_more(fleet_db: FleetDatabase,
     assert not fleet_db.release(lease, LeaseUsage(rows=5), retire=True)
     assert state(fleet_db) == "intent"
     (cost,) = fleet_db.costs()
-    assert (cost.rows, cost.seconds.useful) == (0, 0)
+    assert (cost.rows, cost.seconds.useful) == (5, 0)
 
 
 def test_an_instance_is_leased_again_only_while_it_is_ready_and_stays(fleet_db: FleetDatabase):

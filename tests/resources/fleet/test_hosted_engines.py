@@ -59,6 +59,23 @@ def test_an_address_of_the_command_line_keeps_its_price_and_has_that_of_fleet_ya
     assert found.token_price == TokenPrice(0.1, 0.4)
 
 
+def test_an_address_that_is_given_with_a_key_keeps_the_name_and_the_limits_that_fleet_yaml_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_API_KEY", "secret")
+    config = load(tmp_path, engine(2.0, api_key_env="K", timeout=77, concurrency=2, requests_per_minute=60))
+    allow(tmp_path, URL, "secret")
+    (found,) = config.engines_for("m", URL)
+    assert found == config.engines[0].model_copy(update={"api_key_env": "BATCH_ASSETS_API_KEY"})
+
+
+def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: Path) -> None:
+    (found,) = load(tmp_path, engine(1.0, request_seconds=90)).engines
+    assert found.timeout == 90
+    with pytest.raises(FleetConfigError, match="request_seconds"):
+        load(tmp_path, engine(1.0, request_seconds=90, timeout=80))
+
+
 def test_the_cost_of_the_work_is_that_of_its_tokens_whatever_the_speed(tmp_path: Path) -> None:
     engines = hosted_engines(load(tmp_path, engine({"input": 1.0, "output": 2.0})), "m", None)
     for speeds in ({}, {"api": 50.0}):
