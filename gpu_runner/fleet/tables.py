@@ -38,7 +38,7 @@ RUNS = sa.Table(
 
 # `renewed_at`: when the holder last said what it had done; what comes after it, until the lease's end, was lost.
 # Of engines that are paid by the token: `…_usd`, what it cost, and `granted_usd`, what the holder may spend (NULL: no
-# budget bounds it).
+# budget bounds it). `before_usd`: the part of its cost that the dataset's request before caused.
 LEASES = sa.Table(
     "leases",
     METADATA,
@@ -59,6 +59,7 @@ LEASES = sa.Table(
     sa.Column("useful_usd", sa.Float, nullable=False, server_default="0"),
     sa.Column("wasted_usd", sa.Float, nullable=False, server_default="0"),
     sa.Column("granted_usd", sa.Float),
+    sa.Column("before_usd", sa.Float, nullable=False, server_default="0"),
     sa.Column("reason", sa.String(300), nullable=False, server_default=""),
 )
 

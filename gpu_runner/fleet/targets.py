@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gpu_runner.fleet.accounting.budget import Spend, spend_of
+from gpu_runner.fleet.accounting.budget import Spend, begin_spending, spend_of
 from gpu_runner.fleet.capacity_plan import (
     NO_MEMORY,
     CapacityMemory,
@@ -125,6 +125,7 @@ class Targets(Tables):
                 _write(connection, dataset, **wishes, counted_at=None)
             else:
                 _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now)
+                begin_spending(connection, now, dataset)
             found = _read(connection, dataset, now)
         assert found is not None
         return found
@@ -172,7 +173,10 @@ class Targets(Tables):
         mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request) & (DATASETS.c.request != "")
         with self._transaction() as (connection, now):
             over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now, "plan": to_json(summary)}
-            return connection.execute(DATASETS.update().where(mine).values(**over)).rowcount == 1
+            ended = connection.execute(DATASETS.update().where(mine).values(**over)).rowcount == 1
+            if ended:
+                begin_spending(connection, now, dataset)
+            return ended
 
     def spend(self, dataset: str) -> Spend:
         """What the dataset spent since its request began; without a row, all that it ever spent."""

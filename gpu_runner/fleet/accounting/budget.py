@@ -182,6 +182,12 @@ def payer() -> sa.ColumnElement[str]:
     return sa.func.coalesce(latest.scalar_subquery(), INSTANCES.c.dataset)
 
 
+def begin_spending(connection: sa.Connection, now: float, dataset: str) -> None:
+    """A request of the dataset begins: what its live leases cost by the token until now is not its spending."""
+    mine = (LEASES.c.dataset == dataset) & (now <= _LEASE_ENDS)
+    connection.execute(LEASES.update().where(mine).values(before_usd=LEASES.c.useful_usd + LEASES.c.wasted_usd))
+
+
 def count_anew(connection: sa.Connection) -> None:
     """A bill turned out longer than it was: what was added up before is not the most any more."""
     connection.execute(DATASETS.update().values(counted_at=None))
@@ -226,6 +232,7 @@ def _earlier(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.Col
 
 
 _NOW, _SINCE = sa.bindparam("now", type_=sa.Float), sa.bindparam("since", type_=sa.Float)
+_LEASE_ENDS = sa.func.coalesce(LEASES.c.released_at, LEASES.c.expires_at)
 
 
 def _segments() -> sa.Select[Any]:
@@ -276,9 +283,10 @@ def unspent(now: float | sa.ColumnElement[float]) -> sa.ColumnElement[float]:
 def _spend_by_tokens() -> sa.Select[Any]:
     """Two sums over the leases of engines that are paid by the token: spent since, and granted beyond that.
 
-    What a lease costs belongs to the moment at which it began, as in `charges`.
+    Of a lease that outlives the request in which it began, what it costs after that belongs to the next request.
     """
-    spent = sa.case((LEASES.c.acquired_at >= _SINCE, LEASES.c.useful_usd + LEASES.c.wasted_usd), else_=0.0)
+    later = LEASES.c.useful_usd + LEASES.c.wasted_usd - LEASES.c.before_usd
+    spent = sa.case((_LEASE_ENDS >= _SINCE, later), else_=0.0)
     sums = (sa.func.sum(spent), sa.func.sum(unspent(_NOW)))
     return sa.select(*sums).where(LEASES.c.dataset == sa.bindparam("dataset", type_=sa.String))
 

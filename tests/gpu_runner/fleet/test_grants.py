@@ -41,6 +41,43 @@ def test_those_who_spend_together_never_pass_the_budget(fleet_db: FleetDatabase,
     assert fleet_db.grant(second, 0.0, 0.1) == pytest.approx(2.7)
 
 
+def test_a_lease_from_before_the_request_spends_no_more_than_its_budget(fleet_db: FleetDatabase, clock: Clock):
+    fleet_db.begin_request("d", "r1", budget_usd=1.0)
+    lease = hosted(fleet_db)
+    fleet_db.grant(lease, 0.0, 0.01)
+    fleet_db.renew(lease, TTL, used(0.9))
+    clock.forward(1)
+    fleet_db.begin_request("d", "r2", budget_usd=1.0)
+    assert fleet_db.spend("d").usd == 0
+    granted = fleet_db.grant(lease, 0.9, 0.01)
+    assert granted is not None and granted == pytest.approx(1.9)  # 0.9 of them were the request's before
+    fleet_db.renew(lease, TTL, used(granted))
+    clock.forward(2)
+    assert fleet_db.grant(lease, granted, 0.01) == pytest.approx(granted)
+    with pytest.raises(BudgetReached, match=r"1\.00 \$ are spent"):
+        fleet_db.check_row("d", 0.01)
+    assert fleet_db.release(lease, used(granted, 0.2)) and fleet_db.spend("d").usd == pytest.approx(1.2)
+    clock.forward(1)
+    assert fleet_db.end_request("d", "r2") and fleet_db.spend("d").usd == 0
+
+
+def test_what_a_lease_costs_after_its_request_ended_is_the_next_ones_only_from_its_start(
+    fleet_db: FleetDatabase, clock: Clock
+):
+    fleet_db.begin_request("d", "r1", budget_usd=1.0)
+    lease = hosted(fleet_db)
+    fleet_db.renew(lease, TTL, used(0.4))
+    clock.forward(1)
+    fleet_db.end_request("d", "r1")
+    assert fleet_db.spend("d").usd == 0
+    fleet_db.renew(lease, TTL, used(0.6))
+    clock.forward(1)
+    fleet_db.begin_request("d", "r2", budget_usd=1.0)
+    assert fleet_db.spend("d").usd == 0
+    fleet_db.release(lease, used(0.7))
+    assert fleet_db.spend("d").usd == pytest.approx(0.1)
+
+
 def test_a_rented_machine_and_an_engine_by_the_token_share_one_budget(fleet_db: FleetDatabase, clock: Clock):
     ready(fleet_db)
     fleet_db.begin_request("d", "r", budget_usd=20.0)

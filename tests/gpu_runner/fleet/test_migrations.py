@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from gpu_runner.fleet.database import FleetDatabase, RunEnded
+from gpu_runner.fleet.database import FleetDatabase, Lease, LeaseUsage, RunEnded
 from gpu_runner.fleet.migrations import HEAD, VERSION_TABLE, FleetDatabaseTooNew, upgrade, version_of
 from gpu_runner.fleet.tables import METADATA
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
@@ -192,6 +192,22 @@ def test_runs_of_version_0003_go_on_waiting_and_say_with_their_next_beat_since_w
         assert fleet_db.beat("works", "leased", RunActivity("", WaitReason(WaitKind.STORE, seconds=20.0)), 50)
         (beat,) = [one for one in fleet_db.runs() if one.wait is not None]
         assert beat.run_id == "works" and 20 <= beat.wait.seconds < 25
+
+
+def test_a_lease_of_version_0005_that_is_older_than_the_request_counts_from_the_upgrade_on(url: str) -> None:
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        upgrade(connection, "0005")
+        connection.execute(sa.text("INSERT INTO datasets (dataset, instances, request, since) VALUES ('d', 1, 'r', 5)"))
+        columns = "instance, epoch, run_id, dataset, acquired_at, expires_at, useful_usd"
+        values = "('old', 1, 'r', 'd', 4, 4e9, 0.9), ('new', 1, 'r', 'd', 6, 4e9, 0.2)"
+        connection.execute(sa.text(f"INSERT INTO leases ({columns}) VALUES {values}"))
+    engine.dispose()
+    with contextlib.closing(FleetDatabase(url)) as fleet_db:
+        assert differences(fleet_db.engine) == []
+        assert fleet_db.spend("d").usd == pytest.approx(0.2)
+        assert fleet_db.renew(Lease("old", 1, "r", "d"), 10.0, LeaseUsage(useful_usd=1.0))
+        assert fleet_db.spend("d").usd == pytest.approx(0.3)
 
 
 def test_what_people_read_makes_no_run_dead(url: str) -> None:
