@@ -20,6 +20,8 @@ HOUR = 3600.0
 SPOT = " spot"  # ends the names of spot offers
 DAY = 24 * HOUR
 
+Hardware = tuple[str, int, int]  # GPU, its memory in GiB, how many
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -53,9 +55,14 @@ class Offer:
         return offer_name(self.provider, self.region, self.instance_type, self.gpus, self.gpu, self.spot)
 
     @property
-    def hardware(self) -> tuple[str, int, int]:
+    def hardware(self) -> Hardware:
         """What its speed depends on: GPU, its memory in GiB, how many."""
-        return self.gpu, round(self.gpu_memory_gib), self.gpus
+        return hardware_of(self.gpu, self.gpus, self.gpu_memory_gib)
+
+
+def hardware_of(gpu: str, gpus: int, gpu_memory_gib: float) -> Hardware:
+    """`Offer.hardware`, of an offer or of what may become one."""
+    return gpu, round(gpu_memory_gib), gpus
 
 
 def offer_name(provider: str, region: str, instance_type: str, gpus: int, gpu: str, spot: bool) -> str:

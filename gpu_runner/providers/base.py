@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import Task
 
@@ -169,6 +169,18 @@ class DiagnosingProvider(Protocol):
 
     def diagnose(self, name: str) -> str:
         """What is known of it now, as a sentence for people; "": nothing. A few seconds at most; raises nothing."""
+        ...
+
+
+@runtime_checkable
+class HardwareProvider(Protocol):
+    """A provider that states all hardware that it could ever offer. Of any other it is not known what may come."""
+
+    def all_hardware(self) -> frozenset[Hardware] | None:
+        """The hardware of its configuration, also of what has no price, is too dear or does not answer now.
+
+        None: its configuration does not say. Asks nobody, and raises nothing.
+        """
         ...
 
 

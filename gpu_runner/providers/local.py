@@ -28,7 +28,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
@@ -126,6 +126,10 @@ class LocalProvider:
         except sqlite3.OperationalError as error:
             raise ProviderError(f"{self._register.path}: {error}") from error
         return [self._offer(max(0, self.config.capacity - taken))]
+
+    def all_hardware(self) -> frozenset[Hardware]:
+        """See `gpu_runner.providers.base.HardwareProvider`."""
+        return frozenset((self._offer().hardware,))
 
     def _offer(self, capacity: int | None = None) -> Offer:
         config = self.config

@@ -16,7 +16,7 @@ from gpu_runner.market.gpus import find_sheet
 from gpu_runner.market.offers import Objective, Offer, OfferFilter, Ranking, Refusal, rank, screen
 from gpu_runner.market.speed import LengthMix, Measurement, NoSpeed, Speed, Throughput
 from gpu_runner.models.facts import KnownModel, Placement, place
-from gpu_runner.providers.base import Provider, ProviderError, ProviderUnclear
+from gpu_runner.providers.base import HardwareProvider, Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.rentable import lines_to_rent
 from gpu_runner.rows import Task
 from resources.pricing.model_catalog import DeclaredModel, Models
@@ -81,6 +81,7 @@ class Market:
         self._really = really
         self._hub = any(provider_name(one.name) not in self._simulated for one in providers)
         self._sanity = prices.sanity()
+        self._providers = tuple(providers)
         self._own = {one.name: _Kept(one.offers, (ProviderError, ProviderUnclear)) for one in providers}
         self._stock: tuple[float, OfferSnapshot] | None = None
         self._listed = [_Kept(self._ask(source), (PricingError,)) for source in prices.sources()]
@@ -172,14 +173,16 @@ class Market:
         self, model: str, task: Task, mix: LengthMix, longest: int, measurements: Iterable[Measurement]
     ) -> Sequence[Refusal]:
         """Every offer, each with why it can serve such rows of the model at no time. Empty: one can, or that is not
-        known, as a provider does not answer or offers nothing now, or nothing is known of the model. Simulations count
-        for nothing where something is to serve the model really.
+        known, as a provider does not answer, offers less now than it could (`HardwareProvider`) or does not state what
+        it could, or nothing is known of the model. Simulations count for nothing where something is to serve the model
+        really.
         """
         known, mix, stock = self.model(model), mix_of(task, mix), self.stock()
         throughput, never = Throughput(measurements), []
-        asked = {provider_name(name) for name in self._own if not (self.simulates(name) and self._really(known.name))}
-        if not stock.all_answered or asked - {provider_name(offer.provider) for offer in stock.own}:
+        providers = [one for one in self._providers if not (self.simulates(one.name) and self._really(known.name))]
+        if not stock.all_answered or not all(_offers_all(one, stock.own) for one in providers):
             return []
+        asked = {provider_name(one.name) for one in providers}
         for offer in stock.own:
             if provider_name(offer.provider) not in asked:
                 continue
@@ -262,6 +265,13 @@ def _lines(offer: Offer) -> str:
     """What fleet.yaml needs for the offer, where there is a provider for its cloud."""
     lines = lines_to_rent(offer)
     return f"; fleet.yaml would rent it with {lines}" if lines else ""
+
+
+def _offers_all(provider: Provider, own: Iterable[Offer]) -> bool:
+    """Whether all hardware that the provider could ever offer is among its offers; not where it does not state it."""
+    ever = provider.all_hardware() if isinstance(provider, HardwareProvider) else None
+    now = {offer.hardware for offer in own if provider_name(offer.provider) == provider_name(provider.name)}
+    return ever is not None and bool(now) and ever <= now
 
 
 class _Kept(Generic[T]):

@@ -22,19 +22,23 @@ T4 = replace(H100, instance_type="t4.1x", gpu="T4", gpu_memory_gib=16, price_per
 
 @dataclass
 class FakeProvider:
-    """A provider that only offers; counts how often it is asked."""
+    """A provider that only offers; counts how often it is asked. `away`: what it could offer, beside what it lists."""
 
     name: str
     listed: list[Offer]
     clock: float = 1.0
     asked: int = 0
     failure: Exception | None = field(default=None)
+    away: tuple[Offer, ...] = ()
 
     def offers(self) -> list[Offer]:
         self.asked += 1
         if self.failure is not None:
             raise self.failure
         return list(self.listed)
+
+    def all_hardware(self) -> frozenset[tuple[str, int, int]]:
+        return frozenset(offer.hardware for offer in (*self.listed, *self.away))
 
     def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
         raise AssertionError("the market rents nothing")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.cloud.engine_container import container_environment, container_words
@@ -102,6 +102,10 @@ class Ec2Provider:
         return listed, spot
 
     # without renting
+
+    def all_hardware(self) -> frozenset[Hardware]:
+        """See `gpu_runner.providers.base.HardwareProvider`."""
+        return frozenset(hardware_of(*kind.hardware) for kind in self.config.instance_types)
 
     def check(self) -> list[CheckResult]:
         """See `gpu_runner.providers.checks`."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import (
     EngineAccess,
     EngineOrder,
@@ -58,6 +58,10 @@ class KubernetesProvider:
         prices = self._prices()
         found = [self._offer(one, prices.get(one.name)) for one in self.config.offers]
         return [offer for offer in found if offer is not None]
+
+    def all_hardware(self) -> frozenset[Hardware]:
+        """See `gpu_runner.providers.base.HardwareProvider`."""
+        return frozenset(hardware_of(one.gpu, one.gpus, one.gpu_memory_gib) for one in self.config.offers)
 
     def _prices(self) -> dict[str, NodePrice]:
         return self._watch.prices.find(self.config.offers, self._listed)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_runner.http.addresses import engine_url
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import (
     EndReason,
     EngineAccess,
@@ -71,6 +71,10 @@ class RunPodProvider:
         """What fleet.yaml rents. What has no price is left out."""
         priced = ((one, self._price(one)) for one in self.config.gpus)
         return [self._offer(one, *found) for one, found in priced if found is not None]
+
+    def all_hardware(self) -> frozenset[Hardware]:
+        """See `gpu_runner.providers.base.HardwareProvider`."""
+        return frozenset(hardware_of(one.gpu, one.gpus, one.gpu_memory_gib) for one in self.config.gpus)
 
     def _price(self, gpu: RunPodGpuConfig) -> tuple[float, float, str] | None:
         """US dollars an hour, when that was seen, and who says so: fleet.yaml, else the dearest of the price lists."""

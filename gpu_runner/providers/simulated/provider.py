@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
@@ -53,6 +53,12 @@ class SimulatedProvider:
                 else offer
                 for offer in self._market(connection)
             ]
+
+    def all_hardware(self) -> frozenset[Hardware] | None:
+        """See `gpu_runner.providers.base.HardwareProvider`. What it plays of recorded prices changes with time."""
+        if self._prices is not None:
+            return None
+        return frozenset(hardware_of(one.gpu, one.gpus, one.gpu_memory_gib) for one in self.config.offers)
 
     def create(self, offer: Offer, name: str, order: EngineOrder) -> str:
         """Rent a machine, at the offer's price and no other."""

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as NotDone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
@@ -220,6 +220,10 @@ class SshProvider:
 
         tunnel = thread.run(opened())
         return EngineAccess(tunnel.endpoint, key, lambda: thread.run(tunnel.close()), lambda: tunnel.reachability)
+
+    def all_hardware(self) -> frozenset[Hardware]:
+        """See `gpu_runner.providers.base.HardwareProvider`."""
+        return frozenset(hardware_of(one.gpu, one.gpus_per_instance, one.gpu_memory_gib) for one in self.config.hosts)
 
     def check(self) -> Results:
         """Look at every host: connection, host key, tools, engine command, GPUs, disk, clock."""
