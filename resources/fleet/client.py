@@ -119,10 +119,32 @@ class FleetClient:
         """An engine, or what is waited for."""
         if allowed.instances < 1:
             return waits(allowed.wait_kind, allowed.why_none())
-        found = self._standing(need, allowed.instances, note, pause)
-        if isinstance(found, LeasedEngine) or not self.providers or need.endpoint:
+        rents = bool(self.providers) and not need.endpoint
+        try:
+            found = self._standing(need, allowed.instances, note, pause)
+        except BudgetReached as refused:
+            if rents and (rented := self._rented_instead(refused, need, allowed, note, pause, replaces)):
+                return rented
+            raise
+        if isinstance(found, LeasedEngine) or not rents:
             return found
         return self._rented(need, allowed, note, pause, replaces)
+
+    def _rented_instead(
+        self,
+        refused: BudgetReached,
+        need: Requirement,
+        allowed: CapacityAllocation,
+        note: Say,
+        pause: Pause,
+        replaces: LeasedEngine | None,
+    ) -> LeasedEngine | None:
+        """What the budget pays for where it pays for no engine by the token; if nothing, the lesser sum is named."""
+        try:
+            rented = self._rented(need, allowed, note, pause, replaces)
+        except BudgetReached as too_dear:
+            raise min(refused, too_dear, key=lambda error: error.refusal.enough_usd) from None
+        return rented if isinstance(rented, LeasedEngine) else None
 
     def _allowance(self, need: Requirement) -> CapacityAllocation:
         """What the dataset may lease now."""
@@ -177,18 +199,35 @@ class FleetClient:
     # engines that stand in fleet.yaml
 
     def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
+        """The first that is free and that the budget pays for. Raises BudgetReached when it pays for none of them."""
         engines = self.config.engines_for(need.model, need.endpoint)
         asked_at = self.heart.now()
+        refused: dict[str, BudgetReached] = {}
         for engine in engines:
-            if engine.token_price is not None:
-                self.fleet_db.check_row(need.dataset, need.work().row_usd(engine.token_price))
+            if (error := self._refusal(need, engine)) is not None:
+                refused[engine.name] = error
+                continue
             lease = self.fleet_db.try_lease(engine.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit)
             if lease is not None:
                 return self._start_standing(engine, need, lease, asked_at, note, pause)
+        if refused and all(engine.name in refused for engine in engines):
+            raise next(iter(refused.values()))
         if self.fleet_db.leases_of(need.dataset) >= limit:
             return waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
-        notes = [f"{engine.name} is held by run {self.fleet_db.holder(engine.name)}" for engine in engines]
+        held = [engine.name for engine in engines if engine.name not in refused]
+        notes = [f"{name} is held by run {self.fleet_db.holder(name)}" for name in held]
+        notes += [f"{name}: {error}" for name, error in refused.items()]
         return waits(WaitKind.ENGINES_HELD, ", ".join(notes))
+
+    def _refusal(self, need: Requirement, engine: EngineConfig) -> BudgetReached | None:
+        """Why the budget pays for no row on the engine; None where it does, or where its tokens cost nothing."""
+        if engine.token_price is None:
+            return None
+        try:
+            self.fleet_db.check_row(need.dataset, need.work().row_usd(engine.token_price))
+        except BudgetReached as error:
+            return error
+        return None
 
     def _start_standing(
         self, engine: EngineConfig, need: Requirement, lease: Lease, asked_at: float, note: Say, pause: Pause
