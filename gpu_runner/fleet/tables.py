@@ -38,7 +38,7 @@ RUNS = sa.Table(
 
 # `renewed_at`: when the holder last said what it had done; what comes after it, until the lease's end, was lost.
 # Of engines that are paid by the token: `…_usd`, what it cost, and `granted_usd`, what the holder may spend (NULL: no
-# budget bounds it). `before_usd`: the part of its cost that the dataset's request before caused.
+# budget bounds it). `before_usd`: what it had cost when the dataset's request began.
 LEASES = sa.Table(
     "leases",
     METADATA,

@@ -125,7 +125,7 @@ class Targets(Tables):
                 _write(connection, dataset, **wishes, counted_at=None)
             else:
                 _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now)
-                begin_spending(connection, now, dataset)
+                begin_spending(connection, dataset)
             found = _read(connection, dataset, now)
         assert found is not None
         return found
@@ -175,7 +175,7 @@ class Targets(Tables):
             over = {**NO_COMMAND, **NO_TARGET, "request": "", "since": now, "plan": to_json(summary)}
             ended = connection.execute(DATASETS.update().where(mine).values(**over)).rowcount == 1
             if ended:
-                begin_spending(connection, now, dataset)
+                begin_spending(connection, dataset)
             return ended
 
     def spend(self, dataset: str) -> Spend:

@@ -182,10 +182,11 @@ def payer() -> sa.ColumnElement[str]:
     return sa.func.coalesce(latest.scalar_subquery(), INSTANCES.c.dataset)
 
 
-def begin_spending(connection: sa.Connection, now: float, dataset: str) -> None:
-    """A request of the dataset begins: what its live leases cost by the token until now is not its spending."""
-    mine = (LEASES.c.dataset == dataset) & (now <= _LEASE_ENDS)
-    connection.execute(LEASES.update().where(mine).values(before_usd=LEASES.c.useful_usd + LEASES.c.wasted_usd))
+def begin_spending(connection: sa.Connection, dataset: str) -> None:
+    """A request of the dataset begins: what its leases cost by the token until now is not its spending."""
+    cost = LEASES.c.useful_usd + LEASES.c.wasted_usd
+    changed = (LEASES.c.dataset == dataset) & (LEASES.c.before_usd != cost)
+    connection.execute(LEASES.update().where(changed).values(before_usd=cost))
 
 
 def count_anew(connection: sa.Connection) -> None:
@@ -232,7 +233,6 @@ def _earlier(one: sa.ColumnElement[Any], other: sa.ColumnElement[Any]) -> sa.Col
 
 
 _NOW, _SINCE = sa.bindparam("now", type_=sa.Float), sa.bindparam("since", type_=sa.Float)
-_LEASE_ENDS = sa.func.coalesce(LEASES.c.released_at, LEASES.c.expires_at)
 
 
 def _segments() -> sa.Select[Any]:
@@ -283,10 +283,10 @@ def unspent(now: float | sa.ColumnElement[float]) -> sa.ColumnElement[float]:
 def _spend_by_tokens() -> sa.Select[Any]:
     """Two sums over the leases of engines that are paid by the token: spent since, and granted beyond that.
 
-    Of a lease that outlives the request in which it began, what it costs after that belongs to the next request.
+    A lease may outlive the request in which it began: what it costs after that belongs to the next request. No time is
+    compared for this, so that it holds whenever the clock is set.
     """
-    later = LEASES.c.useful_usd + LEASES.c.wasted_usd - LEASES.c.before_usd
-    spent = sa.case((_LEASE_ENDS >= _SINCE, later), else_=0.0)
+    spent = LEASES.c.useful_usd + LEASES.c.wasted_usd - LEASES.c.before_usd
     sums = (sa.func.sum(spent), sa.func.sum(unspent(_NOW)))
     return sa.select(*sums).where(LEASES.c.dataset == sa.bindparam("dataset", type_=sa.String))
 

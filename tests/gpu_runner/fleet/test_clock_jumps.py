@@ -60,6 +60,23 @@ def opened(url: str, clocks: Clocks) -> Iterator[Open]:
 
 
 @pytest.mark.parametrize("seconds", STEPS)
+def test_a_step_of_the_clock_keeps_what_over_leases_cost_by_the_token_with_their_request(
+    opened: Open, clocks: Clocks, seconds: float
+):
+    fleet_db = opened()
+    before = fleet_db.try_lease("api", "run", "d", TTL)
+    assert before is not None and fleet_db.release(before, LeaseUsage(useful_usd=0.4))
+    clocks.forward(5)
+    fleet_db.begin_request("d", "r", budget_usd=1.0)
+    clocks.forward(5)
+    lease = fleet_db.try_lease("api", "run", "d", TTL)
+    assert lease is not None and fleet_db.release(lease, LeaseUsage(useful_usd=0.9))
+    clocks.forward(5)
+    clocks.set_by(seconds)
+    assert fleet_db.spend("d").usd == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("seconds", STEPS)
 def test_a_step_of_the_clock_leaves_leases_runs_and_bills_as_long_as_they_were(
     opened: Open, clocks: Clocks, seconds: float
 ):
