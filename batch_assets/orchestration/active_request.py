@@ -35,6 +35,7 @@ from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.fleet.wait_reason import WaitReason
 from gpu_runner.market.workload import Workload
+from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 
 
@@ -118,12 +119,15 @@ def request_under_way(
     """What is wanted of the request under way; None where nothing is, or another one than in the fleet's database.
 
     The fleet's database keeps a request until a capacity sensor sees that it is over, and none sees it where Dagster
-    ended with the request. So the rule of that sensor is asked.
+    ended with the request. So the rule of that sensor is asked. Where the snapshot is damaged the request stands.
     """
     target = fleet_db.target(spec.name)
     if target is None or not target.request:
         return None
-    found = WorkWatcher(spec, store, folder).look(instance, (), target)
+    try:
+        found = WorkWatcher(spec, store, folder).look(instance, (), target)
+    except (CorruptObject, FileNotFoundError):  # a damaged snapshot does not show it, and is about to be made again
+        return target
     return target if found is not None and found.request == target.request else None
 
 
