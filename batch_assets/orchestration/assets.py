@@ -400,8 +400,7 @@ def bill_of(fleet_db: FleetDatabase, dataset: str, providers: Container[str] | N
 
     `providers`: only theirs.
     """
-    own = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
-    parts = [charge.usd for charge in own if providers is None or charge.provider in providers]
+    parts = [charge.usd for charge in fleet_db.charges_of(dataset) if providers is None or charge.provider in providers]
     return functools.reduce(operator.add, parts) if parts else None
 
 

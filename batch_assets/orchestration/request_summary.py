@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from batch_assets.planning.clock_scale import scale_words
@@ -51,8 +51,7 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
     target = fleet_db.target(dataset)
     if target is None or not (target.request or target.ended):
         return RequestStatus()
-    clocks = {one.provider: one.clock for one in fleet_db.costs()}
-    whole = [charge for charge in fleet_db.charges() if charge.dataset == dataset]
+    clocks, whole = fleet_db.provider_clocks(), fleet_db.charges_of(dataset)
     total = sum(charge.usd.total for charge in whole)
     lost = sum(charge.usd.wasted for charge in whole)
     played = sum(charge.usd.total for charge in whole if clocks.get(charge.provider, 1.0) != 1.0)
@@ -75,18 +74,17 @@ def request_status(fleet_db: FleetDatabase, dataset: str) -> RequestStatus:
         instances=target.instances,
         paused="" if target.pause is None else target.pause.describe(),
         reason=plan.reason,
-        clock=_clock(fleet_db, target, mine),
+        clock=_clock(clocks, target, mine),
         usd_total=total,
         usd_wasted_total=lost,
         usd_simulated_total=played,
     )
 
 
-def _clock(fleet_db: FleetDatabase, target: DatasetTarget, charges: Sequence[Charge]) -> str:
+def _clock(clocks: Mapping[str, float], target: DatasetTarget, charges: Sequence[Charge]) -> str:
     """What seconds and dollars mean: by the clocks of the providers whose offers are planned or were rented."""
     rented = {charge.provider for charge in charges}
     offers = [name for name, _ in target.offers]
-    clocks = {one.provider: one.clock for one in fleet_db.costs()}
     used = {
         name: clock
         for name, clock in clocks.items()

@@ -133,6 +133,24 @@ class Reports(Tables):
         costs = [_cost(row, leases[row["name"]], now) for row in rows]
         return [*costs, *(_engine_cost(name, each) for name, each in of_engines.items())]
 
+    def charges_of(self, dataset: str) -> list[Charge]:
+        """What one dataset was ever charged. Read are only the instances that it ordered or had a lease on, and its
+        leases of engines that are paid by the token.
+        """
+        leased = sa.select(LEASES.c.instance).where(LEASES.c.dataset == dataset)
+        with self._reading() as (connection, now):
+            rows, leases = _load(connection, (INSTANCES.c.dataset == dataset) | INSTANCES.c.name.in_(leased))
+            engines = connection.execute(_BY_TOKENS.where(LEASES.c.dataset == dataset)).mappings().all()
+        found = charges((_bill(row, leases[row["name"]], now) for row in rows), now)
+        return [one for one in found if one.dataset == dataset] + [_engine_charge(lease, now) for lease in engines]
+
+    def provider_clocks(self) -> dict[str, float]:
+        """By provider of which something was ever rented: the clock of its newest instance, 1.0 where it is ours."""
+        newest = sa.func.max(INSTANCES.c.created_at)
+        query = sa.select(INSTANCES.c.provider, INSTANCES.c.clock).group_by(INSTANCES.c.provider, INSTANCES.c.clock)
+        with self._reading() as (connection, _):
+            return dict(connection.execute(query.order_by(newest)).tuples().all())
+
     def charges(self, since: float | None = None) -> list[Charge]:
         """Every bill, cut by dataset and use; with `since` (database's clock) only what accrued from then on."""
         which = sa.true() if since is None else INSTANCES.c.ended_at.is_(None) | (INSTANCES.c.ended_at >= since)
