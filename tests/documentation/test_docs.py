@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from dagster_postgres.event_log import PostgresEventLogStorage
-from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, README, REPOSITORY, Block, blocks
+from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, PAGES, README, REPOSITORY, Block, blocks
 from support.fleet_databases import intended
 
 from batch_assets.catalog import ledger
@@ -32,6 +32,8 @@ from resources.store.dataset_store import DatasetStore
 
 CODE = ["batch_assets", "resources", "gpu_runner"]
 ROWS = 3
+LONGEST_CELL = 300
+LONGEST_EVIDENCE = 150
 
 
 def code() -> str:
@@ -79,7 +81,7 @@ def test_every_command_of_the_readme_and_the_docs_exists() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for file in DOCUMENTS:
+    for file in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
             path, _, anchor = target.partition("#")
             other = (file.parent / path).resolve() if path else file
@@ -87,6 +89,25 @@ def test_links_lead_somewhere() -> None:
             if anchor:
                 heads = re.findall(r"^#+ (.+)$", other.read_text(), re.MULTILINE)
                 assert anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}, target
+
+
+EVIDENCE = [page for page in PAGES if "history" in page.parts or page.name == "evidence.md"]
+
+
+@pytest.mark.parametrize("page", EVIDENCE, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_cell_of_a_table_is_a_paragraph(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell) > LONGEST_CELL] == [], f"at most {LONGEST_CELL} characters a cell"
+
+
+def test_evidence_is_one_page() -> None:
+    text = (REPOSITORY / "docs" / "evidence.md").read_text()
+    assert len(text.splitlines()) <= LONGEST_EVIDENCE, "what was measured before goes to docs/history/"
+    history = {file.name for file in (REPOSITORY / "docs" / "history").glob("*.md")} - {"README.md"}
+    index = (REPOSITORY / "docs" / "history" / "README.md").read_text()
+    assert set(re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", index, re.MULTILINE)) == history
+    assert {name for name in history if f"history/{name}" not in text} == set()
 
 
 @pytest.mark.parametrize("block", blocks("fleet"), ids=lambda block: block.name)

@@ -24,6 +24,8 @@ EXAMPLES = sorted((REPOSITORY / "examples").glob("**/README.md"))
 
 DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE]
 DOCUMENTS += [REPOSITORY / "CONTRIBUTING.md", *EXAMPLES]
+# Every page that is written for people, with and without blocks that are tested.
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md")), *EXAMPLES]
 
 # mark: (language, how the block is tested)
 MARKS = {
