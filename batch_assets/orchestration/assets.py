@@ -245,7 +245,10 @@ def plan_metadata(
             return {"plan": "nothing is missing"}
         wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
-        request = request_under_way(context.instance, fleet_db, spec, store, folder)
+        if REFRESH_TAG in context.run.tags:  # `read_source` has settled what is under way before it began
+            request = fleet_db.target(spec.name)
+        else:
+            request = request_under_way(context.instance, fleet_db, spec, store, folder)
         found = propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, wished, timing, request)
     except (FleetConfigError, PricingError, ProviderError, ProviderUnclear) as error:
         return {"plan": f"no plan: {error}"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from support.dataset_site import dataset_site
 from support.sensor_site import KEYS, SPEC, Site
 
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord
@@ -17,6 +18,7 @@ from batch_assets.orchestration import active_request
 from batch_assets.orchestration.active_request import WorkWatcher
 from batch_assets.planning import workload_estimate
 from batch_assets.planning.workload_estimate import REUSABLE_SECONDS, WorkloadEstimator
+from batch_assets.tags import REFRESH_TAG
 from gpu_runner.fleet.database import RunBeat
 from resources.store.dataset_store import BatchEntry
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
@@ -93,3 +95,22 @@ def test_what_a_run_has_finished_and_what_it_can_take_are_not_counted_twice(
     beats = [RunBeat("r", "d", "00000", "00002", "running", "", done, "host", 1, 0.0)]
     missing = {entry.key for entry in ENTRIES}
     assert active_request._settled_rows([run], beats, ENTRIES, missing, free) == settled
+
+
+def test_a_refresh_looks_once_at_all_batches_for_the_request_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, look = list[str](), WorkWatcher.look
+
+    def counted(watcher: WorkWatcher, instance: dg.DagsterInstance, *more: Any) -> Any:
+        looks.append("look")
+        return look(watcher, instance, *more)
+
+    monkeypatch.setattr(WorkWatcher, "look", counted)
+    with dataset_site(tmp_path) as site:
+        site.source(["a", "b"])
+        for _ in range(2):  # the second finds the request of the first in the fleet's database
+            run = site.materialize("prompts", tags={REFRESH_TAG: "d"})
+            (event,) = run.asset_materializations_for_node("d__prompts")
+            assert event.metadata["plan"].value != "nothing is missing"
+    assert looks == ["look"]
