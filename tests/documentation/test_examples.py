@@ -28,7 +28,7 @@ PRINTED = {
     "own_gpus": ["1× RTX4090", "lab does not say what it offers", "done in"],
     "downstream_asset": ["10 rows in 1 batch: 10 ok, 0 dead", "product,tone,output"],
 }
-LONG = ("embeddings", "refresh_from_s3")  # other slow tests do what they do
+LONG = ("embeddings", "labels", "refresh_from_s3")  # other slow tests do what they do
 
 
 @pytest.fixture

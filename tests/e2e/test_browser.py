@@ -243,7 +243,8 @@ def current(site: Platform) -> int:
     return len(entries) - len(missing(entries, ledger_versions(site.instance, site.name)))
 
 
-@pytest.mark.parametrize("remedy", [pytest.param("all batches", marks=pytest.mark.soak("dagster")), "the job"])
+@pytest.mark.soak("dagster")
+@pytest.mark.parametrize("remedy", ["all batches", "the job"])
 def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: str
 ) -> None:
@@ -282,6 +283,7 @@ def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
         assert len(site.published_rows()) == 1000
 
 
+@pytest.mark.soak("dagster")
 def test_the_page_of_a_run_has_its_progress_and_a_cancel_has_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +312,7 @@ def test_the_page_of_a_run_has_its_progress_and_a_cancel_has_no_traceback(
         ui.shot("run-canceled")
 
 
+@pytest.mark.soak("dagster")
 def test_rows_of_the_table_stand_on_its_page_above_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         platform(

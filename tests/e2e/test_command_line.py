@@ -37,6 +37,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield found
 
 
+@pytest.mark.soak("dagster")
 def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damaged(site: Site):
     command = site.start("run", NAME, "--json")
     status, output = command.end()

@@ -329,6 +329,7 @@ COST_KEYS = {
 }
 
 
+@pytest.mark.soak("fleet")
 def test_a_spot_instance_taken_away_costs_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spot = fleet(provider("sim-spot", 0.5, spot=True), provider("sim-sure", 0.8))
     with platform(

@@ -114,6 +114,7 @@ def starts(site: Platform, run_id: str) -> int:
     return sum("Started process" in (entry.message or "") for entry in site.instance.all_logs(run_id))
 
 
+@pytest.mark.soak("losses")
 def test_killed_run_workers_cost_only_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, kills = random.Random(7), 5 if SOAK else 3
     with platform(tmp_path, monkeypatch, gsm8k(ROWS), simulator=["--speed", "1.5"]) as site:
