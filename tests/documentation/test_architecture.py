@@ -15,6 +15,7 @@ from support.documents import ARCHITECTURE, REPOSITORY
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "SECURITY.md",
+    REPOSITORY / "CONTRIBUTING.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
 ROOTS = ("batch_assets", "resources", "gpu_runner")
@@ -179,12 +180,13 @@ def test_the_table_of_folders_names_every_package() -> None:
     assert [folder for folder in told if not (REPOSITORY / folder / "__init__.py").is_file()] == []
 
 
-def test_the_readme_names_every_folder_of_the_code() -> None:
-    layout = (REPOSITORY / "README.md").read_text().partition("\n## Layout\n")[2].partition("\n## ")[0]
-    rows = {cells[0].strip("`/"): set(re.findall(r"`(\w+)/`", cells[1])) for cells in table_rows(layout)}
+def test_the_layout_names_every_folder_of_the_code() -> None:
+    layout = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("\n## Layout\n")[2].partition("\n## ")[0]
+    rows = list(table_rows(layout))
     for root in ROOTS:
+        told = [name for cells in rows if cells[0].strip("`/ ") == root for name in re.findall(r"`(\w+)/`", cells[1])]
         folders = {package.name for package in packages() if package.parent == REPOSITORY / root}
-        assert rows[root] - {"defs"} == folders, f"README.md, Layout, {root}/"
+        assert sorted(set(told) - {"defs"}) == sorted(folders), f"CONTRIBUTING.md, Layout, {root}/"
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: ".".join(package.relative_to(REPOSITORY).parts))

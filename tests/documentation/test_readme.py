@@ -1,4 +1,4 @@
-"""Every command and snippet of README.md and docs/ does what it says. Marks: tests/support/documents.py."""
+"""Every command and snippet of the README and of docs/ does what it says. Marks: tests/support/documents.py."""
 
 from __future__ import annotations
 
@@ -140,19 +140,19 @@ def test_a_command_of_the_readme_with_a_server_of_your_own(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_readme_on_a_dataset_of_your_own(tmp_path: Path) -> None:
-    """In a copy of the project: the commands make files there, and the README's own defs.yaml replaces them."""
+    """In a copy of the project: the commands make files there, and the tutorial's own defs.yaml replaces them."""
     copy = tmp_path / "project"
     ignored = shutil.ignore_patterns(".*", "data", "node_modules")
     shutil.copytree(REPOSITORY, copy, ignore=ignored)
     example = copy / "batch_assets" / "defs" / "example" / "defs.yaml"
     example.write_text(example.read_text().replace("  source:\n", "  source:\n    limit: 1000\n"))
-    declared_in_readme = {block.yaml()["attributes"]["name"]: block for block in blocks("spec")}
+    declared_in_pages = {block.yaml()["attributes"]["name"]: block for block in blocks("spec")}
     for block in blocks("project"):
         if "dg launch" in block.text:
             run(block, copy, tmp_path, "batch-assets run example --simulate", PYTHONPATH=str(copy))
         printed = run(block, copy, tmp_path, PYTHONPATH=str(copy))
         for file in (copy / "batch_assets" / "defs").glob("*/defs.yaml"):
-            if file.parent.name in declared_in_readme:
-                file.write_text(declared_in_readme[file.parent.name].text)
+            if file.parent.name in declared_in_pages:
+                file.write_text(declared_in_pages[file.parent.name].text)
         if "run capitals" in block.text:
             assert "12 rows in 1 batch: 12 ok, 0 dead" in printed

@@ -270,7 +270,7 @@ def test_what_an_interrupted_refresh_has_left_shows_and_is_repaired_in_the_ui(
         eventually(lambda: failed_checks(ui) == 1, 30, "a lineage that is not green")
         ui.shot("stale-lineage")
 
-        # The README's remedies: all batches, of which those that are there cost nothing, or the job.
+        # The remedies of docs/ui.md: all batches, of which those that are there cost nothing, or the job.
         serve(site, FAST)
         asked = sum(site.simulator.received().values())
         if remedy == "all batches":

@@ -15,6 +15,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 DATASETS, OPERATIONS = REPOSITORY / "docs" / "datasets.md", REPOSITORY / "docs" / "operations.md"
+TUTORIAL, REFERENCE = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "reference.md"
+UI, GUARANTEES = REPOSITORY / "docs" / "ui.md", REPOSITORY / "docs" / "guarantees.md"
 FLEET = REPOSITORY / "docs" / "fleet.md"
 DEADLINES = REPOSITORY / "docs" / "deadlines.md"
 PROVIDERS = REPOSITORY / "docs" / "providers.md"
@@ -22,7 +24,8 @@ DEPLOYMENT = REPOSITORY / "docs" / "deployment.md"
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 EXAMPLES = sorted((REPOSITORY / "examples").glob("**/README.md"))
 
-DOCUMENTS = [README, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE]
+DOCUMENTS = [README, TUTORIAL, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE]
+DOCUMENTS += [UI, GUARANTEES, REFERENCE]
 DOCUMENTS += [REPOSITORY / "CONTRIBUTING.md", *EXAMPLES]
 # Every page that is written for people, with and without blocks that are tested.
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md")), *EXAMPLES]
