@@ -1,6 +1,6 @@
 """How the service for online requests grows from one process to several that share Redis, and what 10,000/s need.
 
-    python -m benchmarks.online_growth [--processes 1,2,3,4] [--cores 0.25] [--redis-servers 1] [--seconds 10]
+    python -m benchmarks.online_growth [--processes 1,2,3,4] [--cores 0.25] [--seconds 10]
         [--engines 64] [--first 100] [--json FILE]
 
 Each process is a `batch-assets serve` that accepts requests, makes lists of their texts, sends these to the engines and
@@ -49,7 +49,6 @@ class Options:
     """One ladder. `cores`: of a process; 0: no limit. `first`: requests/s and process."""
 
     cores: float = 0.25
-    redis_servers: int = 1
     seconds: float = 10.0
     engines: int = 64
     first: float = 100.0
@@ -79,10 +78,10 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What 10,000 requests/s need."""
+    """What 10,000 requests/s need. `redis`: cores that its one thread of commands would need."""
 
     service_cores: int
-    redis_servers: int
+    redis: float
     engines: int
 
 
@@ -93,12 +92,12 @@ def machines(rung: Rung) -> Machines:
         return math.ceil(WANTED * us / 1e6 / CORE_USE)
 
     engines = math.ceil(WANTED / rung.mean_list * LIST_SECONDS / ENGINE_USE)
-    return Machines(cores(rung.service_us), cores(rung.redis_us), engines)
+    return Machines(cores(rung.service_us), round(WANTED * rung.redis_us / 1e6, 1), engines)
 
 
 async def climb(processes: int, options: Options, folder: Path) -> list[Rung]:
     """All rates, up to the second in a row that does not hold."""
-    plan = Plan(services=processes, consumers=0, kind="embedding", kill_every=0.0, redis_servers=options.redis_servers)
+    plan = Plan(services=processes, consumers=0, kind="embedding", kill_every=0.0)
     with contextlib.ExitStack() as stack:
         engine, engine_pid = stack.enter_context(fixed_engine(options.engines))
         quotas = stack.enter_context(cpu_quotas(processes if options.cores else 0, options.cores))
@@ -179,7 +178,7 @@ def main() -> None:
             f"{rung.processes} processes: {rung.rate:,.0f} requests/s ({rung.rate / best[0].rate:.2f} times), "
             f"p50 {1e3 * rung.p50:.0f} ms, p99 {1e3 * rung.p99:.0f} ms, {rung.mean_list} texts a list; "
             f"CPU of a request: service {rung.service_us} us, Redis {rung.redis_us} us; 10,000/s: "
-            f"{needs.service_cores} cores of services, {needs.redis_servers} Redis servers, {needs.engines} engines"
+            f"{needs.service_cores} cores of services, {needs.redis} of Redis, {needs.engines} engines"
         )
     if path is not None:
         path.write_text(json.dumps([asdict(rung) for rung in best]))

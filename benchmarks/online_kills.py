@@ -1,7 +1,7 @@
 """Submit and poll under kills: `kill -9` of services, consumers and Redis at random while requests come in.
 
     python benchmarks/online_kills.py [--queue redis|embedded] [--rate 300] [--seconds 60] [--kill-every 10]
-        [--services 1] [--consumers 1] [--kind chat|embedding] [--fsync always] [--redis-servers 1]
+        [--services 1] [--consumers 1] [--kind chat|embedding] [--fsync always]
         [--seed 1] [--json FILE]
 
 Requests come at random at the given rate, each with an Idempotency-Key; one that is not accepted is sent again with the
@@ -292,7 +292,6 @@ def main() -> None:
     parser.add_argument("--consumers", type=int, default=usual.consumers, help="0: services consume, too")
     parser.add_argument("--kind", choices=["chat", "embedding"], default=usual.kind)
     parser.add_argument("--fsync", choices=["always", "everysec"], default=usual.fsync)
-    parser.add_argument("--redis-servers", type=int, default=usual.redis_servers, help="over which the queue is spread")
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--json", type=Path)
     asked = vars(parser.parse_args())

@@ -3,7 +3,8 @@
     python benchmarks/online_queue.py [--tasks 5000] [--at-once 256]
 
 Both queues, each task durable when it is accepted and its result when it is stored: the SQLite file, and a redis-server
-of this machine with `appendfsync always`. Seconds are of the wall clock, CPU is that of this process per task.
+of this machine with `appendfsync always`. Seconds are of the wall clock, CPU is that of this process per task; last,
+that of Redis' one thread of commands per task, which is accepted, claimed, answered and read while others are.
 """
 
 from __future__ import annotations
@@ -27,16 +28,25 @@ from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResul
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"' + b"x" * 500 + b'"}]}'
 
 
+def a_task(number: int) -> OnlineTask:
+    """A chat of one of seven tenants."""
+    tenant = f"tenant-{number % 7}"
+    task_id = new_task_id(tenant, None)
+    return OnlineTask(task_id, tenant, "c", "tiny", TaskKind.CHAT, BODY, time.time(), 600.0, False, 100, "")
+
+
+def a_result() -> TaskResult:
+    """Its answer."""
+    return TaskResult(TaskStatus.SUCCESS, time.time(), output=b'"' + b"y" * 500 + b'"')
+
+
 async def measure(name: str, queue: TaskQueue, tasks: int, at_once: int) -> None:
     """One queue: accept all, then claim and answer all."""
     numbers = iter(range(tasks))
 
     async def accept() -> None:
-        for _ in numbers:
-            tenant = f"tenant-{_ % 7}"
-            task_id = new_task_id(tenant, None)
-            task = OnlineTask(task_id, tenant, "c", "tiny", TaskKind.CHAT, BODY, time.time(), 600.0, False, 100, "")
-            await queue.append(task)
+        for number in numbers:
+            await queue.append(a_task(number))
 
     began, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(accept() for _ in range(at_once)))
@@ -45,10 +55,40 @@ async def measure(name: str, queue: TaskQueue, tasks: int, at_once: int) -> None
     began, cpu, done = time.perf_counter(), time.process_time(), 0
     while done < tasks:
         claims = await queue.claim("one", at_once, 1.0)
-        result = TaskResult(TaskStatus.SUCCESS, time.time(), output=b'"' + b"y" * 500 + b'"')
-        done += sum(await asyncio.gather(*(queue.acknowledge(claim, result) for claim in claims)))
+        done += sum(await asyncio.gather(*(queue.acknowledge(claim, a_result()) for claim in claims)))
     took, spent = time.perf_counter() - began, time.process_time() - cpu
     print(f"{name}: {tasks / took:,.0f} claimed and answered/s, {1e6 * spent / tasks:.0f} us CPU each")
+
+
+async def measure_thread(url: str, tasks: int, at_once: int) -> None:
+    """What a task costs the one thread of a Redis, with so many callers that each wait for their answer."""
+    accepting, consuming, numbers = RedisQueue(url, time.time), RedisQueue(url, time.time), iter(range(tasks))
+
+    async def used() -> float:
+        found = await accepting.commands.client.info("cpu")
+        return float(found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"])
+
+    async def call() -> None:
+        for number in numbers:
+            await accepting.append(asked := a_task(number))
+            found = await accepting.look(asked.task_id, 60.0, asked.tenant)
+            if found is None or found.result is None:
+                raise SystemExit(f"{asked.task_id}: expected a result within a minute, found none")
+
+    async def consume() -> None:
+        done = 0
+        async with asyncio.TaskGroup() as group:
+            while done < tasks:
+                for claim in await consuming.claim("one", at_once, 1.0):
+                    group.create_task(consuming.acknowledge(claim, a_result()))
+                    done += 1
+
+    before = await used()
+    await asyncio.gather(consume(), *(call() for _ in range(at_once)))
+    spent = await used() - before
+    print(f"Redis' main thread, {at_once} at once: {1e6 * spent / tasks:.0f} us a task")
+    await accepting.close()
+    await consuming.close()
 
 
 @contextlib.contextmanager
@@ -81,6 +121,8 @@ async def run(tasks: int, at_once: int, folder: Path) -> None:
         shared = RedisQueue(url, time.time)
         await measure("Redis Streams", shared, tasks, at_once)
         await shared.close()
+        for callers in (128, 512):
+            await measure_thread(url, tasks, callers)
 
 
 def main() -> None:

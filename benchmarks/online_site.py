@@ -30,7 +30,6 @@ class Plan:
     kind: str = "chat"
     fsync: str = "always"
     seed: int = 1
-    redis_servers: int = 1
 
 
 class Process:
@@ -110,8 +109,8 @@ class Site:
         self.fronts: list[int] = []
         redis: dict[str, str] = {}
         if plan.queue == "redis":
-            ports = [self._keep(folder / f"redis-{number}", plan.fsync) for number in range(plan.redis_servers)]
-            redis = {"BATCH_ASSETS_ONLINE_REDIS": " ".join(f"redis://127.0.0.1:{port}/0" for port in ports)}
+            port = self._keep(folder / "redis-0", plan.fsync)
+            redis = {"BATCH_ASSETS_ONLINE_REDIS": f"redis://127.0.0.1:{port}/0"}
         if plan.kind == "embedding":
             redis |= {"BATCH_ASSETS_MICRO_BATCHES": "on"}
         accepts = "0" if plan.queue == "redis" and plan.consumers else "256"

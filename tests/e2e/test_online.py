@@ -15,15 +15,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("queue", "servers"),
-    [
-        pytest.param("embedded", 1, marks=pytest.mark.soak("online")),
-        pytest.param("redis", 1, marks=needs_redis),
-        pytest.param("redis", 2, marks=[needs_redis, pytest.mark.soak("online")]),
-    ],
+    "queue", [pytest.param("embedded", marks=pytest.mark.soak("online")), pytest.param("redis", marks=needs_redis)]
 )
-def test_kills_under_load_lose_nothing_that_was_accepted(tmp_path: Path, queue: str, servers: int) -> None:
-    plan = Plan(queue, rate=20, seconds=11 if servers == 1 else 14, kill_every=4, seed=30, redis_servers=servers)
+def test_kills_under_load_lose_nothing_that_was_accepted(tmp_path: Path, queue: str) -> None:
+    plan = Plan(queue, rate=20, seconds=11, kill_every=4, seed=30)
     report = asyncio.run(play(plan, tmp_path))
     assert set(report.kills) == ({"service"} if queue == "embedded" else {"redis", "service", "consumer"})
     assert report.lost == {} and report.accepted > 0

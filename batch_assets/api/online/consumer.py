@@ -66,7 +66,6 @@ class Consumer:
         self._name, self._concurrency, self._policy = name, concurrency, policy
         self._clock, self._uniform, self._settle = clock, uniform, settle
         self._serving: dict[str, _Serving] = {}
-        self._kept = 0  # of those in hand: answered, and waiting until the queue takes that
         self._freed = asyncio.Event()
         self._trust_after = 0.0
         self.ended = 0  # tasks that got a result here
@@ -82,10 +81,8 @@ class Consumer:
 
     @property
     def _free(self) -> int:
-        """How many more may be begun. Where a part of the queue is away, what waits for it holds up no other tasks:
-        beside as many as that, `concurrency` of others are served.
-        """
-        return self._concurrency - len(self._serving) + min(self._kept, self._concurrency)
+        """How many more may be begun."""
+        return self._concurrency - len(self._serving)
 
     async def _claim(self) -> None:
         while True:
@@ -230,16 +227,11 @@ class Consumer:
         """Until the queue has taken it."""
         with contextlib.suppress(QueueAway):
             return await call()
-        self._kept += 1
-        self._freed.set()
-        try:
-            while True:
-                raise_if_cancelled()
-                await asyncio.sleep(AGAIN_SECONDS * (1 + self._uniform()))
-                with contextlib.suppress(QueueAway):
-                    return await call()
-        finally:
-            self._kept -= 1
+        while True:
+            raise_if_cancelled()
+            await asyncio.sleep(AGAIN_SECONDS * (1 + self._uniform()))
+            with contextlib.suppress(QueueAway):
+                return await call()
 
     async def _give_back(self) -> None:
         """Cancel what is under way; the next consumer begins it anew, at once."""

@@ -22,7 +22,7 @@ class OnlineFigures:
         self._models = BoundedLabel(MOST_MODELS)
         self._depth = Gauge(f"{prefix}queue_depth", "Tasks by state, of all processes.", ["state"], registry=registry)
         self._fullness = Gauge(f"{prefix}fullness", "Of queue or engines; admission slows from 0.9.", registry=registry)
-        self.redis_away = Gauge(f"{prefix}queue_away", "Share of the queue that cannot be used now.", registry=registry)
+        self.redis_away = Gauge(f"{prefix}queue_away", "1 while the queue cannot be used, else 0.", registry=registry)
         self._accepted = Counter(f"{prefix}accepted_total", "Requests accepted.", ["repeated"], registry=registry)
         self._refused = Counter(f"{prefix}refused_total", "Requests not accepted.", ["reason"], registry=registry)
         self._ended = Counter(f"{prefix}ended_total", "Tasks that ended, by code.", ["code"], registry=registry)

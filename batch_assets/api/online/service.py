@@ -10,7 +10,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -221,7 +221,7 @@ class OnlineService:
                     pressures |= await self._pressures.look()
                 ended, before = self._consumer.ended, ended
                 self._admission.observe(depth, pressures, ended - before, time.monotonic())
-                self._figures.redis_away.set(depth.away)
+                self._figures.redis_away.set(0)
             except QueueAway:
                 self._figures.redis_away.set(1)
             except Exception as error:
@@ -229,17 +229,14 @@ class OnlineService:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _kept_in(urls: Sequence[str], home: Path) -> tuple[TaskQueue, AnswerCache]:
+def _kept_in(redis: str | None, home: Path) -> tuple[TaskQueue, AnswerCache]:
     """Queue and cache: of this process, or in Redis, whose library is imported only then."""
-    if not urls:
+    if redis is None:
         return EmbeddedQueue(home, time.time), LocalCache(time.monotonic)
-    from batch_assets.api.online.answers.redis_cache import RedisCache, ShardedRedisCache
-    from batch_assets.api.online.queues.redis_sharded import ShardedRedisQueue
+    from batch_assets.api.online.answers.redis_cache import RedisCache
     from batch_assets.api.online.queues.redis_streams import RedisQueue
 
-    if len(urls) > 1:
-        return ShardedRedisQueue(urls, time.time), ShardedRedisCache(urls, time.monotonic)
-    return RedisQueue(urls[0], time.time), RedisCache(urls[0], time.monotonic)
+    return RedisQueue(redis, time.time), RedisCache(redis, time.monotonic)
 
 
 class _ModelNames:

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batch_assets.api.access.api_keys import is_tenant
-from batch_assets.api.online.queues.protocol import SHARDS
 from batch_assets.settings import SettingError
 
 REDIS = "BATCH_ASSETS_ONLINE_REDIS"
-MOST_SERVERS = SHARDS
 CONCURRENCY = "BATCH_ASSETS_ONLINE_CONCURRENCY"
 MOST_WAITING = "BATCH_ASSETS_ONLINE_MOST_WAITING"
 CACHE_GROUPS = "BATCH_ASSETS_ONLINE_CACHE_GROUPS"
@@ -20,12 +18,12 @@ CACHE_GROUPS = "BATCH_ASSETS_ONLINE_CACHE_GROUPS"
 
 @dataclass(frozen=True, slots=True)
 class OnlineSettings:
-    """`redis`: URLs of the servers with the queue that processes share; none: a file of this process. `concurrency`:
+    """`redis`: URL of the server with the queue that processes share; None: a file of this process. `concurrency`:
     requests that this process sends to engines at a time, 0: none. `most_waiting`: accepted requests without an answer,
     of all tenants. `cache_groups`: tenants that share answers, by tenant.
     """
 
-    redis: tuple[str, ...] = field(default=(), repr=False)
+    redis: str | None = field(default=None, repr=False)
     concurrency: int = 256
     most_waiting: int = 20_000
     cache_groups: Mapping[str, str] = field(default_factory=dict)
@@ -35,27 +33,25 @@ def online_settings() -> OnlineSettings:
     """Of this environment. Raises SettingError."""
     defaults = OnlineSettings()
     return OnlineSettings(
-        redis_servers(os.environ.get(REDIS, "")),
+        redis_server(os.environ.get(REDIS, "")),
         _whole(CONCURRENCY, defaults.concurrency, 0, 10_000),
         _whole(MOST_WAITING, defaults.most_waiting, 1, 10_000_000),
         cache_groups(os.environ.get(CACHE_GROUPS, "")),
     )
 
 
-def redis_servers(text: str) -> tuple[str, ...]:
-    """Addresses with spaces between them: a comma may be part of a password. Raises SettingError, which shows none."""
-    urls = tuple(text.split())
-    for number, url in enumerate(urls, 1):
-        if re.match(r"rediss?://[^/]", url) is None or re.search(r",(rediss?://|$)", url):
-            raise SettingError(
-                f"{REDIS}: expected addresses as redis://host:6379/0 or rediss://…, with spaces between them; "
-                f"found something else as address {number} of {len(urls)}"
-            )
-    if len(set(urls)) < len(urls):
-        raise SettingError(f"{REDIS}: expected each address once, found one twice")
-    if len(urls) > MOST_SERVERS:
-        raise SettingError(f"{REDIS}: expected at most {MOST_SERVERS} addresses, found {len(urls)}")
-    return urls
+def redis_server(text: str) -> str | None:
+    """An address; None where there is none. Raises SettingError, which does not show it."""
+    urls = text.split()
+    if len(urls) > 1:
+        raise SettingError(
+            f"{REDIS}: expected the address of one Redis server, found {len(urls)} with spaces between them. Name one, "
+            "the same for all services. What waits on the others is answered by a service for each of them: "
+            "docs/online.md, From several Redis servers to one"
+        )
+    if urls and (re.match(r"rediss?://[^/]", urls[0]) is None or re.search(r",(rediss?://|$)", urls[0])):
+        raise SettingError(f"{REDIS}: expected one address as redis://host:6379/0 or rediss://…, found something else")
+    return urls[0] if urls else None
 
 
 def cache_groups(text: str) -> dict[str, str]:

@@ -1,13 +1,10 @@
-"""The cache of answers that all processes share, in Redis. Bounded: slow counts as away, and away as empty.
-
-Over several servers a key is on the one that its digest says; keys of a server that is away count as empty.
-"""
+"""The cache of answers that all processes share, in Redis. Bounded: slow counts as away, and away as empty."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 from redis.exceptions import RedisError
 
@@ -71,40 +68,6 @@ class RedisCache:
             raise CacheAway from None
         finally:
             raise_if_cancelled()  # or a request to an engine would follow
-
-
-class ShardedRedisCache:
-    """`urls`: of the servers, in the order that all processes have. Lives on one event loop."""
-
-    def __init__(self, urls: Sequence[str], clock: Callable[[], float]) -> None:
-        self._caches = [RedisCache(url, clock) for url in urls]
-
-    async def get(self, key: str) -> bytes | None:
-        """What is kept."""
-        return await self._of(key).get(key)
-
-    async def put(self, key: str, value: bytes) -> None:
-        """Keep it."""
-        await self._of(key).put(key, value)
-
-    async def drop(self, key: str) -> None:
-        """Forget it."""
-        await self._of(key).drop(key)
-
-    async def begin(self, key: str, seconds: float) -> bool:
-        """Whether no other process asks for this key."""
-        return await self._of(key).begin(key, seconds)
-
-    async def end(self, key: str) -> None:
-        """This process does not ask any more."""
-        await self._of(key).end(key)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await asyncio.gather(*(cache.close() for cache in self._caches))
-
-    def _of(self, key: str) -> RedisCache:
-        return self._caches[int(key[:8], 16) % len(self._caches)]
 
 
 def _name(key: str) -> str:

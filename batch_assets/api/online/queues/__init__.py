@@ -3,7 +3,7 @@
 `tasks` has what is kept, `protocol` what a queue does. `embedded` keeps a queue in a file of one process (`task_table`
 is what the file holds, `group_commit` its writer), `redis_streams` one that several processes share: `redis_scripts`
 are its transactions, `redis_commands` sends many of them at a time, `redis_wakeups` tells who waits for a result,
-`redis_checks` says which servers are used. `redis_sharded` is that queue over several servers.
+`redis_checks` says which server is used.
 """
 
-__all__ = ["embedded", "protocol", "redis_commands", "redis_sharded", "redis_streams", "tasks"]
+__all__ = ["embedded", "protocol", "redis_commands", "redis_streams", "tasks"]

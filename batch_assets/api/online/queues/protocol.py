@@ -115,16 +115,13 @@ def dead_letter(task: OnlineTask, code: str, failures: int, died_at: float) -> D
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Tasks by state. `tenants`: those that are not answered yet, by tenant. `away`: share of the queue that cannot be
-    asked now; of it, this is what was known last.
-    """
+    """Tasks by state. `tenants`: those that are not answered yet, by tenant."""
 
     waiting: int = 0
     claimed: int = 0
     delayed: int = 0
     dead: int = 0
     tenants: Mapping[str, int] = field(default_factory=dict)
-    away: float = 0.0
 
     @property
     def unanswered(self) -> int:

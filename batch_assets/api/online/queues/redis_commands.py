@@ -24,14 +24,11 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from batch_assets.api.online.queues.protocol import QueueAway
 from batch_assets.api.online.queues.redis_checks import (
-    ALONE,
     DURABLE_MS,
     Durability,
-    Place,
-    RedisMisplaced,
     RedisNotUsable,
     durability_of,
-    take_place,
+    take,
 )
 
 log = logging.getLogger(__name__)
@@ -82,15 +79,11 @@ class _Call:
 
 
 class RedisCommands:
-    """Lives on one event loop. `close` ends its tasks and connections. `misplaced`: other services use the server with
-    another list of servers, as far as this one has found it.
-    """
+    """Lives on one event loop. `close` ends its tasks and connections."""
 
-    def __init__(self, url: str, place: Place = ALONE) -> None:
+    def __init__(self, url: str) -> None:
         self.client = client(url)
         self.durability: Durability | None = None
-        self.misplaced = False
-        self._place, self._name = place, "Redis" if place.servers == 1 else f"Redis server {place}"
         self._calls: list[_Call] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._gathers = self._several = self._closed = False
@@ -116,13 +109,11 @@ class RedisCommands:
         """Redis did not answer: do not ask it for a moment."""
         self._away_until = asyncio.get_running_loop().time() + AWAY_SECONDS
         self.check_server_again()  # what answers next may be another one
-        # What is found besides, as while it loads, does not say that its place is right now.
-        self.misplaced = self.misplaced or isinstance(error, RedisMisplaced)
-        self._say(f"{self._name}: {error if isinstance(error, RedisNotUsable) else type(error).__name__}")
+        self._say(f"Redis: {error if isinstance(error, RedisNotUsable) else type(error).__name__}")
         return QueueAway()
 
     def check_server_again(self) -> None:
-        """Before the next command: its settings, and its place."""
+        """Before the next command: its settings, and that it is used alone."""
         self.durability = None
 
     def _say(self, text: str) -> None:
@@ -189,7 +180,7 @@ class RedisCommands:
         said, now = code or type(error).__name__, asyncio.get_running_loop().time()
         if now - self._refusals.get(said, -math.inf) >= SAY_SECONDS:  # a full Redis refuses thousands a second
             self._refusals[said] = now
-            log.warning("%s refused a command: %s", self._name, said)
+            log.warning("Redis refused a command: %s", said)
         return QueueAway()
 
     async def _round_trip(self, calls: Sequence[_Call]) -> list[Any]:
@@ -212,15 +203,15 @@ class RedisCommands:
                     answers[number] = answer
                 answers[len(calls) :] = again[len(unknown) :]
         if waits and (isinstance(answers[-1], BaseException) or answers[-1][0] < 1):
-            log.warning("%s: its log was not synced within %.1f s", self._name, DURABLE_MS / 1000)
+            log.warning("Redis: its log was not synced within %.1f s", DURABLE_MS / 1000)
             return [QueueAway() if call.durable else answers[number] for number, call in enumerate(calls)]
         return answers[: len(calls)]
 
     async def _check_server(self) -> None:
         if self.durability is None:
             found = await durability_of(self.client)
-            await take_place(self.client, self._place, found)
-            self.durability, self.misplaced = found, False
+            await take(self.client, found)
+            self.durability = found
 
 
 def _refuse(call: _Call, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The queue that several processes share: Redis Streams in 16 shards, one consumer group; or one server's part of it.
+"""The queue that several processes share: Redis Streams in 16 shards, one consumer group.
 
 A task is a hash and an entry of its shard's stream. The entry is acknowledged (XACK) in the transaction that stores the
 result. Entries of a consumer that is silent are taken over by XAUTOCLAIM.
@@ -20,6 +20,7 @@ from batch_assets.api.online.queues import redis_scripts as scripts
 from batch_assets.api.online.queues.protocol import (
     DEAD_LETTER_SECONDS,
     RESULT_SECONDS,
+    SHARDS,
     Appended,
     Claim,
     DeadLetter,
@@ -32,7 +33,7 @@ from batch_assets.api.online.queues.protocol import (
     new_task_id,
     shard_of,
 )
-from batch_assets.api.online.queues.redis_checks import ALONE, Place, shard_in
+from batch_assets.api.online.queues.redis_checks import shard_in
 from batch_assets.api.online.queues.redis_commands import RedisCommands, client
 from batch_assets.api.online.queues.redis_scripts import GROUP
 from batch_assets.api.online.queues.redis_wakeups import AGAIN_SECONDS, CHANNELS, Wakeups
@@ -55,13 +56,10 @@ def _keys(shard: int, *names: str) -> list[str]:
 
 
 class RedisQueue:
-    """`url`: redis:// or rediss://; it may hold a password and is never shown. `clock`: Unix seconds. `place`: which
-    server of how many this is; it has its shards only.
-    """
+    """`url`: redis:// or rediss://; it may hold a password and is never shown. `clock`: Unix seconds."""
 
-    def __init__(self, url: str, clock: Callable[[], float], place: Place = ALONE) -> None:
-        self.commands = RedisCommands(url, place)
-        self._shards = place.shards
+    def __init__(self, url: str, clock: Callable[[], float]) -> None:
+        self.commands = RedisCommands(url)
         self._reader = client(url, answer_seconds=LONGEST_BLOCK + 2)
         self._wakeups, self._clock = Wakeups(url), clock
         self._grouped = False
@@ -97,8 +95,8 @@ class RedisQueue:
             found: Any = await self._reader.xreadgroup(
                 GROUP,
                 consumer,
-                {key(shard, "stream"): ">" for shard in self._shards},
-                count=math.ceil(most / len(self._shards)),
+                {key(shard, "stream"): ">" for shard in range(SHARDS)},
+                count=math.ceil(most / SHARDS),
                 block=max(1, int(1000 * min(wait, LONGEST_BLOCK))),
             )
         except (RedisError, OSError, TimeoutError) as error:
@@ -182,11 +180,11 @@ class RedisQueue:
 
     async def reclaim(self, consumer: str, silent: float, most: int) -> Sequence[Claim]:
         """Take over what is idle for long."""
-        words = (GROUP, consumer, int(1000 * silent), math.ceil(most / len(self._shards)))
+        words = (GROUP, consumer, int(1000 * silent), math.ceil(most / SHARDS))
         found = await self._every_group(scripts.RECLAIM, ("stream",), *words)
         entries = [
             (shard, listed[number].decode(), listed[number + 1].decode())
-            for shard, listed in zip(self._shards, found, strict=True)
+            for shard, listed in enumerate(found)
             for number in range(0, len(listed), 2)
         ]
         return await self._deliver(consumer, entries)
@@ -217,7 +215,7 @@ class RedisQueue:
         return None
 
     async def depth(self) -> QueueDepth:
-        """How much there is, in all its shards."""
+        """How much there is, in all shards."""
         found = await self._every_group(scripts.DEPTH, ("stream", "delayed", "dead", "tenants"), GROUP)
         tenants: Counter[str] = Counter()
         for *_, counts in found:
@@ -259,7 +257,7 @@ class RedisQueue:
         await self._every_shard(scripts.SWEEP, ("stream", "delayed", "dead", "dead-ids"), repr(now), MOST_SWEPT, oldest)
         looked_at = asyncio.get_running_loop().time()
         if looked_at - self._forgot_at >= FORGET_EVERY:
-            self.commands.check_server_again()  # whoever uses it with another list is found in a minute
+            self.commands.check_server_again()  # whoever uses it as one of a list is found in a minute
             await self._every_group(scripts.FORGET_CONSUMERS, ("stream",), GROUP, int(1000 * GONE_SECONDS))
             self._forgot_at = looked_at
 
@@ -272,7 +270,7 @@ class RedisQueue:
 
     async def _every_shard(self, script: Any, names: Sequence[str], *words: Any) -> list[Any]:
         return await asyncio.gather(
-            *(self.commands.run(script, _keys(shard, *names), *words) for shard in self._shards)
+            *(self.commands.run(script, _keys(shard, *names), *words) for shard in range(SHARDS))
         )
 
     async def _every_group(self, script: Any, names: Sequence[str], *words: Any) -> list[Any]:

@@ -1,5 +1,5 @@
-"""A consumer that is told to end, ends; what an engine answered is charged whatever becomes of the storing; what waits
-for a part of the queue that is away holds up no other tasks.
+"""A consumer that is told to end, ends; what an engine answered is charged whatever becomes of the storing; only so
+many results wait for the queue.
 """
 
 from __future__ import annotations
@@ -231,22 +231,6 @@ async def consuming(queue: Any) -> AsyncIterator[None]:
 async def until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
-
-
-def test_results_that_wait_for_a_server_that_is_away_hold_up_no_tasks_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(consumers, "AGAIN_SECONDS", 0.01)
-
-    async def scenario() -> None:
-        queue = PartlyAwayQueue("away", "there-1", "there-2")
-        async with consuming(queue):
-            await until(lambda: len(queue.stored) == 2)
-            assert queue.stored == ["there-1", "there-2"]
-            queue.back = True
-            await until(lambda: len(queue.stored) == 3)
-
-    asyncio.run(scenario())
 
 
 def test_only_so_many_results_wait_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What every queue promises: on the file of one process, on a real Redis, and on two of them."""
+"""What every queue promises: on the file of one process, and on a real Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from batch_assets.api.online.queues.protocol import (
     shard_of,
 )
 from batch_assets.api.online.queues.redis_commands import client
-from batch_assets.api.online.queues.redis_sharded import ShardedRedisQueue
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult, TaskStatus, failed
 
@@ -47,9 +46,9 @@ class Clock:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
-    with redis_server(tmp_path_factory.mktemp("a")) as one, redis_server(tmp_path_factory.mktemp("b")) as two:
-        yield [one, two]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("a")) as found:
+        yield found
 
 
 @pytest.fixture
@@ -60,21 +59,17 @@ def clock() -> Clock:
 _DATABASES = itertools.cycle(range(1, 16))
 
 
-@pytest.fixture(
-    params=["embedded", pytest.param("redis", marks=needs_redis), pytest.param("two redis", marks=needs_redis)]
-)
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=needs_redis)])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Opened:
-    urls: list[str] = []
-    if request.param != "embedded":
-        database = next(_DATABASES)
-        urls = [server.url.replace("/0", f"/{database}") for server in request.getfixturevalue("servers")]
+    url = ""
+    if request.param == "redis":
+        url = request.getfixturevalue("server").url.replace("/0", f"/{next(_DATABASES)}")
 
     @asynccontextmanager
     async def queue() -> AsyncIterator[TaskQueue]:
-        if request.param == "two redis":
-            found: Any = ShardedRedisQueue(urls, clock)
-        elif request.param == "redis":
-            found = RedisQueue(urls[0], clock)
+        found: Any
+        if url:
+            found = RedisQueue(url, clock)
         else:
             found = EmbeddedQueue(tmp_path, clock)
             await found.open()
@@ -84,11 +79,11 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Open
             await found.close()
 
     async def empty() -> None:
-        for url in urls:
-            async with client(url) as redis:
-                await redis.flushdb()
+        async with client(url) as redis:
+            await redis.flushdb()
 
-    asyncio.run(empty())
+    if url:
+        asyncio.run(empty())
     return queue
 
 
