@@ -60,9 +60,9 @@ class LocalProviderConfig(BaseModel):
     )
     gpu_devices: tuple[str, ...] = Field(
         default=(),
-        description="the GPUs that instances divide, as CUDA_VISIBLE_DEVICES names them, `capacity` × `gpus` of them; "
-        "without it those of our own CUDA_VISIBLE_DEVICES, or from `0` on, and with a `capacity` of 1 nothing is set. "
-        "Nothing is set either where `environment` has a CUDA_VISIBLE_DEVICES: then all instances share its GPUs",
+        description="the GPUs that instances divide, as CUDA_VISIBLE_DEVICES names them, `capacity` × `gpus` of them. "
+        "Without it those of our own CUDA_VISIBLE_DEVICES, or from `0` on; none is set for a `capacity` of 1. Where "
+        "`environment` has a CUDA_VISIBLE_DEVICES, all instances share its GPUs",
     )
     boot_seconds: float = Field(default=120.0, ge=0, description="what ranking assumes of a start")
     command: tuple[str, ...] = Field(
