@@ -49,11 +49,11 @@ test: $(STAMP)
 	$(BIN)/python tests/support/second_run.py -n 4 --dist worksteal
 
 # The long tests that no CI runs, at full size, one at a time: hours. GROUP=NAME for one subject; tests/support/soak.py
-# names them. SEED=N sets what is left to chance.
+# names them. SEED=N sets what is left to chance. VLLM_PYTHON=PATH adds those that need vLLM (.ci/install-vllm-cpu).
 soak: export BATCH_ASSETS_SOAK = 1
 soak: export BATCH_ASSETS_TEST_SEED = $(SEED)
 soak: $(WEIGHTS)
-	$(BIN)/python tests/support/second_run.py -m soak $(if $(GROUP),--group $(GROUP)) -v --durations=15
+	$(BIN)/python tests/support/second_run.py -m "soak$(if $(VLLM_PYTHON),, and not vllm)" $(if $(GROUP),--group $(GROUP)) -v --durations=15
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,8 +15,9 @@ from benchmarks.deadline_world import Steps, draw
 
 HOUR = 3600.0
 ALL = tuple(range(10))
-WORLDS = (1, 3, 5, 6, 7, 8, 9)  # the oracle of the others takes seconds: all are played among the slow tests
-PLAYED = pytest.mark.parametrize("worlds", [WORLDS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+WORLDS = (1, 3, 5, 6, 7, 8, 9)  # the oracle of the others takes seconds: all are played among the soak tests
+SOAK = pytest.mark.soak("deadline")
+PLAYED = pytest.mark.parametrize("worlds", [WORLDS, pytest.param(ALL, marks=SOAK)], ids=["some", "all"])
 
 
 @cache
@@ -24,7 +25,7 @@ def results(worlds: tuple[int, ...]) -> list[Result]:
     return [play(INVENTED, 1, number, HOUR, ("on demand", "ours")) for number in worlds]
 
 
-@pytest.mark.soak("deadline")
+@SOAK
 @PLAYED
 def test_no_deadline_is_missed_and_no_budget_passed(worlds: tuple[int, ...]):
     assert [one.number for one in results(worlds) if one.missed("ours")] == []
@@ -50,9 +51,7 @@ def test_the_table_has_a_line_for_each_policy():
     assert lines[1].startswith("on demand") and lines[2].startswith("ours")
 
 
-@pytest.mark.parametrize(
-    "number", [number if number in WORLDS else pytest.param(number, marks=pytest.mark.slow) for number in ALL]
-)
+@pytest.mark.parametrize("number", [number if number in WORLDS else pytest.param(number, marks=SOAK) for number in ALL])
 def test_the_oracle_is_not_below_the_bound(number):
     scenario, usd = prepare(INVENTED, 1, number)
     assert 0 < bound_usd(scenario) <= usd * (1 + 1e-9)

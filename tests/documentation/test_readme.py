@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.documents import REPOSITORY, Block, blocks
+from support.documents import REPOSITORY, TUTORIAL, Block, blocks
 from support.simulated_engine import simulated_engine
 from support.snapshots import commit
 from typer.testing import CliRunner
@@ -28,6 +28,12 @@ from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 
 OWN = ("BATCH_ASSETS_", "AWS_", "DAGSTER_")
+DEFS = REPOSITORY / "batch_assets" / "defs"
+
+
+def limit(file: Path, rows: int) -> None:
+    """Let the dataset of a defs.yaml have so many rows at most."""
+    file.write_text(file.read_text().replace("  source:\n", f"  source:\n    limit: {rows}\n"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,11 @@ def test_the_command_line_does_what_the_readme_says(block: Block, home: Path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks("home"), ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(one, marks=[pytest.mark.soak("dagster")] * (one.file != TUTORIAL)) for one in blocks("home")],
+    ids=lambda block: block.name,
+)
 def test_a_command_of_the_readme_works(block: Block, home: Path) -> None:
     if "/activate" in block.text and not (REPOSITORY / ".venv" / "bin" / "activate").exists():
         pytest.skip("needs the environment that `make` builds")
@@ -129,28 +139,35 @@ def test_a_demo_of_the_readme(block: Block) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_command_of_the_readme_with_a_server_of_your_own(tmp_path: Path) -> None:
+    """On the first 1,000 rows of `example`."""
+    shutil.copytree(DEFS / "example", tmp_path / "defs" / "example")
+    limit(tmp_path / "defs" / "example" / "defs.yaml", 1000)
+    more = {"BATCH_ASSETS_API_KEY": "secret", "BATCH_ASSETS_DEFS": str(tmp_path / "defs")}
     for block in blocks("engine"):
         with simulated_engine("--speed", "20", model="Qwen/Qwen3-0.6B") as engine:
             assert "http://127.0.0.1:8000" in block.text
             text = block.text.replace("http://127.0.0.1:8000", engine.url)
-            printed = run(block, REPOSITORY, tmp_path, text, BATCH_ASSETS_API_KEY="secret")
-            assert "5,000 rows generated" in printed
+            printed = run(block, REPOSITORY, tmp_path, text, **more)
+            assert "1,000 rows generated" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_commands_of_the_readme_on_a_dataset_of_your_own(tmp_path: Path) -> None:
-    """In a copy of the project: the commands make files there, and the tutorial's own defs.yaml replaces them."""
+def test_the_commands_of_the_readme_on_a_dataset_of_your_own(tmp_path: Path, home: Path) -> None:
+    """In a copy of the project: the commands make files there, and the tutorial's own defs.yaml replaces them.
+
+    `example` is finished in the home: what starts one of its batches finds it there.
+    """
+    import dagster as dg
+
+    with dg.DagsterInstance.from_config(str(home / "home")) as instance:  # as after `prompts`, in the UI
+        instance.add_dynamic_partitions("example", ["00000", "00001", "00002", "00003"])
     copy = tmp_path / "project"
     ignored = shutil.ignore_patterns(".*", "data", "node_modules")
     shutil.copytree(REPOSITORY, copy, ignore=ignored)
-    example = copy / "batch_assets" / "defs" / "example" / "defs.yaml"
-    example.write_text(example.read_text().replace("  source:\n", "  source:\n    limit: 1000\n"))
     declared_in_pages = {block.yaml()["attributes"]["name"]: block for block in blocks("spec")}
     for block in blocks("project"):
-        if "dg launch" in block.text:
-            run(block, copy, tmp_path, "batch-assets run example --simulate", PYTHONPATH=str(copy))
-        printed = run(block, copy, tmp_path, PYTHONPATH=str(copy))
+        printed = run(block, copy, home, PYTHONPATH=str(copy))
         for file in (copy / "batch_assets" / "defs").glob("*/defs.yaml"):
             if file.parent.name in declared_in_pages:
                 file.write_text(declared_in_pages[file.parent.name].text)

@@ -1,4 +1,4 @@
-"""Property tests whose examples take long: a few in each run, many under `slow`."""
+"""Property tests whose examples take long: a few in each run, many under `soak`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis.strategies import SearchStrategy
 def property_test(
     few: int, many: int, *always: dict[str, Any], **strategies: SearchStrategy[Any]
 ) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """`given(**strategies)` with `few` examples, and with `many` where slow tests run. `always`: tried each time."""
+    """`given(**strategies)` with `few` examples, and with `many` among the soak tests. `always`: tried each time."""
 
     def decorate(test: Callable[..., None]) -> Callable[[int], None]:
-        @pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+        @pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.soak("rows"))])
         def run(examples: int) -> None:
             found = given(**strategies)(test)
             for words in always:

@@ -72,9 +72,9 @@ def ended(site: HealedSite, damage: Callable[[], object]) -> tuple[RunResult, li
 
 
 def kinds(of_snapshots: bool, first: set[str]) -> list[Any]:
-    """Those of snapshots, or the others; all but the `first` are tried among the slow tests."""
+    """Those of snapshots, or the others; all but the `first` are tried among the soak tests."""
     wanted = [kind for kind in KINDS if kind.startswith("snapshots/") == of_snapshots]
-    return [kind if kind in first else pytest.param(kind, marks=pytest.mark.slow) for kind in wanted]
+    return [kind if kind in first else pytest.param(kind, marks=pytest.mark.soak("rows")) for kind in wanted]
 
 
 @pytest.mark.parametrize("kind", kinds(False, {"batch", "dead_letters/parquet", "published/CURRENT", "published/part"}))

@@ -247,7 +247,7 @@ def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(s
     assert site.verify().ok
 
 
-@pytest.mark.parametrize("flips", [3, pytest.param(14, marks=pytest.mark.slow)])  # of 11 kinds of objects: 154
+@pytest.mark.parametrize("flips", [3, pytest.param(14, marks=pytest.mark.soak("rows"))])  # of 11 kinds of objects: 154
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "/CURRENT" not in kind])
 def test_verify_sees_every_flipped_bit(site: HealedSite, kind: str, flips: int):
     store, draw = site.site.store, random.Random(kind)

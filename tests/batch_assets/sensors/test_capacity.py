@@ -623,6 +623,7 @@ def test_while_a_yaml_is_broken_datasets_are_planned_as_before(site: Site) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.soak("deadline")
 @pytest.mark.timeout(600)
 def test_a_tick_at_many_batches_knows_how_many_rows_are_left(tmp_path: Path) -> None:
     """Half of the batches are in the ledger. benchmarks/scale.py measures how long a tick takes."""

@@ -596,6 +596,7 @@ def large_site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak("dagster")
 def test_the_sensors_tick_at_10_000_batches(large_site: Site):
     """benchmarks/scale.py measures how long a tick takes."""
     launches: list[RunRequest] = []

@@ -196,6 +196,7 @@ def test_embeddings_come_as_vectors() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak("rows")
 def test_the_window_settles_at_four_times_the_slots() -> None:
     async def main(engine: SimulatedEngine) -> None:
         sizes = []

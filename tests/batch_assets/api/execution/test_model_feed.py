@@ -415,7 +415,7 @@ def test_a_feed_takes_more_engines_loses_one_and_gives_one_back(
         supply, local = SimulatedSupply(engines), LocalJournal(None, "me", lambda call: call())
         monkeypatch.setattr(local, "note", lambda batch, part, outcome: answered.update([outcome.row_id]))
         feed = ModelFeed("tiny", "chat", supply, lambda run, footer: None, local)
-        run = run_of(LocalObjects(tmp_path), lines=1_500)
+        run = run_of(LocalObjects(tmp_path), lines=700)
         serving, done = asyncio.create_task(feed.serve()), feed.add(run)
         await until(lambda: len(answered) > 20)
         assert len(supply.held) == 1
@@ -427,7 +427,7 @@ def test_a_feed_takes_more_engines_loses_one_and_gives_one_back(
         await until(lambda: len(supply.held) == 1)
         assert not done.is_set(), "engines were given back while there was work"
         await done.wait()
-        assert run.completed == 1_500 and run.failed == 0
+        assert run.completed == 700 and run.failed == 0
         feed.drain()
         await serving
         assert supply.held == {} and supply.most_held == 3
@@ -435,4 +435,4 @@ def test_a_feed_takes_more_engines_loses_one_and_gives_one_back(
     with contextlib.ExitStack() as stack:
         options = ("--speed", "5", "--max-num-seqs", "4")
         asyncio.run(works([stack.enter_context(simulated_engine(*options)) for _ in range(3)]))
-    assert set(answered.values()) == {1} and len(answered) == 1_500
+    assert set(answered.values()) == {1} and len(answered) == 700

@@ -620,6 +620,7 @@ def test_a_page_that_must_be_in_memory_whole_is_refused(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.soak("rows")
 def test_a_column_of_gigabytes_is_read_or_refused_in_bounded_memory(tmp_path: Path) -> None:
     """1,500 cells of 1 MB: in small pages, as one value of all rows, and in a page of a gigabyte after small ones."""
     cells = [f"{i} {'x' * 1_000_000}" for i in range(1500)]

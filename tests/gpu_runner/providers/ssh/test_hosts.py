@@ -262,6 +262,7 @@ async def _get(endpoint: str, key: str | None, count: int) -> list[int]:
         return await asyncio.gather(*(one() for _ in range(count)))
 
 
+@pytest.mark.soak("providers")
 def test_a_tunnel_carries_many_requests_and_keeps_its_port_when_its_host_comes_back(hosts: Hosts, make: Make):
     provider = make(1, orphan_seconds=600)
     provider.create(first_offer(provider), "ba-1", ORDER)
