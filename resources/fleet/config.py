@@ -41,6 +41,13 @@ RentedConfig = LocalProviderConfig | KubernetesProviderConfig | SshProviderConfi
 SIMULATOR = "gpu_runner.simulator"  # the module in the command of an engine that only plays a model
 EMBEDDED_IDLE_MINUTES = 0.1  # of a clock 60 times as fast as ours
 
+# Fields of an engine that only one kind takes: (kind, fields, what is said of them for another kind).
+_FIELDS_OF_KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("llama_cpp", ("threads", "context"), "expected for kind llama_cpp only"),
+    ("endpoint", ("usd_per_million_tokens",), "expected for kind endpoint, and for no other kind"),
+    ("endpoint", ("concurrency", "requests_per_minute", "tokens_per_minute"), "expected for kind endpoint only"),
+)
+
 VLLM_COMMAND = ["vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"]
 
 
@@ -116,8 +123,13 @@ class EngineConfig(BaseModel):
             raise _WholeProblem("gguf: expected a file for kind llama_cpp, and for no other kind")
         if self.kind == "llama_cpp" and not self.models:
             raise _WholeProblem("models: expected the name of the model in the gguf file, as datasets call it")
-        if self.kind != "llama_cpp" and (self.threads or self.context):
-            raise _WholeProblem("threads, context: expected for kind llama_cpp only")
+        return self
+
+    @model_validator(mode="after")
+    def _fields_are_of_its_kind(self) -> EngineConfig:
+        for kind, names, words in _FIELDS_OF_KINDS:
+            if self.kind != kind and any(getattr(self, name) is not None for name in names):
+                raise _WholeProblem(f"{', '.join(names)}: {words}")
         return self
 
     @model_validator(mode="after")
@@ -126,22 +138,10 @@ class EngineConfig(BaseModel):
             raise _WholeProblem("tls: expected for kind endpoint with a url of https://, and for no other")
         return self
 
-    @model_validator(mode="after")
-    def _price_is_of_endpoints(self) -> EngineConfig:
-        if self.usd_per_million_tokens is not None and self.kind != "endpoint":
-            raise _WholeProblem("usd_per_million_tokens: expected for kind endpoint, and for no other kind")
-        return self
-
     @property
     def token_price(self) -> TokenPrice | None:
         """What its tokens cost; None: it is not paid by the token."""
         return None if self.usd_per_million_tokens is None else self.usd_per_million_tokens.price
-
-    @model_validator(mode="after")
-    def _limits_are_of_endpoints(self) -> EngineConfig:
-        if self.kind != "endpoint" and (self.concurrency or self.requests_per_minute or self.tokens_per_minute):
-            raise _WholeProblem("concurrency, requests_per_minute, tokens_per_minute: expected for kind endpoint only")
-        return self
 
     @property
     def limits(self) -> RequestLimits:
@@ -428,9 +428,12 @@ def _endpoint_engine(url: str, api_key_env: str | None, price: TokenPriceConfig 
 
 
 def _with_key(standing: EngineConfig, given: EngineConfig) -> EngineConfig:
-    """An engine of fleet.yaml whose address was given with a key: all else, its limits too, is as the file says."""
-    price, tls = given.usd_per_million_tokens, standing.tls or given.tls
-    return standing.model_copy(update={"api_key_env": given.api_key_env, "tls": tls, "usd_per_million_tokens": price})
+    """An engine of fleet.yaml whose address was given too: with the key that was given with it, if any was; all else,
+    its limits too, is as the file says.
+    """
+    key, tls = given.api_key_env or standing.api_key_env, standing.tls or given.tls
+    price = given.usd_per_million_tokens
+    return standing.model_copy(update={"api_key_env": key, "tls": tls, "usd_per_million_tokens": price})
 
 
 def _document(text: str) -> Document:

@@ -69,6 +69,45 @@ def test_an_address_that_is_given_with_a_key_keeps_the_name_and_the_limits_that_
     assert found == config.engines[0].model_copy(update={"api_key_env": "BATCH_ASSETS_API_KEY"})
 
 
+def test_an_address_that_is_given_without_a_key_keeps_the_key_that_fleet_yaml_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATCH_ASSETS_API_KEY", raising=False)
+    config = load(tmp_path, engine(2.0, api_key_env="K", timeout=77))
+    allow(tmp_path, URL, None)
+    assert list(config.engines_for("m", URL)) == config.engines  # run --endpoint
+    monkeypatch.setenv("BATCH_ASSETS_ENDPOINT", URL)
+    assert list(config.engines_for("m", URL)) == config.engines
+
+
+@pytest.mark.parametrize(
+    ("field", "own", "said"),
+    [
+        ("threads", "llama_cpp", "threads, context: expected for kind llama_cpp only"),
+        ("context", "llama_cpp", "threads, context: expected for kind llama_cpp only"),
+        (
+            "usd_per_million_tokens",
+            "endpoint",
+            "usd_per_million_tokens: expected for kind endpoint, and for no other kind",
+        ),
+        *(
+            (field, "endpoint", "concurrency, requests_per_minute, tokens_per_minute: expected for kind endpoint only")
+            for field in ("concurrency", "requests_per_minute", "tokens_per_minute")
+        ),
+    ],
+)
+def test_a_field_of_one_kind_is_refused_for_every_other(tmp_path: Path, field: str, own: str, said: str) -> None:
+    needed = {"endpoint": {"url": URL}, "llama_cpp": {"gguf": "m.gguf", "models": ["m"]}}
+    for kind in ("simulated", "process", "llama_cpp", "endpoint"):
+        given = {"name": "e", "kind": kind, field: 64, **needed.get(kind, {})}
+        if kind == own:
+            assert getattr(load(tmp_path, given).engines[0], field) is not None
+        else:
+            with pytest.raises(FleetConfigError) as refused:
+                load(tmp_path, given)
+            assert str(refused.value) == f"{tmp_path}/fleet.yaml: engines.0: {said} (line 2)"
+
+
 def test_the_earlier_name_of_the_time_out_of_a_request_is_understood(tmp_path: Path) -> None:
     (found,) = load(tmp_path, engine(1.0, request_seconds=90)).engines
     assert found.timeout == 90
