@@ -1,0 +1,78 @@
+"""The words of the glossary are those of the code, and words that were given up do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+from support.documents import REPOSITORY
+
+PRODUCT = ("batch_assets", "resources", "gpu_runner")
+MOST_WORDS = 40
+GIVEN_UP = {"shift", "hire", "crew", "heart", "site"}
+# Where one of them still stands, by the name of the class, module or folder. A name that is gone leaves this list.
+KNOWN = {
+    "ApiSite",
+    "DashboardSite",
+    "DatasetSite",
+    "Ec2Site",
+    "HealedSite",
+    "OnlineSite",
+    "ProviderSite",
+    "RunPodSite",
+    "Site",
+    "_Hire",
+    "api_site",
+    "capacity_site",
+    "dashboard_site",
+    "dataset_site",
+    "ec2_site",
+    "healed_site",
+    "kubernetes_site",
+    "market_site",
+    "online_site",
+    "runpod_site",
+    "sensor_site",
+    "ssh_site",
+    "tenant_site",
+}
+
+
+@cache
+def named(*roots: str) -> dict[str, str]:
+    """Folders, modules and classes by name, with one file that has them."""
+    found: dict[str, str] = {}
+    for file in (file for root in roots for file in sorted((REPOSITORY / root).rglob("*.py"))):
+        place = str(file.relative_to(REPOSITORY))
+        found |= dict.fromkeys(file.relative_to(REPOSITORY).with_suffix("").parts, place)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = place
+    return found
+
+
+def glossary() -> list[tuple[str, list[str]]]:
+    """Each word, with the names that it has in the code."""
+    text = (REPOSITORY / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
+    return [(word, re.findall(r"`([^`]+)`", names)) for word, names in rows if word not in ("word", "---")]
+
+
+def test_the_glossary_is_short_and_names_what_exists() -> None:
+    words = glossary()
+    assert 20 < len(words) <= MOST_WORDS
+    assert len({word for word, _ in words}) == len(words)
+    assert sum(bool(names) for _, names in words) > 30
+    known = named(*PRODUCT)
+    assert [(word, name) for word, names in words for name in names if name.rstrip("/") not in known] == []
+
+
+def test_a_word_that_was_given_up_names_nothing_new() -> None:
+    found = {
+        name: place
+        for name, place in named(*PRODUCT, "tests", "benchmarks").items()
+        if GIVEN_UP & {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+    }
+    assert {name: place for name, place in found.items() if name not in KNOWN} == {}, "docs/glossary.md has our words"
+    assert KNOWN - found.keys() == set(), "take what was renamed out of KNOWN"
