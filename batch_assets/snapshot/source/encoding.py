@@ -12,6 +12,14 @@ READ_BYTES = 1 << 20
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
+def first_read(stream: BinaryIO, size: int) -> bytes:
+    """The beginning of a text in UTF-8, without its byte order mark, which may come in several reads."""
+    data = b""
+    while len(data) <= len(codecs.BOM_UTF8) and (more := stream.read(size)):
+        data += more
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
 class _Utf8(io.RawIOBase):
     """The bytes of a text in UTF-8. The first ones decide whether the text can be in the encoding that was named."""
 

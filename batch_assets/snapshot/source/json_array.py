@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from batch_assets.snapshot.source.encoding import first_read
 from batch_assets.snapshot.source.errors import SourceError
 
 # One item is bounded as a line of JSONL is.
 MAX_ITEM = 16 << 20
 READ_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 # All up to the next sign that counts, with whole strings; a quote that counts opens one that ends in a later piece.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
@@ -75,10 +75,9 @@ class JsonArray:
 
     def _opened(self) -> bytes:
         """What follows the bracket that opens the array."""
-        data, first = b"", True
+        data = first_read(self._stream, READ_BYTES).lstrip(_SPACE)
         while not data and (more := self._stream.read(READ_BYTES)):
-            data = (more.removeprefix(_BOM) if first else more).lstrip(_SPACE)
-            first = False
+            data = more.lstrip(_SPACE)
         if data[:1] != b"[":
             found = _FOUND.get(data[:1], "other text") if data else "nothing"
             raise SourceError(

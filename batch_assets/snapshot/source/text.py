@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.encoding import first_read
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
 from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_swallowed
 
@@ -20,7 +21,6 @@ READ_BYTES = 1 << 20
 # Lines that a record that is no CSV may take with it. More means that a quote was never closed: nobody can tell which
 # of the lines after it are rows.
 MAX_LOST_LINES = 100
-_BOM = b"\xef\xbb\xbf"
 # orjson reads a whole number beyond 64 bits as a float with other digits. A line without a run of 19 digits has none.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _TOO_LONG = f"the line is longer than {MAX_LINE >> 20} MiB"
@@ -32,10 +32,8 @@ _KINDS = {list: "a list", str: "text", int: "a number", float: "a number", bool:
 
 def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
     """Lines without their newline, a block at a time. A line over MAX_LINE comes as None and is never held whole."""
-    rest, skipping, first = b"", False, True
-    while data := stream.read(READ_BYTES):
-        if first:
-            data, first = data.removeprefix(_BOM), False
+    rest, skipping, data = b"", False, first_read(stream, READ_BYTES)
+    while data:
         lines: list[bytes | None] = [*(rest + data).split(b"\n")]
         rest = lines.pop() or b""
         if lines and (skipping or len(lines[0] or b"") > MAX_LINE):
@@ -44,6 +42,7 @@ def line_blocks(stream: BinaryIO) -> Iterator[list[bytes | None]]:
             rest, skipping = b"", True
         if lines:
             yield lines
+        data = stream.read(READ_BYTES)
     if rest or skipping:
         yield [None if skipping else rest]
 

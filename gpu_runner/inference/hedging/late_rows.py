@@ -163,12 +163,13 @@ class LateRows:
     async def serve(self, hedge: _Hedge, owner: LateRows) -> None:
         """Asks this engine; its answer counts if the rows have none."""
         worker, rows = self._worker, hedge.rows
+        oldest = min(rows, key=lambda item: item.order)  # its batch always moves: the answer waits as this row may
         sent, read = self._loop.time(), 0
 
         async def admit(size: int) -> None:
             nonlocal read
             at_once = not worker.life.serving
-            await self._work.memory.admit(rows[0].batch.bytes, size, at_once=at_once)
+            await self._work.memory.admit(oldest.batch.bytes, size, at_once=at_once)
             read = size
 
         try:
@@ -187,4 +188,4 @@ class LateRows:
             worker.end(error)
         finally:
             if read:
-                self._work.memory.done_reading(rows[0].batch.bytes, read)
+                self._work.memory.done_reading(oldest.batch.bytes, read)

@@ -6,16 +6,18 @@ import io
 import json
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pytest
 
+from batch_assets.api.batches.snapshot import numbered_lines
 from batch_assets.planning.preview_rows import first_rows
 from batch_assets.snapshot.source import encoding, json_array
 from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.snapshot.source.json_array import JsonArray
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.snapshot.source.size import estimated_lines
+from batch_assets.snapshot.source.text import line_blocks
 from batch_assets.spec.models import load_spec
 from batch_assets.spec.source import SourceSpec
 
@@ -34,6 +36,35 @@ def refusal(base: Path, name: str, data: bytes, **source: Any) -> str:
     with pytest.raises(SourceError) as refused:
         rows_of(base, name, data, **source)
     return str(refused.value)
+
+
+class Slow(io.RawIOBase):
+    """A stream that answers each read with a few bytes, as a socket may."""
+
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most = io.BytesIO(data), most
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        return self._data.read(self._most)
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._data.read(self._most)
+        buffer[: len(found)] = found
+        return len(found)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_a_byte_order_mark_that_comes_in_several_reads_is_none_of_the_text(most: int) -> None:
+    mark = b"\xef\xbb\xbf"
+    assert [line for lines in line_blocks(cast(BinaryIO, Slow(mark + b"a\nb", most))) for line in lines] == [b"a", b"b"]
+    assert list(line_blocks(cast(BinaryIO, Slow(mark, most)))) == []
+    array = JsonArray("a.json", cast(BinaryIO, Slow(mark + b' [{"q": 1}]', most)))
+    assert [item for items in array.blocks() for item in items] == [b'{"q": 1}']
+    api = io.BufferedReader(Slow(mark + b"{}\n", most), 8)
+    assert list(numbered_lines(cast(BinaryIO, api), 100)) == [(1, b"{}\n")]
 
 
 # JSON arrays

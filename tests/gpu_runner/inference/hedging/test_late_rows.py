@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from support.virtual_time import run
 from gpu_runner.client.protocol import EngineLost, RowRejected, Transient
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.http.bounded_read import FREE_BYTES
+from gpu_runner.inference.answer_memory import ROW_BYTES, AnswerMemory
 from gpu_runner.inference.feed import Feed, FeedPolicy
+from gpu_runner.inference.hedging.late_rows import LateRows
+from gpu_runner.inference.hedging.request_durations import HedgePolicy
 from gpu_runner.rows import Batch
 from gpu_runner.token_price import TokenPrice
 
@@ -149,6 +153,45 @@ def test_a_large_second_answer_waits_for_room_and_gives_it_back() -> None:
         await serving
         assert len(str(sink.outcomes()["r7"].output)) == 2 * FREE_BYTES
         assert feed._work.memory.reading == 0
+
+    run(main)
+
+
+def test_a_second_answer_of_a_list_waits_for_room_as_its_oldest_row_does() -> None:
+    """Rows of a list lie by length: the first one's batch may have no room while the oldest batch always moves."""
+
+    @dataclass(eq=False)
+    class Row:
+        order: int
+        batch: Any
+
+    class Worker:
+        def __init__(self) -> None:
+            self.in_flight: dict[Any, Any] = {}
+            self.life = SimpleNamespace(serving=True)
+            self.ended: BaseException | None = None
+            self.paid: Sequence[Any] = ()
+
+        async def ask_too(self, rows: Sequence[Any], admit: Any) -> Sequence[str]:
+            await admit(1000)
+            return [f"answer {row.order}" for row in rows]
+
+        def pay_in_vain(self, completions: Sequence[Any]) -> None:
+            self.paid = completions
+
+        def end(self, error: BaseException) -> None:
+            self.ended = error
+
+    async def main() -> None:
+        memory, worker = AnswerMemory(0, 0), Worker()
+        first, second = memory.open(1), memory.open(1)
+        memory.keep(first, ROW_BYTES)
+        assert memory.full
+        late = LateRows(worker, SimpleNamespace(memory=memory), HedgePolicy(), list)  # type: ignore[arg-type]
+        rows = (Row(1, SimpleNamespace(bytes=second)), Row(0, SimpleNamespace(bytes=first)))
+        async with asyncio.timeout(5):
+            await late.serve(SimpleNamespace(rows=rows, slot=object()), late)  # type: ignore[arg-type]
+        assert len(worker.paid) == 2 and worker.ended is None and memory.reading == 0
 
     run(main)
 
