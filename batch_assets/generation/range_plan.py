@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.publishing.verify import check_object
+from batch_assets.work.part_journal import JournalWriter
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
@@ -138,3 +139,8 @@ class RunIdentity:
     run_id: str
     intent: Intent
     key_range: tuple[str, str]
+
+    @property
+    def writer(self) -> JournalWriter:
+        """As whom it writes to the journal."""
+        return JournalWriter(self.run_id, self.key_range, self.intent.purpose)

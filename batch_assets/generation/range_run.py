@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from batch_assets import settings
 from batch_assets.generation.mixed_rows import mixed
-from batch_assets.generation.range_journal import RangeJournal
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.generation.range_source import RangeSource, RunClaims
 from batch_assets.generation.vector_length import vector_length
+from batch_assets.work.part_journal import PartJournal
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests
@@ -39,6 +39,7 @@ UNDECIDED_SECONDS = 0.05
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 1.0
 RELEASE_SECONDS = 0.5
+CLOSE_SECONDS = 2.0
 # Vectors take eight times as much memory as store.
 VECTOR_MEMORY = 4
 
@@ -88,7 +89,8 @@ class RangeRun:
         self._commit_error: Exception | None = None
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
         task = self.generation.task
-        self._journal = RangeJournal(store, identity, task, self._pool, self._writing_to_store)
+        writing = self._writing_to_store
+        self._journal = PartJournal(store, identity.writer, task, closed=self._is_committed, writing=writing)
         self.source = RangeSource(
             store,
             manifest,
@@ -96,7 +98,7 @@ class RangeRun:
             identity,
             claims,
             adopted=self._adopted,
-            segment=self._journal.found,
+            journal=self._journal,
             health=self.health,
             store_is_there=self.store_is_there,
             reuse=reuse,
@@ -231,7 +233,7 @@ class RangeRun:
 
     async def flush(self) -> None:
         """Write what waits for the journal; called often, and once more when a run stands down."""
-        await self._journal.flush(self._committed_keys)
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._journal.flush)
 
     async def write_again(self) -> None:
         """After a write that failed: one more, of what waits for the journal, else of something small.
@@ -265,12 +267,15 @@ class RangeRun:
     def close(self) -> None:
         """Drop segments whose batches are all committed; the others stay for whoever continues."""
         self.source.close()
-        self._journal.wait_for_write()
+        self._journal.wait_for_write(CLOSE_SECONDS)
         self._drop_finished()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _drop_finished(self) -> None:
-        self._journal.drop_finished(self._committed_keys, lambda: not self.health.silent_seconds() and self._fence())
+        self._journal.drop_finished(self._is_committed, lambda: not self.health.silent_seconds() and self._fence())
+
+    def _is_committed(self, key: str) -> bool:
+        return key in self._committed_keys
 
     async def _release_often(self) -> None:
         """Until cancelled: another run may wait for the claims on what this one has committed, and this one for its."""
@@ -293,7 +298,7 @@ class RangeRun:
         self.committed.put(footer)
 
     def _on_row(self, key: str, outcome: Outcome) -> None:
-        self._journal.waiting[key].append(outcome)
+        self._journal.note(key, outcome)
 
     def _enough_memory(self, policy: FeedPolicy) -> FeedPolicy:
         factor = VECTOR_MEMORY if self.generation.task == "embedding" else 1
@@ -306,7 +311,7 @@ class RangeRun:
             self._commit_error = error
             raise
         self._committed_keys.add(key)
-        self._journal.waiting.pop(key, None)
+        self._journal.forget(key)
         self.committed.put(footer)
 
     async def _committed(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:

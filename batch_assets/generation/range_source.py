@@ -21,6 +21,7 @@ from batch_assets.generation.range_plan import RunIdentity, Work
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.publishing.row_condition import RowCondition
 from batch_assets.publishing.verify import check_object
+from batch_assets.work.part_journal import PartJournal
 from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Batch, Outcome, Row
 from resources.objects.health import StoreHealth
@@ -68,8 +69,8 @@ class RunClaims:
 class RangeSource:
     """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
 
-    `adopted(work, footer)` is called for a batch that another run has committed, `segment(path, keys)` for every
-    segment of the journal that was read. Without `claims` the run is alone. `reuse`: True, or the datasets whose
+    `adopted(work, footer)` is called for a batch that another run has committed. Segments of `journal` that other
+    writers have left are taken in. Without `claims` the run is alone. `reuse`: True, or the datasets whose
     answers are taken, where some lie beside the snapshot. `store_is_there` asks the store something small; while it is
     away, everything that is read from it is waited for. `simulated`: whose rows are taken where some are known, an
     engine simulator's or a model's; None: both.
@@ -84,7 +85,7 @@ class RangeSource:
         claims: RunClaims | None,
         *,
         adopted: Callable[[Work, BatchFooter], None],
-        segment: Callable[[str, frozenset[str]], None],
+        journal: PartJournal,
         health: StoreHealth,
         store_is_there: Callable[[], bool],
         reuse: bool | Sequence[str] = False,
@@ -92,13 +93,12 @@ class RangeSource:
     ) -> None:
         self._simulated = simulated
         self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
-        self._claims, self._adopted, self._segment = claims, adopted, segment
+        self._claims, self._adopted, self._journal = claims, adopted, journal
         self._reads = StoreReads(health, store_is_there)
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
         self._reused: dict[str, int] = {}
         self._answers = ReusableAnswers(store.objects, store.dataset, reuse) if reuse else None
         self._reusable: Mapping[str, ReusableBatch] = {}
-        self._read: set[str] = set()
         self._gone: frozenset[str] = frozenset()
         self._aside: dict[str, Work] = {}
         self._engines = 0
@@ -311,20 +311,9 @@ class RangeSource:
 
     def _read_journal(self) -> None:
         """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
-        key_range, purpose = self._identity.key_range, self._identity.intent.purpose
-        for path in self._reads.look(lambda: self._store.journal.segments(key_range, purpose)):
-            own = bool(self._read) and path.rpartition("/")[2].startswith(f"{self._identity.run_id}-")
-            if path in self._read or own:
-                continue
-            outcomes = self._segment_outcomes(path)
-            self._read.add(path)
-            self._segment(path, frozenset(outcomes))
+        for path in self._reads.look(self._journal.unread):
+            outcomes = self._reads.read(partial(self._journal.read, path))
+            self._journal.take_in(path, outcomes)
             for key, rows in outcomes.items():
                 if key in self._works:
                     self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
-
-    def _segment_outcomes(self, path: str) -> dict[str, list[Outcome]]:
-        try:
-            return self._reads.read(lambda: self._store.journal.read(path))
-        except (CorruptObject, FileNotFoundError):
-            return {}  # deleted by the run that committed its batches, or no segment of ours

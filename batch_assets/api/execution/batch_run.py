@@ -7,7 +7,7 @@ otherwise; `note` is called on the loop.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from batch_assets.api.access.request_access import Trace
@@ -20,19 +20,11 @@ from batch_assets.api.execution.stops import STOPPED, marked
 from batch_assets.api.execution.storage.kept_rows import KeptRows
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.records.batches import BatchRecord, Held
-from gpu_runner.rows import Batch, Origin, Outcome, Row, Urgency
+from gpu_runner.rows import Batch, Outcome, Row, Urgency
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter
 
-HELD_BACK = "budget_held_back"
-_NOBODY = Origin("", "", "", "", False, "")
-
 NOTHING_LEFT: Rows = {}
-
-
-def held_back(row: Row) -> Outcome:
-    """In place of the outcome of a row that the budget does not pay for now. Never kept."""
-    return Outcome(row.row_id, row.row_key, None, None, 0, 0, 0, HELD_BACK, None, _NOBODY, 0.0, 0.0)
 
 
 class BatchRun(KeptRows):
@@ -73,7 +65,8 @@ class BatchRun(KeptRows):
                 self.budget.set_part(key, tokens)
 
     def batches(self) -> Iterator[Batch]:
-        """What is left to do, as the feed takes it, in order, each once.
+        """What is left to do, as the feed takes it, in order, each once. Of 250 rows those are left out that the budget
+        does not pay for now: `put_back` has them read again.
 
         Raises as the store, BudgetHolds, and CorruptObject, which sets `lines_damaged`; call again to go on.
         """
@@ -90,23 +83,27 @@ class BatchRun(KeptRows):
         left = [entry for entry in self.open_entries if entry.key not in self._read]
         for entry, rows in self.store.rows(self.store.manifest(SNAPSHOT), left):
             key = f"{self.name}/{entry.key}"
-            asked = tuple(replace(row, batch=key, prompt=marked(self.name, row.prompt)) for row in rows)
             known = self.known(entry.key)
-            if self.budget is not None:
-                self._hold_back(self.budget, rows, known)
+            admitted = rows if self.budget is None else self._admitted(self.budget, rows, known)
+            asked = tuple(replace(row, batch=key, prompt=marked(self.name, row.prompt)) for row in admitted)
             self._read.add(entry.key)
             yield Batch(key, asked, known, self.urgency)
 
-    def _hold_back(self, budget: BatchBudget, rows: Sequence[Row], known: dict[str, Outcome]) -> None:
-        """Mark the rows that the budget does not pay for now; raises BudgetHolds when that is all of them."""
+    def _admitted(self, budget: BatchBudget, rows: Sequence[Row], known: Mapping[str, Outcome]) -> Sequence[Row]:
+        """Without the rows that the budget does not pay for now; raises BudgetHolds when that is all that are left."""
         left = [row for row in rows if row.row_id not in known]
         admitted = budget.admit([(row.row_id, row.prompt) for row in left])
         if left and not admitted:
             raise BudgetHolds
-        known |= {row.row_id: held_back(row) for row in left[admitted:]}
+        later = {row.row_id for row in left[admitted:]}
+        return [row for row in rows if row.row_id not in later]
+
+    def is_whole(self, key: str, outcomes: Sequence[Outcome]) -> bool:
+        """Whether these are all rows of a batch of 250: no budget has left some out."""
+        return len(outcomes) == self._entries[key].rows
 
     def put_back(self, key: str) -> None:
-        """Rows of this batch of 250 were held back: it is to be read again, by the next call of `batches`."""
+        """Rows of this batch of 250 were left out: it is to be read again, by the next call of `batches`."""
         self._read.discard(key)
 
     def ask_again(self, keys: Collection[str]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from batch_assets.api.execution.batch_queue import BatchQueue
-from batch_assets.api.execution.batch_run import HELD_BACK, BatchRun
+from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_slots import EngineSlot, EngineSlots
 from batch_assets.api.execution.engines.engine_supply import (
     EngineAway,
@@ -274,9 +274,10 @@ class ModelFeed:
 
     async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
         name, _, part = key.partition("/")
-        if any(outcome.error == HELD_BACK for outcome in outcomes):
+        run = self._runs.get(name)
+        if run is not None and not run.is_whole(part, outcomes):
             self._handed_on(key)
-            self._read_again(name, part)
+            self._read_again(run, part)
             return
         await self._commit(name, part, outcomes)  # called again when it is cancelled
         self._handed_on(key)
@@ -302,10 +303,9 @@ class ModelFeed:
                 done.set()
             return
 
-    def _read_again(self, name: str, part: str) -> None:
+    def _read_again(self, run: BatchRun, part: str) -> None:
         """A batch of 250 rows of which a budget has let some through: the rest is read when there is room."""
-        run = self._runs.get(name)
-        if run is not None and not run.over:
+        if not run.over:
             run.put_back(part)
             self._wait_to_be_read(run)
 

@@ -19,6 +19,7 @@ from batch_assets.api.billing.usage import Tokens
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.execution.storage.read_ahead import read_ahead
 from batch_assets.api.records.batches import BatchRecord, Held
+from batch_assets.work.part_journal import JournalWriter, PartJournal
 from gpu_runner.rows import Outcome, Task
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
@@ -45,14 +46,13 @@ class KeptRows:
         self._entries: dict[str, BatchEntry] = {}
         self._objects: dict[str, BatchObject] = {}
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
-        self._segments: list[tuple[str, frozenset[str]]] = []
-        self._waiting: dict[str, list[Outcome]] = defaultdict(list)
-        self._flushing: Mapping[str, Sequence[Outcome]] = {}
         self._counted: dict[str, tuple[int, int]] = {}
         self._generations: dict[str, int] = {}  # of batch objects to come, where that is not the first one
-        self._sequence = 0
         self._guard = threading.RLock()  # of what is known
-        self._writing = threading.Lock()  # of the journal: who flushes waits for a flush that is under way
+        writer = JournalWriter(self._run_id, KEYS)
+        self._journal = PartJournal(
+            self.store, writer, _COLUMNS, closed=self._objects.__contains__, written=self._keep_open
+        )
 
     @property
     def batch_id(self) -> str:
@@ -97,9 +97,10 @@ class KeptRows:
             self._objects[key] = batch
             self._count(key, footer.ok, footer.dead, committed=True)
             used[key] = tokens
-        segments = self.store.journal.segments(KEYS) if self.held.epoch > 1 else []
-        for path, outcomes in zip(segments, read_ahead(self._segment, segments), strict=True):
-            self._take_in(path, outcomes)
+        segments = self._journal.unread() if self.held.epoch > 1 else []
+        for path, outcomes in zip(segments, read_ahead(self._journal.read, segments), strict=True):
+            self._journal.take_in(path, outcomes)
+            self._keep_open(outcomes)
         self._take_over(left)
         if counted:
             used |= {key: tokens_of(kept.values()) for key, kept in self._journaled.items()}
@@ -167,24 +168,16 @@ class KeptRows:
             if self._is_open(key)
         }
         if rows := {key: found for key, found in rows.items() if found}:
-            with self._writing:
-                self._sequence += 1
-                self._write_segment(rows)
+            self._journal.append(rows)
 
-    def _segment(self, path: str) -> Mapping[str, list[Outcome]]:
-        try:
-            return self.store.journal.read(path)
-        except (CorruptObject, FileNotFoundError):
-            return {}
-
-    def _take_in(self, path: str, outcomes: Mapping[str, list[Outcome]]) -> None:
-        self._segments.append((path, frozenset(outcomes)))
-        for key, rows in outcomes.items():
-            if self._is_open(key):
-                self._keep(key, rows)
+    def _keep_open(self, rows: Mapping[str, Sequence[Outcome]]) -> None:
+        """The journal has these rows, too: of 250 rows that are committed it is not asked any more."""
+        with self._guard:
+            for key, found in rows.items():
+                if self._is_open(key):
+                    self._keep(key, found)
 
     def _keep(self, key: str, rows: Sequence[Outcome]) -> None:
-        """The journal has these rows, too."""
         with self._guard:
             self._journaled[key].update({row.row_id: row for row in rows})
             kept = self._journaled[key].values()
@@ -209,53 +202,25 @@ class KeptRows:
 
     def known(self, key: str) -> dict[str, Outcome]:
         """Outcomes of a batch of 250 rows that no engine is to be asked for, in the journal or on their way there."""
+        new = {row.row_id: row for row in self._journal.unwritten(key)}  # first: rows go from here to there
         with self._guard:
-            new = [*self._flushing.get(key, ()), *self._waiting.get(key, ())]
-            return {**self._journaled.get(key, {}), **{row.row_id: row for row in new}}
+            return {**self._journaled.get(key, {}), **new}
 
     def keep_soon(self, key: str, outcome: Outcome) -> None:
         """The next `flush` writes this row to the journal. Not blocking."""
-        with self._guard:
-            self._waiting[key].append(outcome)
+        self._journal.note(key, outcome)
 
     @property
     def unwritten(self) -> bool:
         """Rows wait for the journal, or are on their way there."""
-        return bool(self._waiting or self._flushing)
+        return self._journal.pending
 
     def flush(self) -> None:
         """Write what waits to the journal. What cannot be written waits for the next time.
 
         On return all that was noted before the call is in the journal, whoever wrote it.
         """
-        with self._writing:
-            with self._guard:
-                waiting, self._waiting = self._waiting, defaultdict(list)
-                rows = {key: list(found) for key, found in waiting.items() if key not in self._objects}
-                self._sequence += 1
-                self._flushing = rows
-            try:
-                if rows:
-                    self._append(rows)
-            finally:
-                self._flushing = {}
-
-    def _append(self, rows: Mapping[str, list[Outcome]]) -> None:
-        try:
-            self._write_segment(rows)
-        except BaseException:
-            with self._guard:
-                for key, found in rows.items():
-                    self._waiting[key][:0] = found
-            raise
-
-    def _write_segment(self, rows: Mapping[str, list[Outcome]]) -> None:
-        path = self.store.journal.append(KEYS, "", self._run_id, self._sequence, rows, _COLUMNS)
-        self._segments.append((path, frozenset(rows)))
-        with self._guard:
-            for key, found in rows.items():
-                if self._is_open(key):
-                    self._keep(key, found)
+        self._journal.flush()
 
     def commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
         """Write the object of 250 rows, create-only. In place of a damaged one comes the next generation."""
@@ -272,8 +237,8 @@ class KeptRows:
         with self._guard:
             self._count(key, written.ok, written.dead, committed=True)
             self._objects[key] = batch
-            self._waiting.pop(key, None)
             self._journaled.pop(key, None)
+        self._journal.forget(key)
         return written
 
     def _create(self, batch: BatchObject, outcomes: Sequence[Outcome]) -> BatchFooter:
@@ -293,10 +258,10 @@ class KeptRows:
 
     def drop_segments(self, *, all_of_them: bool = False) -> None:
         """Delete segments of the journal whose rows are all in batch objects."""
-        with self._writing:
-            done = [one for one in self._segments if all_of_them or one[1] <= self._objects.keys() - self.given_up]
-            self.store.objects.delete(path for path, _ in done)
-            self._segments = [one for one in self._segments if one not in done]
+        if all_of_them:
+            self._journal.drop_all()
+        else:
+            self._journal.drop_finished(lambda key: key in self._objects and key not in self.given_up)
 
     def outcomes(self, key: str) -> Mapping[str, Outcome] | None:
         """What is kept of a batch of 250 rows, by row id; None: its object is damaged or gone."""

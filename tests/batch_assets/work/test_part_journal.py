@@ -7,9 +7,12 @@ import asyncio
 import pytest
 from support.range_runs import a_run, first_committed, generate, journaled, leased
 from support.simulated_engine import simulated_engine
-from support.snapshots import MODEL, questions, write_snapshot
+from support.snapshots import MODEL, outcome, questions, write_snapshot
 
 from batch_assets.generation.range_run import RangeRun
+from batch_assets.work import part_journal
+from batch_assets.work.part_journal import JournalWriter, PartJournal
+from gpu_runner.rows import Row
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
 
@@ -93,3 +96,42 @@ def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(loca
         written = run._journal.sequence
         run.close()
     assert written > most > 0
+
+
+def test_a_process_that_starts_again_under_its_run_id_overwrites_no_segment(local_objects: Objects) -> None:
+    """Kubernetes starts the Job of a run again: the run id stays, and the segments are the paid rows of before."""
+    store = DatasetStore(local_objects, "d")
+    writer = JournalWriter("run-1", ("00000", "00001"))
+    rows = [Row("00000", f"id-{number}", f"key-{number}", b'"q"') for number in range(3)]
+    first = PartJournal(store, writer, "chat", closed=lambda key: False)
+    first.note("00000", outcome(rows[0]))
+    first.flush()
+    again = PartJournal(store, writer, "chat", closed=lambda key: False)
+    (path,) = again.unread()
+    again.take_in(path, again.read(path))
+    again.note("00000", outcome(rows[1]))
+    again.flush()
+    assert journaled(store) == {"id-0", "id-1"}
+    assert again.unread() == []
+
+
+def test_of_a_flush_that_fails_what_is_written_stays_and_the_rest_waits(
+    local_objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DatasetStore(local_objects, "d")
+    monkeypatch.setattr(part_journal, "SEGMENT_BYTES", 1)  # a segment for each row
+    put, left = local_objects.put, iter([True, False])
+    monkeypatch.setattr(local_objects, "put", lambda path, data: put(path, data) if next(left, True) else 1 / 0)
+    journal = PartJournal(store, JournalWriter("run-1", ("00000", "00001")), "chat", closed=lambda key: key == "00001")
+    rows = [Row("00000", f"id-{number}", f"key-{number}", b'"q"') for number in range(3)]
+    for row in rows:
+        journal.note("00000", outcome(row))
+    journal.note("00001", outcome(Row("00001", "committed", "committed", b'"q"')))
+    with pytest.raises(ZeroDivisionError):
+        journal.flush()
+    assert journaled(store) == {"id-0"}
+    assert [one.row_id for one in journal.unwritten("00000")] == ["id-1", "id-2"]
+    journal.flush()
+    assert journaled(store) == {"id-0", "id-1", "id-2"} and not journal.pending
+    journal.drop_finished(lambda key: True)
+    assert journaled(store) == set()
