@@ -16,7 +16,7 @@ from support.market_site import H100, T4, FakeProvider
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
-from batch_assets.api.capacity.never_served import NeverServed
+from batch_assets.api.capacity.never_served import KEPT_SECONDS, NeverServed
 from batch_assets.api.execution import worker
 from batch_assets.api.execution.engines import fleet_engines
 from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
@@ -165,3 +165,17 @@ def test_what_a_fleet_can_never_serve_is_said_with_the_reason(tmp_path: Path) ->
         database=f"sqlite:///{tmp_path}/fleet.db", home=str(tmp_path), config_path=str(tmp_path / "fleet.yaml")
     )
     assert "No engine" in str(NeverServed(nothing).why("m", "chat"))  # simulations have to be asked for
+
+
+def test_a_model_that_becomes_servable_is_not_refused_any_more(tmp_path: Path) -> None:
+    """A batch that is refused has failed: what was said a moment ago is no reason for that."""
+    now = [0.0]
+    lab = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9", "models": ["m"]}
+    never = NeverServed(fleet_in(tmp_path, [lab]), lambda: now[0])
+    assert never.why("other", "chat") is not None
+    fleet_in(tmp_path, [lab, {**lab, "name": "more", "models": ["other"]}])
+    assert never.why("other", "chat") is None
+    fleet_in(tmp_path, [lab])
+    assert never.why("other", "chat") is None  # it waits a little longer for nothing
+    now[0] += KEPT_SECONDS
+    assert never.why("other", "chat") is not None
