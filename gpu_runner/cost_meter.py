@@ -143,7 +143,7 @@ class TokenMeter(CostMeter):
         self._flying = rows
 
     def give_up(self, rows: int) -> None:
-        """It counts as with the engine for ever: against what is granted, and in no bill."""
+        """Count the request as with the engine for ever: against what is granted, and in no bill."""
         self._given_up += rows
 
     def settle(

@@ -35,5 +35,5 @@ def round_up_usd(usd: float) -> float:
 
 
 def _exponent(usd: float) -> int:
-    """Of the power of ten, once rounded to two significant digits."""
+    """The exponent of the power of ten, once rounded to two significant digits."""
     return int(f"{abs(usd):.1e}".partition("e")[2])

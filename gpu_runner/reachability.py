@@ -14,5 +14,5 @@ class Reachability(Enum):
 
 
 def always_open() -> Reachability:
-    """Of an engine that is reached by its address alone."""
+    """The way to an engine that is reached by its address alone."""
     return Reachability.OPEN

@@ -78,7 +78,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who generated a row: written into the provenance columns of its outcome. `model`: as the answer names it."""
+    """The engine that generated a row: written into the provenance columns of its outcome. `model`: as the answer
+    names it.
+    """
 
     model: str
     engine: str

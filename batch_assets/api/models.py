@@ -45,7 +45,7 @@ class ServedModel:
 
 
 class Models(Protocol):
-    """Who knows which models can be asked for."""
+    """The models that can be asked for."""
 
     async def models(self) -> Sequence[ServedModel] | None:
         """Those there are, at least one; None: that cannot be said now."""

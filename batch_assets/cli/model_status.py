@@ -44,8 +44,8 @@ class OpenBatchStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """Of one model. `engines_wanted`: by the last plan, 1 without one; `engines_held`: leased for it, rented ones that
-    answer and those of fleet.yaml, which the plan counts, too.
+    """The status of one model. `engines_wanted`: by the last plan, 1 without one; `engines_held`: leased for it,
+    rented ones that answer and those of fleet.yaml, which the plan counts, too.
 
     `usd_spent`: of the request under way, else None. `reason`: of the last decision on capacity.
     """

@@ -348,7 +348,7 @@ class EngineSupervisor:
         return CONTINUE
 
     def _leave(self, shift: EngineSession) -> None:
-        """It takes no more rows; its lease ends when the last ones are answered."""
+        """Let the engine take no more rows; its lease ends when the last ones are answered."""
         shift.retire = True
         self.loop.call(shift.stop.set)
 

@@ -33,7 +33,7 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def done(self) -> bool:
-        """It has its result or an error."""
+        """Whether the task has its result or an error."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
@@ -73,7 +73,7 @@ class PendingLease:
 
     @property
     def done(self) -> bool:
-        """It has its lease, or an error, or was given up."""
+        """Whether the request has its lease, or an error, or was given up."""
         return self._task.done
 
     @property

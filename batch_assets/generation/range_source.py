@@ -301,7 +301,7 @@ class RangeSource:
         yield from sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at))
 
     def _kept_beside(self, former: BatchObject, where: str) -> Iterator[Outcome]:
-        """Of a batch that is made anew: the outcomes of rows that are not asked again."""
+        """Return, of a batch that is made anew, the outcomes of rows that are not asked again."""
         if not where:
             return
         with contextlib.suppress(CorruptObject, FileNotFoundError):

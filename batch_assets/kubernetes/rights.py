@@ -35,7 +35,7 @@ class Right:
 
 
 class Account(Enum):
-    """Whose rights are meant, by what the process does."""
+    """The account whose rights are meant, by what the process does."""
 
     DAEMON = "daemon"  # starts run workers, watches and sweeps them
     WEBSERVER = "webserver"  # cancels runs

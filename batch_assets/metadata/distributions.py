@@ -90,7 +90,9 @@ class Distribution:
 
 @dataclass
 class TableDistributions:
-    """Of the rows that were asked: completion tokens and seconds of those with a completion, finish reasons of all."""
+    """Distributions of the rows that were asked: completion tokens and seconds of those with a completion, finish
+    reasons of all.
+    """
 
     tokens: Distribution = field(default_factory=Distribution)
     seconds: Distribution = field(default_factory=Distribution)

@@ -159,7 +159,7 @@ class Totals:
         return any(is_simulated(model, engine) for model, engine, *_ in self._by_origin)
 
     def sources(self) -> list[Source]:
-        """Who generated the rows, the largest share first."""
+        """The sources that generated the rows, the largest share first."""
         largest = sorted(self._by_origin.items(), key=lambda item: (-item[1]["rows"], repr(item[0])))
         return [
             Source(

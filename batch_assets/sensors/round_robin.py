@@ -1,4 +1,4 @@
-"""Whose turn it is to be looked at, of many datasets that one sensor looks after.
+"""The turns of many datasets that one sensor looks after.
 
 A dataset is looked at when the catalog has news of it, while it has open work, and now and then all the same, because a
 store that was restored or a run that was deleted writes no event. All of this is kept in memory: a new process looks at
@@ -70,7 +70,7 @@ class Turns:
         self._of[name] = Turn(self._clock(), news, state, reason)
 
     def failed(self, name: str, error: Exception) -> str:
-        """It could not be looked at; returns why, in words."""
+        """Note that a dataset could not be looked at; returns why, in words."""
         turn = self._of[name]
         turn.failed_at, turn.state = self._clock(), "blocked"
         turn.reason = f"could not be looked at: {type(error).__name__}: {error}"

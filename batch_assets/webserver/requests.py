@@ -31,7 +31,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who is let in: the port of the webserver, further host names (of a proxy or tunnel), the token and its cookie."""
+    """The access rules: the port of the webserver, further host names (of a proxy or tunnel), the token and its
+    cookie.
+    """
 
     port: int
     token: str

@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def access(home: Path, port: int) -> Access:
-    """Who is let in, by the token of this home and BATCH_ASSETS_UI_HOSTS (names with ports, by commas)."""
+    """The access rules, from the token of this home and BATCH_ASSETS_UI_HOSTS (names with ports, by commas)."""
     token = web_token(home)
     named = os.environ.get("BATCH_ASSETS_UI_HOSTS", "").split(",")
     hosts = frozenset(name.strip().lower() for name in named if name.strip())

@@ -1,4 +1,4 @@
-"""Who serves at an endpoint: what its list of models, outside data, says of the model that is wanted."""
+"""The server at an endpoint: what its list of models, outside data, says of the model that is wanted."""
 
 from __future__ import annotations
 

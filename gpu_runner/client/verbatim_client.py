@@ -138,7 +138,9 @@ def _as_of_row(status: int, error: EngineError, body: bytes) -> EngineError:
 
 
 def _of_all_requests(status: int, body: bytes) -> bool:
-    """Of key, credit or address; or a 404 that says that there is no such model, which was served when it was asked."""
+    """Whether an error is of key, credit or address; or a 404 that says that there is no such model, which was served
+    when it was asked.
+    """
     no_model = status == 404 and b"model" in body[:KEPT_ERROR_BYTES].lower()
     return status in (401, 402) or 300 <= status < 400 or no_model
 
@@ -186,7 +188,9 @@ def read_each(body: bytes, weights: Sequence[int]) -> list[Completion]:
 
 
 def _finish_reason(choices: Any) -> str:
-    """That of the first choice; "stop" where there are none (embeddings). Raises Transient where one is unfinished."""
+    """The finish reason of the first choice; "stop" where there are none (embeddings). Raises Transient where one is
+    unfinished.
+    """
     reasons = [choice.get("finish_reason") for choice in choices]
     for reason in reasons:
         if reason is None or reason in BROKEN_FINISH_REASONS:

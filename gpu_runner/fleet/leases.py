@@ -177,7 +177,7 @@ def blocking(now: float) -> sa.ColumnElement[bool]:
 
 
 def leased(now: float) -> sa.ColumnElement[bool]:
-    """Of an instance: a live lease stands on it, draining or not."""
+    """Whether an instance is leased: a live lease stands on it, draining or not."""
     return sa.exists().where((LEASES.c.instance == INSTANCES.c.name) & live(now))
 
 
@@ -272,7 +272,9 @@ def release_leases(connection: sa.Connection, now: float, which: sa.ColumnElemen
 
 
 def mark_retired(connection: sa.Connection, now: float, instance: str, reason: str) -> bool:
-    """It takes no new lease and is to end with its last one. False: it was to end already; the first reason stands."""
+    """Let an instance take no new lease and end with its last one. False: it was to end already; the first reason
+    stands.
+    """
     staying = (INSTANCES.c.name == instance) & INSTANCES.c.state.in_(STANDING) & INSTANCES.c.retire_at.is_(None)
     change = INSTANCES.update().where(staying).values(retire_at=now, reason=reason[:300])
     return connection.execute(change).rowcount == 1

@@ -185,7 +185,8 @@ class Targets(Tables):
             return spend_of(connection, now, dataset, since or 0.0)
 
     def retire(self, instance: str, reason: str) -> bool:
-        """It takes no new lease and ends with its last one, at once when there is none. False: it is to end anyway.
+        """Let an instance take no new lease and end with its last one, at once when there is none. False: it is to
+        end anyway.
 
         Its holder sees the reason and leaves it.
         """

@@ -85,7 +85,7 @@ class AnswerMemory:
         return batch
 
     def close(self, batch: BatchBytes) -> None:
-        """It was committed: its answers are forgotten."""
+        """Forget the answers of a batch that was committed."""
         self.held -= batch.held
         del self._open[batch]
         self._let_in()

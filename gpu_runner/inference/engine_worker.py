@@ -455,7 +455,7 @@ class EngineWorker:
         self.spending.fly(len(self.in_flight) + self.late.guests)
 
     def asked_too(self, given_up: int) -> None:
-        """It has ended; `given_up`: rows of it where it was broken off."""
+        """Tell that a request has ended; `given_up`: rows of it where it was broken off."""
         self.spending.give_up(given_up)
         self.count_flying()
         if not self.in_flight:

@@ -22,7 +22,9 @@ Entry = tuple[float, int, Item]  # when it is due, in which order it was read
 
 @dataclass(slots=True)
 class _Owners:
-    """Of one priority: a heap of rows for each owner, the owner whose turn it is at the front, which has `had` rows."""
+    """The owners of one priority: a heap of rows for each owner, the owner whose turn it is at the front, which has
+    `had` rows.
+    """
 
     rows: OrderedDict[str, list[Entry]] = field(default_factory=OrderedDict)
     had: int = 0

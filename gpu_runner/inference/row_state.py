@@ -153,7 +153,7 @@ class Item:
         self.repeats = 0
 
     def hedge(self) -> None:
-        """It is late: an engine is asked for it once more, beside the request that is under way."""
+        """Mark the row as late: an engine is asked for it once more, beside the request that is under way."""
         self.check(FAIL)
         self.repeats += 1
 
@@ -207,7 +207,7 @@ class Item:
         self.voids += 1
 
     def back_off(self) -> None:
-        """It waits for its next try."""
+        """Let the row wait for its next try."""
         self._move(BACK_OFF)
 
     def deny(self) -> None:
@@ -221,7 +221,7 @@ class Item:
     # --- back to the queue ---
 
     def ask_again(self) -> None:
-        """It may be sent again: within its trial, where it takes part in one."""
+        """Let the row be sent again: within its trial, where it takes part in one."""
         self._move(ASK_AGAIN if self.group is None else ASK_AGAIN_IN_TRIAL)
 
     def ask_for_repair(self, repair: Repair, held: int) -> None:
@@ -236,17 +236,17 @@ class Item:
     # --- engine deaths ---
 
     def add_death(self) -> int:
-        """It was in flight, among others, at an engine's death. Returns how often so far."""
+        """Count that the row was in flight, among others, at an engine's death. Returns how often so far."""
         self.deaths += 1
         return self.deaths
 
     def add_alone_death(self) -> int:
-        """It was alone in flight at an engine's death. Returns how often so far."""
+        """Count that the row was alone in flight at an engine's death. Returns how often so far."""
         self.alone_deaths += 1
         return self.alone_deaths
 
     def try_alone(self) -> None:
-        """It is to be sent with nothing in flight but its group, in a trial to come."""
+        """Let the row be sent with nothing in flight but its group, in a trial to come."""
         self._move(TRY_ALONE)
         self.group = None
 

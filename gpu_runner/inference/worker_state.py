@@ -42,17 +42,17 @@ class WorkerLife:
 
     @property
     def serving(self) -> bool:
-        """It takes rows."""
+        """Whether the worker takes rows."""
         return self.state is WorkerState.SERVING
 
     @property
     def draining(self) -> bool:
-        """It takes no more rows and waits for answers."""
+        """Whether the worker takes no more rows and waits for answers."""
         return self.state is WorkerState.DRAINING
 
     @property
     def over(self) -> bool:
-        """It has ended, and may be closed."""
+        """Whether the worker has ended, and may be closed."""
         return self.state in _OVER
 
     def start(self) -> None:

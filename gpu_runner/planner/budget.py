@@ -30,7 +30,7 @@ def affordable(options: Sequence[PlannedOffer], budget: float, timing: ControlTi
 def fitting(
     new: Sequence[tuple[PlannedOffer, int]], budget: float, reserve: float
 ) -> tuple[tuple[PlannedOffer, int], ...]:
-    """Of the instances that are to be ordered those that the budget can boot, use and end: the dearest go first."""
+    """The instances to order that the budget can boot, use and end; the dearest are left out first."""
     found: list[tuple[PlannedOffer, int]] = []
     left = budget
     for option, wanted in sorted(new, key=lambda pair: pair[0].usd_per_hour):

@@ -76,7 +76,7 @@ def _planned(check: FeasibilityCheck) -> Iterator[FleetCandidate]:
 
 
 def _cheap_to_measure(check: FeasibilityCheck) -> list[PlannedOffer]:
-    """Of each hardware of unknown speed the offer that costs least to measure; the cheapest tokens first."""
+    """The offer that costs least to measure, of each hardware of unknown speed; the cheapest tokens first."""
     found: dict[HardwareType, PlannedOffer] = {}
     for one in sorted(check.options, key=lambda one: one.usd_per_hour * (one.boot_seconds + check.timing.measuring)):
         if one.is_unmeasured and one.capacity != 0:
@@ -97,7 +97,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCost:
-    """Of a candidate: mean US dollars for all the work, and the share of scenarios that are late or out of money."""
+    """What a candidate costs: mean US dollars for all the work, and the share of scenarios that are late or out of
+    money.
+    """
 
     usd: float
     late: float

@@ -51,7 +51,9 @@ def _has_program(pid: int) -> bool:
 
 
 def _in_exec(pid: int) -> bool:
-    """It has begun a program whose environment the kernel does not show yet: field 51, `env_end`, is 0 (proc(5))."""
+    """Whether a process has begun a program whose environment the kernel does not show yet: field 51, `env_end`, is 0
+    (proc(5)).
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[48]) == 0
     except OSError:

@@ -120,7 +120,7 @@ class EngineView:
         self.observed_at = at
 
     def end(self, request: Routed, at: float, token_seconds: float) -> None:
-        """It has ended, one way or the other. Without a first token its prompt is computed no more: it was refused, its
+        """Tell that a request has ended. Without a first token its prompt is computed no more: it was refused, its
         caller left, or the engine was not reached.
         """
         if self.waiting.pop(request, request) is None:

@@ -48,7 +48,7 @@ class Prediction:
 
 
 class LatencyModel:
-    """Of one engine. `like`: a model of the same hardware, to begin with what it has learned."""
+    """The latency of one engine. `like`: a model of the same hardware, to begin with what it has learned."""
 
     def __init__(self, prior: HardwarePrior, like: LatencyModel | None = None) -> None:
         token, decoding = prior.token / KILO, prior.decoding / TENS
@@ -70,7 +70,7 @@ class LatencyModel:
 
     @property
     def token_seconds(self) -> float:
-        """Of one token of a prompt, as learned."""
+        """Seconds of one token of a prompt, as learned."""
         return self._first.theta[1] * KILO
 
     @property
@@ -94,7 +94,7 @@ class LatencyModel:
         return self.observations >= ENOUGH and self.error <= WORST_ERROR
 
     def features(self, view: EngineView, prompt: float, now: float) -> tuple[float, ...]:
-        """Of a request with so many tokens to compute, if it went there now."""
+        """Features of a request with so many tokens to compute, if it went there now."""
         beside = len(view.decoding) + view.others(now)
         ahead = view.backlog_now(now, self.token_seconds)
         return (1.0, (prompt + ahead) * KILO, beside * TENS, self._place_wait(view, now))
@@ -118,7 +118,7 @@ class LatencyModel:
             self._places = max(self._places, float(report.running))
 
     def pace_features(self, view: EngineView, now: float) -> tuple[float, ...]:
-        """Of the tokens of a request that runs beside the others there."""
+        """Features of the tokens of a request that runs beside the others there."""
         ahead = view.backlog_now(now, self.token_seconds)
         return (1.0, (view.in_flight + view.others(now)) * TENS, ahead * KILO)
 

@@ -56,7 +56,7 @@ class RoundTrips:
         return dict(self._regions)
 
     def forget(self, engine: str) -> None:
-        """It is gone. What is known of its region stays."""
+        """Forget an engine that is gone. What is known of its region stays."""
         self._engines.pop(engine, None)
         self._measured.pop(engine, None)
         self._least.pop(engine, None)

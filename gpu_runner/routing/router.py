@@ -162,7 +162,7 @@ class Router:
         model.first_token(routed.features, routed.predicted, _at_engine(routed, at))
 
     def end(self, routed: Routed, at: float, tokens: int | None = None) -> None:
-        """It has ended; `tokens`: of its answer, where they were counted."""
+        """Tell that a request has ended; `tokens`: of its answer, where they were counted."""
         view, model = self._of(routed.engine)
         view.end(routed, at, model.token_seconds)
         if tokens is not None and tokens > 1 and routed.first_token_at is not None:

@@ -26,7 +26,7 @@ class Piece:
 
 
 class Pieces:
-    """Of one answer. Its characters come evenly with its tokens."""
+    """The pieces of one answer. Its characters come evenly with its tokens."""
 
     def __init__(self, answer: Answer) -> None:
         self._left: list[tuple[Part, str]] = []

@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ResponseGenerator:
-    """Who answers: everything outside the request that its text depends on."""
+    """What an answer depends on: everything outside the request that its text depends on."""
 
     model: str
     max_model_len: int

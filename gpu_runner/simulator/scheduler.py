@@ -227,7 +227,7 @@ class Scheduler:
         return preempted
 
     def _victim(self) -> Sequence:
-        """Who loses its place when the KV cache is full."""
+        """The request that loses its place when the KV cache is full."""
         if not self.model.by_priority:
             return next(reversed(self._prefilling or self._decoding))
         return max((*self._prefilling, *self._decoding), key=lambda running: (running.priority, running.arrived_at))

@@ -70,6 +70,6 @@ def hosted_offers(
 
 
 def _usd_per_token(engine: EngineConfig, work: Workload) -> float:
-    """Of a token of this work, prompts and completions as they are mixed."""
+    """The price of a token of this work, prompts and completions as they are mixed."""
     price, tokens = engine.token_price, work.mix.tokens
     return 0.0 if price is None or not tokens else price.usd(work.mix.prompt_tokens, work.mix.output_tokens) / tokens

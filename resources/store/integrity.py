@@ -53,7 +53,7 @@ class Sealed(BaseModel):
 
 
 def _digest(data: bytes) -> str:
-    """Of the fields as they are written, so that a later version with more fields finds the same."""
+    """Digest of the fields as they are written, so that a later version with more fields finds the same."""
     fields = {name: value for name, value in orjson.loads(data).items() if name != "checksum"}
     return hashlib.sha256(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 

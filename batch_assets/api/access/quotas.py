@@ -21,7 +21,7 @@ _STORED = "bytes of files"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Of one tenant. A batch that is not validated yet holds all lines of its input file."""
+    """What one tenant holds. A batch that is not validated yet holds all lines of its input file."""
 
     open_batches: int
     queued_lines: int

@@ -200,7 +200,7 @@ def _sums(table: sa.Table) -> list[sa.ColumnElement[int]]:
 
 
 def _used(row: Sequence[Any]) -> Used:
-    """Of what `_sums` asks for."""
+    """The usage in a row that `_sums` asks for."""
     counts = dict(zip(TOKENS_AND_REQUESTS, (int(value) for value in row[:-3]), strict=True))
     return Used(**counts, amount=whole_amount(*row[-3:]))
 

@@ -157,7 +157,7 @@ class SpendingRecords:
         return True
 
     def read(self, batch_ids: Sequence[str]) -> dict[str, Spending]:
-        """Of those batches that have spent something."""
+        """Read what these batches have spent, where they have."""
         if not batch_ids:
             return {}
         query = sa.select(BATCH_SPENDING).where(BATCH_SPENDING.c.batch_id.in_(batch_ids))

@@ -47,7 +47,8 @@ class BatchBudgets:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Of one model. `first`: its oldest batch, whose holder decides. `tokens`: left, by batch. `tasks`: by batch.
+    """The open work of one model. `first`: its oldest batch, whose holder decides. `tokens`: left, by batch. `tasks`:
+    by batch.
 
     `feeds`: of workers that hold batches of it, one for each kind of task; each leases engines of its own.
     `budget`: of all its batches together; None where one of them has none. `spread`: relative standard deviation of its
@@ -79,7 +80,7 @@ class Backlog:
         return frozenset(task for task in ALL_TASKS if (task == "embedding") in kinds)
 
     def shares(self, mine: Collection[str], instances: int) -> dict[Task, int]:
-        """Of so many engines, those for each feed of a worker that holds `mine`: by tokens, rounded up."""
+        """How many of these engines are for each feed of a worker that holds `mine`: by tokens, rounded up."""
         whole, own = sum(self.tokens.values()), defaultdict[Task, float](float)
         for batch_id in self.tokens.keys() & set(mine):
             own[self.tasks[batch_id]] += self.tokens[batch_id]
@@ -108,7 +109,9 @@ def with_work(records: Sequence[BatchRecord], spending: Mapping[str, Spending], 
 def backlogs(
     records: Sequence[BatchRecord], lengths: Mapping[str, LineLength], spending: Mapping[str, Spending], now: float
 ) -> list[Backlog]:
-    """Of each model of these batches, which all have work (`with_work`); that with the earliest window first."""
+    """The backlog of each model of these batches, which all have work (`with_work`); that with the earliest window
+    first.
+    """
     by_model: defaultdict[str, list[BatchRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda one: one.expires_at):
         by_model[record.model or ""].append(record)

@@ -46,7 +46,7 @@ class FleetTaken(UserFacingError):
 
 
 def fleet_claim(home: Path, records_url: str) -> FleetClaim:
-    """Of a service with these records, on the fleet of this environment."""
+    """The claim of a service with these records, on the fleet of this environment."""
     with contextlib.closing(Records(records_url)) as records:
         return FleetClaim(fleet_of(home, fleet_database()), records.identity, records.address)
 

@@ -205,7 +205,7 @@ class BatchLifecycle:
             return Checked([LineError("invalid_input_file", "The input file was deleted or has expired.")])
 
     async def lines_written_again(self, carried: Carried) -> bool:
-        """Of a batch under way whose lines in the store are damaged or gone: write them again from its input file.
+        """Write the lines of a batch under way again from its input file: those in the store are damaged or gone.
 
         They are the same rows, so what is done stays done. False: the file is gone, or is not what it was.
         """

@@ -97,7 +97,7 @@ class BatchQueue:
             return not self._waiting and not self._aside
 
     def next_urgency(self) -> Urgency | None:
-        """Of the batch whose rows are next; None: there is none."""
+        """The urgency of the batch whose rows are next; None: there is none."""
         with self._condition:
             return self._first()[1].urgency if self._waiting else None
 

@@ -55,7 +55,7 @@ def patience(headers: Mapping[str, str]) -> float:
 
 
 class BootWait:
-    """Of one process, on one event loop. `most`: seconds that a request may wait.
+    """The waiting requests of one process, on one event loop. `most`: seconds that a request may wait.
 
     `awaited`: what the model's feed waits for, None: nothing is known; `never_served`: why nothing can ever serve the
     model. Both are for models and paths; the latter may block.

@@ -42,7 +42,7 @@ class CacheSalts:
         self._asking: dict[str, asyncio.Task[EngineReading]] = {}
 
     def salt(self, tenant: str) -> str:
-        """Of this tenant: 64 hexadecimal digits."""
+        """The salt of this tenant: 64 hexadecimal digits."""
         group = self._groups.get(tenant, tenant)
         return hmac.new(self._key, b"cache_salt\0" + group.encode(), hashlib.sha256).hexdigest()
 

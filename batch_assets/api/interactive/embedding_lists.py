@@ -96,7 +96,7 @@ class BatchFigures:
         self._waits.observe(waited)
 
     def answered(self, seconds: float) -> None:
-        """It was answered."""
+        """Count a list that was answered."""
         self._engine.observe(seconds)
 
     def depth(self, more: int) -> None:
@@ -105,7 +105,7 @@ class BatchFigures:
 
 
 class _ShardFigures:
-    """Of one batcher: its depth is one part of the sum."""
+    """The figures of one batcher: its depth is one part of the sum."""
 
     def __init__(self, figures: BatchFigures) -> None:
         self._figures, self._waiting = figures, 0

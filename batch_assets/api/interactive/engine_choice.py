@@ -68,7 +68,7 @@ class SentRequest:
             self._choice.lengths.ended(self._order.caller, self._engine.model, tokens)
 
     def close(self) -> None:
-        """It has ended, one way or the other."""
+        """Tell that the request has ended, one way or the other."""
         self._choice.ended(
             self._routed, self._choice.clock() if self._ended_at is None else self._ended_at, self._tokens
         )

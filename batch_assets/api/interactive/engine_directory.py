@@ -193,7 +193,9 @@ class EngineDirectory:
         return probe
 
     def answered(self, engine: EngineTarget, *, well: bool) -> None:
-        """It has answered a request that is under way there, or broken it: `well` is False for failures of its own."""
+        """Tell that an engine answered a request that is under way, or broke it: `well` is False for failures of its
+        own.
+        """
         load = self._load.setdefault(engine, _Load())
         if well:
             load.failures = load.rests = 0
@@ -205,7 +207,7 @@ class EngineDirectory:
             load.rests += 1
 
     def end(self, engine: EngineTarget, *, reached: bool, probe: bool = False) -> None:
-        """That request has ended."""
+        """Tell that the request has ended."""
         load = self._load.setdefault(engine, _Load())
         load.in_flight -= 1
         load.probing = load.probing and not probe

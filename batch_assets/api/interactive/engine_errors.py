@@ -28,7 +28,7 @@ class EngineError:
 
 
 def is_failure(status: int) -> bool:
-    """Of the engine, whatever it was asked: it is broken, or takes no more. 501: it has no such route."""
+    """Whether the engine itself failed: it is broken, or takes no more. 501: it has no such route."""
     return status == 429 or (status >= 500 and status != 501)
 
 
@@ -45,7 +45,7 @@ def error_for_caller(status: int, said: EngineError, retry_after: str | None) ->
 
 
 def error_of_answer(status: int | None, said: EngineError) -> ApiError:
-    """Of an error that an engine wrote as an answer of status 200. `status`: what it names; the words of one that names
+    """The error that an engine wrote with status 200. `status`: what it names; the words of one that names
     none are passed on, for nothing shows that they are about us.
     """
     if status is None and said.message:

@@ -54,7 +54,8 @@ class FirstTokens:
             return number
 
     def end(self, engine: str, number: int, *, came: bool) -> float | None:
-        """It waits no more: its first token came after the seconds that are returned, or it ended without one.
+        """Tell that the request waits no more: its first token came after the seconds that are returned, or it ended
+        without one.
 
         To be called for every request that began; further calls change nothing.
         """

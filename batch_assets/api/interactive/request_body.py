@@ -92,7 +92,7 @@ def read_request(
 
 
 def size_of(fields: Mapping[str, Any], size: int, *, is_response: bool = False) -> RequestSize:
-    """Of a request with these fields, in so many bytes."""
+    """The size of a request with these fields, in so many bytes."""
     prompt = size // BYTES_PER_TOKEN + 1
     # vLLM ignores an `input` beside messages or a prompt: a chat with one has an answer all the same.
     if not is_response and "input" in fields and not fields.keys() & {"messages", "prompt"}:

@@ -13,7 +13,7 @@ _SECONDS = (20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 5e-3)
 
 
 class RoutingFigures:
-    """Of one process."""
+    """The figures of one process."""
 
     def __init__(self, metrics: ServiceMetrics) -> None:
         name = "batch_assets_routing_"

@@ -72,7 +72,7 @@ class SharedSupply:
         return read
 
     def running(self, model: str) -> Sequence[ServingEngine]:
-        """Of the other supply."""
+        """The running engines of the other supply."""
         return self._supply.running(model)
 
     def awaited(self, model: str, task: Task) -> Awaited | None:

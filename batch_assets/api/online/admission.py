@@ -87,7 +87,7 @@ class Admission:
 
     @property
     def fullness(self) -> float:
-        """Of queue or engines, the fuller one; 1 is full."""
+        """How full queue or engines are, the fuller one; 1 is full."""
         engines = max((pressure.most for pressure in self._pressures.values()), default=0.0)
         return max(self._unanswered / self._capacity, engines)
 

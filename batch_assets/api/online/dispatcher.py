@@ -69,7 +69,7 @@ class DispatchAnswer:
 
 
 class Dispatcher(Protocol):
-    """Who has requests answered."""
+    """Sends requests to engines, and gives their answers back."""
 
     def identity(self, model: str) -> str:
         """What tells the model that this name stands for now from another one: part of the key of answers."""

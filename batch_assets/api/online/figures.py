@@ -15,7 +15,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class OnlineFigures:
-    """Of one process. Labels are words of our own, and models up to a bound."""
+    """The figures of one process. Labels are words of our own, and models up to a bound."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "batch_assets_online_"

@@ -162,7 +162,7 @@ def _deterministic(kind: TaskKind, params: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """Of an engine's answer what a result shows. `output` and `choices`: JSON."""
+    """What a result shows of an engine's answer. `output` and `choices`: JSON."""
 
     output: bytes
     choices: bytes | None

@@ -30,7 +30,7 @@ class OnlineSettings:
 
 
 def online_settings() -> OnlineSettings:
-    """Of this environment. Raises SettingError."""
+    """Read the settings of this environment. Raises SettingError."""
     defaults = OnlineSettings()
     return OnlineSettings(
         redis_server(os.environ.get(REDIS, "")),

@@ -56,7 +56,7 @@ class FileList(Shown):
 
 
 class DeletedFile(Shown):
-    """That a file is no more."""
+    """The answer that says that a file is deleted."""
 
     id: str
     object: Literal["file"]

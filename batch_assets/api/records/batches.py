@@ -253,7 +253,7 @@ class BatchRecords:
             return [batch_id for (batch_id,) in connection.execute(query.order_by(BATCHES.c.expires_at))]
 
     def holders(self) -> set[str]:
-        """Who holds open batches."""
+        """The services that hold open batches."""
         with self._records.reading() as connection:
             query = sa.select(BATCHES.c.holder).where(BATCHES.c.status.in_([state.value for state in OPEN]))
             return {holder for (holder,) in connection.execute(query.distinct()) if holder is not None}

@@ -1,4 +1,4 @@
-"""Who asks: a tenant, by which key, with which scopes.
+"""The caller of a request: its tenant, key and scopes.
 
 `app.state.authenticate` is what decides. The embedded default knows one tenant, who may do everything: the service then
 listens on loopback only (`server`).
@@ -38,7 +38,7 @@ OPERATOR_SCOPES = frozenset({Scope.METRICS_READ, Scope.DEAD_LETTERS})  # of all 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request this is. `key_id` names the key, never the secret; None where no key was asked for."""
+    """The caller of a request. `key_id` names the key, never the secret; None where no key was asked for."""
 
     tenant: str
     key_id: str | None

@@ -150,7 +150,9 @@ def described(problems: Sequence[Any]) -> tuple[str, str | None, str | None]:
 
 
 async def _on_records_error(request: Request, error: Exception) -> Response:
-    """Of every route: the records are away. Whether a change was made may be unknown; it may be asked for again."""
+    """Answer, on every route, that the records are away. Whether a change was made may be unknown; it may be asked
+    for again.
+    """
     if not is_records_trouble(error):
         return await _on_defect(request, error)
     log.warning("%s %s: records: %s", request.method, request.url.path[:200], type(error).__name__)

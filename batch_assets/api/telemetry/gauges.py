@@ -99,7 +99,7 @@ def record_gauges(records: Records, clock: Callable[[], float]) -> Callable[[], 
 
 
 def record_samples(found: RecordFigures) -> Iterator[Sample]:
-    """Of batches and files."""
+    """Samples of batches and files."""
     for state, count in found.batches.items():
         yield "batch_assets_batches", "Batches by state, all there are.", {"status": state.value}, count
     for state, seconds in found.oldest.items():
@@ -125,7 +125,7 @@ def record_samples(found: RecordFigures) -> Iterator[Sample]:
 
 
 def fleet_samples(found: FleetFigures) -> Iterator[Sample]:
-    """Of instances, leases and runs."""
+    """Samples of instances, leases and runs."""
     counted = (
         ("instances", "Rented instances that have not ended.", found.instances),
         ("leases", "Leases that nobody has ended.", found.leases),
@@ -144,7 +144,9 @@ def fleet_samples(found: FleetFigures) -> Iterator[Sample]:
 
 
 def plan_samples(targets: Iterable[DatasetTarget], held: Mapping[str, int]) -> Iterator[Sample]:
-    """Of the plans for open batches, by model: those with most lines left. `held`: leased engines, by dataset."""
+    """Samples of the plans for open batches, by model: those with most lines left. `held`: leased engines, by
+    dataset.
+    """
     planned = [one for one in targets if one.request and one.plan is not None and one.dataset.startswith(FLEET_PREFIX)]
     planned.sort(key=lambda one: (-(0 if one.plan is None else one.plan.rows_left), one.dataset))
     for one in planned[:MOST_MODELS]:

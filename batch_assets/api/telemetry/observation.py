@@ -108,7 +108,7 @@ class Observation:
 
 
 def _attributes(scope: Scope, access: RequestAccess, status: int) -> Attributes:
-    """Of a request's span: ids that we give, and what routes and statuses are called."""
+    """Attributes of a request's span: ids that we give, and what routes and statuses are called."""
     found = {
         "http.request.method": scope["method"][:10],
         "http.route": getattr(scope.get("route"), "path", UNMATCHED),

@@ -78,7 +78,7 @@ class OpenTelemetrySpan:
         )
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        """It is over."""
+        """End the span."""
         self._span.set_attributes(dict(attributes))
         if "http.route" in attributes:
             self._span.update_name(f"{attributes['http.request.method']} {attributes['http.route']}")

@@ -36,7 +36,7 @@ class Span(Protocol):
     trace: Trace
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        """It is over. `error`: a word of ours for what went wrong."""
+        """End the span. `error`: a word of ours for what went wrong."""
 
 
 class Spans(Protocol):

@@ -46,7 +46,7 @@ COLUMNS = [
     ("unpriced_tokens", _COUNT, "tokens of models without a price"),
     ("charged_usd", _USD, "by the price list"),
     ("gpu_usd", _USD, "its share, by tokens, of what the model's engines cost on that day"),
-    ("margin_usd", _USD, "what is left"),
+    ("margin_usd", _USD, "charged less what the engines cost"),
 ]
 
 

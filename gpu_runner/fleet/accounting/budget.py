@@ -173,7 +173,7 @@ def budgets_reached(connection: sa.Connection, now: float) -> dict[str, str]:
 
 
 def payer() -> sa.ColumnElement[str]:
-    """Of an instance: the dataset that pays for it now, as `charges` has it.
+    """The dataset that pays for an instance now, as `charges` has it.
 
     That is the dataset of its latest lease, live or not; of one that was never leased, whoever ordered it.
     """
@@ -236,7 +236,7 @@ _NOW, _SINCE = sa.bindparam("now", type_=sa.Float), sa.bindparam("since", type_=
 
 
 def _segments() -> sa.Select[Any]:
-    """Of every instance that was billed after `since`: whose dataset paid from when to when, and US dollars per second.
+    """Which dataset paid from when to when, for every instance billed after `since`, and US dollars per second.
 
     `running`: it pays now. `held_until`: when the last live lease on the instance runs out.
     """
@@ -274,7 +274,7 @@ _SPEND = _spend()
 
 
 def unspent(now: float | sa.ColumnElement[float]) -> sa.ColumnElement[float]:
-    """Of a lease: what is granted to it and not spent yet; 0 once it is over."""
+    """What is granted to a lease and not spent yet; 0 once it is over."""
     spent = LEASES.c.useful_usd + LEASES.c.wasted_usd
     promised = LEASES.c.released_at.is_(None) & (LEASES.c.expires_at > now) & (LEASES.c.granted_usd > spent)
     return sa.case((promised, LEASES.c.granted_usd - spent), else_=0.0)

@@ -1,4 +1,4 @@
-"""Who pays for which second of an instance: bills cut by lease, dataset and day. Pure: the time is an argument.
+"""The payer of each second of an instance: bills cut by lease, dataset and day. Pure: the time is an argument.
 
 An instance's life is cut where leases begin: from the start of one to the start of the next it is the first one's
 dataset's, with the boot before the first lease's start and the idle time after its end. So the charges of all datasets

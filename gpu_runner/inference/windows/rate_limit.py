@@ -20,7 +20,7 @@ REMEMBERED = 50
 
 
 class RateLimit:
-    """That of one engine. Times are monotonic seconds. `most_tokens`: of one answer, where that is known."""
+    """The rate limit of one engine. Times are monotonic seconds. `most_tokens`: of one answer, where that is known."""
 
     def __init__(self, limits: RequestLimits, most_tokens: int | None) -> None:
         self._requests = None if limits.requests_per_minute is None else _Bucket(limits.requests_per_minute, 1.0)
@@ -45,13 +45,13 @@ class RateLimit:
             self._charged[request] = charged, prompt
 
     def on_end(self, request: Hashable) -> None:
-        """It has failed, or was broken off: it may have cost as much as was charged."""
+        """Tell that a request failed or was broken off: it may have cost as much as was charged."""
         self._charged.pop(request, None)
 
     def on_answer(
         self, request: Hashable, prompt_tokens: int, completion_tokens: int, now: float, rows: int = 1
     ) -> None:
-        """It was answered."""
+        """Tell that a request was answered."""
         self._answers = min(REMEMBERED, self._answers + 1)
         self._answer += (completion_tokens / rows - self._answer) / self._answers
         charged, prompt = self._charged.pop(request, (None, 0.0))

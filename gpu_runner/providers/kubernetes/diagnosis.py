@@ -10,7 +10,9 @@ LONGEST = 400
 
 
 def describe_loss(pod: PodState | None, machine: Machine | None, node: NodeState | None, tunnel: str) -> str:
-    """Of a pod that could be asked for; None: there is none. `tunnel`: the last trouble of the way to it."""
+    """Describe the loss of a pod that could be asked for; None: there is none. `tunnel`: the last trouble of the way
+    to it.
+    """
     if pod is None or machine is None:
         return "there is no such pod any more"
     if machine.state == "ended":
@@ -28,7 +30,9 @@ def describe_loss(pod: PodState | None, machine: Machine | None, node: NodeState
 
 
 def describe_silence(error: ProviderError | ProviderUnclear, *, tunnelled: bool) -> str:
-    """Of a pod that cannot be asked for. `tunnelled`: engines are reached through the API server."""
+    """Describe the silence of a pod that cannot be asked for. `tunnelled`: engines are reached through the API
+    server.
+    """
     if isinstance(error, ProviderUnclear):
         ways = ", and the way to its engines leads through it" if tunnelled else ""
         return f"{error}{ways}; what has become of the engine shows when it answers again"[:LONGEST]

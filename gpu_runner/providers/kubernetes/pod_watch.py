@@ -76,7 +76,7 @@ class PodCopy:
             _remember(self._ended_by_us, uid)
 
     def lives_on(self, uid: str) -> None:
-        """It was not deleted after all."""
+        """Tell that the pod was not deleted after all."""
         with self._guard:
             self._ended_by_us.pop(uid, None)
 

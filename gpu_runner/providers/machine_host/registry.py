@@ -127,7 +127,7 @@ class MachineRegistry:
             self._set_clock(connection)
 
     def _set_clock(self, connection: sqlite3.Connection) -> None:
-        """Who opens the register first since the machine has booted sets its clock for all."""
+        """Set the clock for all, where this process is the first since the boot that opens the register."""
         self._boot = boot_name()
         key, offset = f"clock {self._boot}", time.time() - boot_seconds()
         connection.execute("INSERT OR IGNORE INTO settings VALUES (?, ?)", (key, offset))

@@ -34,7 +34,7 @@ class HostSilence:
         self._broken_at, self._silent_probes = None, 0
 
     def broken(self) -> None:
-        """It is lost."""
+        """Tell that the connection is lost."""
         if self._broken_at is None:
             self._broken_at = self._clock()
 

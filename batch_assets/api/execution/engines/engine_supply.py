@@ -1,4 +1,4 @@
-"""Who serves a model: configured endpoints, or the fleet."""
+"""The engines that serve a model: configured endpoints, or the fleet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineAway(Exception):
 
 
 class NobodyWaits(EngineAway):
-    """Who has asked for an engine wants none any more."""
+    """Raised where a feed that asked for an engine wants none any more."""
 
 
 class NoFurtherEngine(EngineAway):

@@ -51,7 +51,7 @@ class Waiting:
 
 
 class EngineWait:
-    """Of one feed. `clock`: Unix seconds."""
+    """The wait of one feed. `clock`: Unix seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -52,7 +52,7 @@ def unsealed(key: str, value: bytes) -> bytes | None:
 
 
 class LocalCache:
-    """Of one process; the answer that was used longest ago goes first. `clock`: monotonic seconds."""
+    """The cache of one process; the answer that was used longest ago goes first. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], most_bytes: int = MOST_BYTES) -> None:
         self._clock, self._most = clock, most_bytes

@@ -123,7 +123,7 @@ class CollapsedRequests:
 
 
 class _Left(Exception):
-    """Who asked for others was cancelled."""
+    """Raised where the request that asked for others was cancelled."""
 
 
 async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
