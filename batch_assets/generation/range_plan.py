@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from batch_assets.catalog.ledger import LedgerVersion
-from batch_assets.publishing.verify import check_object
 from batch_assets.work.part_journal import JournalWriter
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
+from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
 
 Purpose = str  # "" for the normal work; the root run id for a regenerate or a re-drive, whose journal is its own

@@ -20,12 +20,12 @@ from functools import partial
 from batch_assets.generation.range_plan import RunIdentity, Work
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.publishing.row_condition import RowCondition
-from batch_assets.publishing.verify import check_object
 from batch_assets.work.part_journal import PartJournal
 from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Batch, Outcome, Row
 from resources.objects.health import StoreHealth
 from resources.objects.opening import CorruptObject
+from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch

@@ -19,9 +19,9 @@ from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.reader import BatchReport, Catalog
 from batch_assets.orchestration.store_check import object_infos, snapshot_problems, table_problems
 from batch_assets.publishing.published_table import published_table, table_versions
-from batch_assets.publishing.verify import check_object
 from batch_assets.tags import PUBLISH_VOID_TAG
 from resources.objects.opening import CorruptObject, ObjectInfo, StoreError
+from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
 
 SLICE_BATCHES = 10_000

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.catalog.ledger import LedgerVersion
@@ -27,9 +26,9 @@ from batch_assets.publishing.differences import Difference, error_text
 from batch_assets.publishing.published_table import table_versions
 from batch_assets.publishing.verify_table import Totals, is_simulated, readers_version, verify_table
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
-from gpu_runner.rows import data_version
 from resources.objects.opening import CorruptObject
 from resources.objects.read_ahead import read_ahead, threads_for
+from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.integrity import is_damage
 
@@ -191,30 +190,6 @@ def _notes(store: DatasetStore, manifest: SnapshotManifest, ledger: Mapping[str,
         listed = current_dead_letters(store)
         if listed is not None and list_manifest(store, listed) is None:
             yield f"the list of dead letters {listed} has no checksum beside it: page checksums were compared"
-
-
-def check_object(store: DatasetStore, entry: BatchEntry, batch: BatchObject) -> BatchFooter:
-    """Read one batch object whole. Raises CorruptObject when it is not exactly what its name and footer say."""
-    path = store.batch_path(batch)
-    table, footer = store.read_batch(batch)
-    ids, keys, errors, outputs = (table.column(name) for name in ("row_id", "row_key", "error", "output"))
-    if data_version(zip(ids.to_pylist(), keys.to_pylist(), strict=True)) != entry.data_version:
-        raise CorruptObject(f"{path}: its rows are not those of data version {entry.data_version}")
-    if len(ids) != entry.rows or len(ids.unique()) != entry.rows:
-        raise CorruptObject(f"{path}: expected {entry.rows} rows of different ids, found {len(ids.unique())}")
-    if pc.any(pc.equal(errors.is_null(), outputs.is_null())).as_py():
-        raise CorruptObject(f"{path}: a row has both an output and an error, or neither")
-    found = {
-        "dataset": store.dataset,
-        "ok": errors.null_count,
-        "dead": len(errors) - errors.null_count,
-        "prompt_tokens": pc.sum(table.column("prompt_tokens")).as_py(),
-        "completion_tokens": pc.sum(table.column("completion_tokens")).as_py(),
-    }
-    for name, value in found.items():
-        if getattr(footer, name) != value:
-            raise CorruptObject(f"{path}: its footer says {name} {getattr(footer, name)}, its rows say {value}")
-    return footer
 
 
 def _check_batch(
