@@ -15,8 +15,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 DATASETS, OPERATIONS = REPOSITORY / "docs" / "datasets.md", REPOSITORY / "docs" / "operations.md"
-TUTORIAL, REFERENCE = REPOSITORY / "docs" / "tutorial.md", REPOSITORY / "docs" / "reference.md"
-UI, GUARANTEES = REPOSITORY / "docs" / "ui.md", REPOSITORY / "docs" / "guarantees.md"
+TUTORIAL = REPOSITORY / "docs" / "tutorial.md"
+REFERENCE = REPOSITORY / "docs" / "reference.md"
 FLEET = REPOSITORY / "docs" / "fleet.md"
 DEADLINES = REPOSITORY / "docs" / "deadlines.md"
 PROVIDERS = REPOSITORY / "docs" / "providers.md"
@@ -24,11 +24,13 @@ DEPLOYMENT = REPOSITORY / "docs" / "deployment.md"
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 EXAMPLES = sorted((REPOSITORY / "examples").glob("**/README.md"))
 
+# Every page that is written for people: DOCUMENTS say what is so today, HISTORY keeps what was. Blocks are run in this
+# order, those of the README and the tutorial first.
+HISTORY = [REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs" / "history").glob("*.md"))]
 DOCUMENTS = [README, TUTORIAL, DATASETS, OPERATIONS, FLEET, DEADLINES, PROVIDERS, DEPLOYMENT, ARCHITECTURE]
-DOCUMENTS += [UI, GUARANTEES, REFERENCE]
-DOCUMENTS += [REPOSITORY / "CONTRIBUTING.md", *EXAMPLES]
-# Every page that is written for people, with and without blocks that are tested.
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md")), *EXAMPLES]
+_FOUND = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md")), *EXAMPLES]
+DOCUMENTS += [page for page in _FOUND if page not in (*DOCUMENTS, *HISTORY)]
+PAGES = [*DOCUMENTS, *HISTORY]
 
 # mark: (language, how the block is tested)
 MARKS = {
