@@ -110,13 +110,13 @@ def batches(rows: int) -> Iterator[Batch]:
 async def feed(url: str, model: str, rows: int, inputs: int, pid: int | None) -> Figures:
     """All rows through the feed alone."""
 
-    async def commit(key: str, outcomes: list[Outcome]) -> None:
+    async def commit(job: str, key: str, outcomes: list[Outcome]) -> None:
         assert all(outcome.ok for outcome in outcomes)
 
     policy = FeedPolicy(lists=ListLimits(inputs=inputs))
     async with EngineClient(url, Generation("embedding", model)) as engine:
         await engine.info()
-        made = Feed(batches(rows), on_row=lambda key, outcome: None, on_batch=commit, policy=policy)
+        made = Feed(batches(rows), on_row=lambda job, key, outcome: None, on_batch=commit, policy=policy)
         theirs, cpu, began = cpu_of(pid), time.process_time(), time.perf_counter()
         await made.serve(engine, ORIGIN, SLOTS)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu

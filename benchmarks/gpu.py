@@ -207,10 +207,10 @@ def batches(texts: list[str]) -> Iterator[Batch]:
 async def through_feed(endpoint: str, model: str, texts: list[str], sampling: dict[str, Any], slots: int | None) -> int:
     """Bring the rows through the row feed, without a store; returns how many were answered."""
 
-    async def drop(key: str, outcomes: list[Outcome]) -> None:
+    async def drop(job: str, key: str, outcomes: list[Outcome]) -> None:
         """Batches are not kept."""
 
-    row_feed = Feed(batches(texts), on_row=lambda key, outcome: None, on_batch=drop)
+    row_feed = Feed(batches(texts), on_row=lambda job, key, outcome: None, on_batch=drop)
     async with EngineClient(endpoint, Generation("chat", model, sampling), priority=BATCH_PRIORITY) as client:
         await client.info()
         await row_feed.serve(client, Origin(model, "vllm", "endpoint", "none", False, "bench"), slots)

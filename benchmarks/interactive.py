@@ -269,11 +269,11 @@ async def _feed(feed: Feed, engine: str, share: InteractiveShare | None, setting
         await feed.serve(client, origin, setting.slots, share=share)
 
 
-def _ignore(key: str, outcome: Outcome) -> None:
+def _ignore(job: str, key: str, outcome: Outcome) -> None:
     """Rows are not kept."""
 
 
-async def _drop(key: str, outcomes: list[Outcome]) -> None:
+async def _drop(job: str, key: str, outcomes: list[Outcome]) -> None:
     """Batches are not kept."""
 
 

@@ -93,7 +93,7 @@ class CostMeter:
         """So many rows are with the engine now."""
 
     def give_up(self, rows: int) -> None:
-        """A request of so many rows was broken off, as another one was answered: it may have to be paid."""
+        """A request of so many rows was broken off: it may have to be paid."""
 
     @property
     def room(self) -> int:

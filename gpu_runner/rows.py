@@ -156,13 +156,15 @@ class Batch:
     """A batch as the feed takes it: its rows in snapshot order, and outcomes known before.
 
     `known` maps row id to an outcome read back from the journal or copied from an earlier object;
-    those rows never meet an engine. `urgency`: of all its rows.
+    those rows never meet an engine. `urgency`: of all its rows. `job`: the name of what they are a part of, where a
+    feed has rows of several; keys are unique within one.
     """
 
     key: str
     rows: tuple[Row, ...]
     known: Mapping[str, Outcome] = field(default_factory=dict)
     urgency: Urgency = ALIKE
+    job: str = ""
 
 
 def row_key(generation: Generation, prompt: Any) -> str:

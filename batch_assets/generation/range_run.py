@@ -297,14 +297,14 @@ class RangeRun:
         self._committed_keys.add(work.entry.key)
         self.committed.put(footer)
 
-    def _on_row(self, key: str, outcome: Outcome) -> None:
+    def _on_row(self, _: str, key: str, outcome: Outcome) -> None:
         self._journal.note(key, outcome)
 
     def _enough_memory(self, policy: FeedPolicy) -> FeedPolicy:
         factor = VECTOR_MEMORY if self.generation.task == "embedding" else 1
         return replace(policy, open_bytes=factor * policy.open_bytes)
 
-    async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
+    async def _on_batch(self, _: str, key: str, outcomes: list[Outcome]) -> None:
         try:
             footer = await self._committed(key, outcomes)
         except Exception as error:

@@ -1,9 +1,9 @@
 """Rows of many open batches through engines, continuously: no barrier between batches.
 
 `feed` is the whole; `engine_worker` one engine in it, and `worker_state` its life; `row_state` the states of a row and
-their transitions; `row_queue` the rows that are left; `row_outcomes` what becomes of those that were answered;
-`failed_requests` those whose request failed, until it is known why: `failures/` says what a failure means. `hedging/`
-asks once more for rows that are late.
+their transitions; `row_request` a request for rows; `row_queue` the rows that are left; `row_outcomes` what becomes of
+those that were answered; `failed_requests` those whose request failed, until it is known why: `failures/` says what a
+failure means. `hedging/` asks once more for rows that are late.
 `engine_death` gives the rows of an engine back when it ends, `poison_rows` finds those that end engines. `windows/`
 says how many rows are in flight.
 """

@@ -14,8 +14,9 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from gpu_runner.client.protocol import (
     Completion,
@@ -36,6 +37,7 @@ from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_outcomes import RowOutcomes
 from gpu_runner.inference.row_queue import Work, end_tasks
+from gpu_runner.inference.row_request import Request, RequestContext
 from gpu_runner.inference.row_state import Item, RowState
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.rate_limit import RateLimit
@@ -53,11 +55,14 @@ MONEY_SECONDS = 0.2  # until it is looked again whether money for a row is grant
 # that many small lists do not go on as many small lists.
 FREE_SHARE = 4
 
+_NO_CONTEXT = nullcontext()
+
 
 class EngineWorker:
     """One `serve` call. `wake` is called when rows may move: something became ready, or complete.
 
     `peers`: all workers of the feed, this one among them. `rate`: None where the engine takes any number of requests.
+    `context`: entered around each request.
     """
 
     def __init__(
@@ -72,10 +77,11 @@ class EngineWorker:
         spending: CostMeter,
         peers: Callable[[], Sequence[EngineWorker]],
         rate: RateLimit | None = None,
+        context: RequestContext | None = None,
     ) -> None:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
-        self.spending, self.rate = spending, rate
-        self.in_flight: dict[Item, asyncio.Task[None] | None] = {}
+        self.spending, self.rate, self._context = spending, rate, context
+        self.in_flight: dict[Item, Request] = {}
         self.failures = FailedRequests(self, work, policy, rng, window, wake)
         self._answered_rows = 0  # in flight, though only for want of room here
         self.group: Group[Item] | None = None
@@ -147,10 +153,10 @@ class EngineWorker:
         if self._filling is not None:
             return
         for _ in range(BURST):
-            rows = self._take()
-            if not rows:
+            request = self._take()
+            if request is None:
                 return
-            self._begin(rows)
+            request.slot = self.spawn(self._work(request))
         self._filling = self._loop.call_later(BURST_SECONDS, self._fill_on)
 
     def _fill_on(self) -> None:
@@ -163,48 +169,52 @@ class EngineWorker:
             self._paced.cancel()
         self._paced = self._loop.call_later(seconds, self.fill)
 
-    def _begin(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
-        slot = self.spawn(self._work(rows, refused))
-        for item in rows:
-            self.in_flight[item] = slot
-
-    async def _work(self, rows: Sequence[Item], refused: RefusedList | None = None) -> None:
-        """One slot: rows one after the other, or lists of them, until there is none to take."""
-        slot = asyncio.current_task()
+    async def _work(self, first: Request) -> None:
+        """One slot: requests one after the other, until there is no row to take."""
+        slot, request = asyncio.current_task(), cast("Request | None", first)
         try:
-            while rows:
-                await (self._try(rows[0], refused) if len(rows) == 1 else self._try_list(rows, refused))
-                rows, refused = self._take(), None
-                for item in rows:
-                    self.in_flight[item] = slot
+            while request is not None:
+                request.slot = slot
+                await self._send(request)
+                request = self._take()
         except Exception as error:
             self.end(error)
         self._end_if_drained()
 
-    def _take(self) -> Sequence[Item]:
-        """The rows of the next request; empty where none is to be sent now."""
+    async def _send(self, request: Request) -> None:
+        await (self._try(request) if len(request.rows) == 1 else self._try_list(request))
+
+    def _fly(self, rows: Sequence[Item], refused: RefusedList | None = None) -> Request:
+        """A request for these rows, which are in flight from now on."""
+        request = Request(rows, refused)
+        for item in rows:
+            self.in_flight[item] = request
+        return request
+
+    def _take(self) -> Request | None:
+        """The next request; None where none is to be sent now."""
         free = self.window.size - self._slots_taken
         if not self.life.serving or free <= 0:
-            return ()
+            return None
         now = self._loop.time()
         if (room := self.spending.room) < free and (free := room) <= 0:
             self._fill_after(MONEY_SECONDS)
-            return ()
+            return None
         if now < self.watchdog.resting_until:
-            return ()
+            return None
         if self._list_engine is None and (wait := self.window.wait_to_send(now)):
             self._fill_after(wait)
-            return ()
+            return None
         if self.rate is not None and (wait := self.rate.wait(now)):  # before a row has a slot, and a time-out
             self._fill_after(wait)
-            return ()
+            return None
         in_trial = self.group is not None or self.work.may_begin_trial(self)
         if in_trial and not self._in_trial():
-            return ()
+            return None
         source = self.work if self.group is None else self.group
         if self._list_engine is not None:
             if self.in_flight and not in_trial and free < min(self._lists.most, self.window.size // FREE_SHARE):
-                return ()
+                return None
             rows: Sequence[Item] = take_list(
                 source.take,
                 source.put_first,
@@ -218,15 +228,16 @@ class EngineWorker:
             rows = () if (item := source.take()) is None else (item,)
             if rows:
                 self.window.on_sent()
+        if not rows:
+            return None
         for item in rows:
             item.send(now)
-            self.in_flight[item] = None
-        if rows:
-            self.count_flying()
-            self.spending.begin(now)
-            if self.rate is not None:
-                self.rate.on_sent(rows[0], sum(map(_prompt_bytes, rows)), now, len(rows))
-        return rows
+        request = self._fly(rows)
+        self.count_flying()
+        self.spending.begin(now)
+        if self.rate is not None:
+            self.rate.on_sent(rows[0], sum(map(_prompt_bytes, rows)), now, len(rows))
+        return request
 
     def _kind_of(self, item: Item) -> object:
         return None if self._list_engine is None else self._list_engine.list_kind(item.row.prompt)
@@ -245,45 +256,61 @@ class EngineWorker:
             self._loop.call_soon(self.fill)
         return True
 
-    async def _try_list(self, rows: Sequence[Item], refused: RefusedList | None) -> None:
+    def _around(self, request: Request) -> AbstractContextManager[object]:
+        return _NO_CONTEXT if self._context is None else self._context(request.jobs)
+
+    async def _try_list(self, request: Request) -> None:
         """One request for several rows."""
         assert self._list_engine is not None
+        rows = request.rows
         for item in rows:
             self.work.start(item, time.time())
         try:
-            admit = partial(self._admit, rows)
-            completions = await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
-        except RequestDenied as error:
-            if error.of_account:  # smaller lists would be refused as well
-                self._note(refused, None, len(rows))
-                now = self._answered(*rows)
-                for item in rows:
-                    self.failures.denied(item, error, now)
+            with self._around(request):
+                prompts = [item.row.prompt for item in rows]
+                completions = await self._list_engine.generate_list(prompts, admit=partial(self._admit, request))
+        except (EngineLost, EngineRefused, Transient, RowRejected) as error:
+            if not self._list_failed(request, error):
                 return
-        except RowRejected:
-            pass
-        except Transient as error:
-            self._note(refused, None, len(rows))
-            if self._waits_for(rows[0]):
-                self.failures.failed(rows, error, self._answered(*rows))
-            return
-        except (EngineLost, EngineRefused) as error:
-            self.end(error)
-            return
         else:
-            self._note(refused, completions, len(rows))
-            self._list_answered(rows, completions)
+            if not request.broken_off:
+                self._note(request.refused, completions, len(rows))
+                self._list_answered(rows, completions)
             return
         finally:
-            self._done_reading(rows)
+            self._done_reading(request)
+        await self._send(self._cut(request))
+
+    def _list_failed(self, request: Request, error: EngineError) -> bool:
+        """Whether the list itself is refused: its halves are asked for."""
+        rows, of_account = request.rows, isinstance(error, RequestDenied) and error.of_account
+        if isinstance(error, EngineLost | EngineRefused) and not isinstance(error, RequestDenied):
+            self.end(error)
+            return False
+        if request.broken_off:
+            return False
+        if isinstance(error, Transient):
+            self._note(request.refused, None, len(rows))
+            self.failures.failed(rows, error, self._answered(*rows))
+            return False
+        if isinstance(error, RequestDenied) and of_account:  # smaller lists would be refused as well
+            self._note(request.refused, None, len(rows))
+            now = self._answered(*rows)
+            for item in rows:
+                self.failures.denied(item, error, now)
+            return False
+        return True
+
+    def _cut(self, request: Request) -> Request:
+        """Sends the second half of a refused list; returns the first."""
         self.watchdog.answered(self._loop.time())
-        first, second = halves(rows)
+        refused = request.refused or RefusedList(len(request.rows))
+        first, second = (self._fly(half, refused) for half in halves(request.rows))
         if self.rate is not None:
-            for half in (first, second):
+            for half in (first.rows, second.rows):
                 self.rate.on_sent(half[0], sum(map(_prompt_bytes, half)), self._loop.time(), len(half))
-        refused = refused or RefusedList(len(rows))
-        self._begin(second, refused)
-        await (self._try(first[0], refused) if len(first) == 1 else self._try_list(first, refused))
+        first.slot, second.slot = request.slot, self.spawn(self._work(second))
+        return first
 
     def _list_answered(self, rows: Sequence[Item], completions: Sequence[Completion]) -> None:
         now = self._loop.time()
@@ -320,33 +347,43 @@ class EngineWorker:
         if refused.most_taken is not None:
             self._lists.refuses_more_than(refused.most_taken)
 
-    async def _try(self, item: Item, refused: RefusedList | None = None) -> None:
+    async def _try(self, request: Request) -> None:
+        item = request.rows[0]
         self.work.start(item, time.time())
         try:
-            admit = partial(self._admit, (item,))
-            completion = await self.engine.generate(
-                item.row.prompt, repair=item.repair, admit=admit, seed=item.row.seed
-            )
-        except RowRejected as error:
+            with self._around(request):
+                completion = await self.engine.generate(
+                    item.row.prompt, repair=item.repair, admit=partial(self._admit, request), seed=item.row.seed
+                )
+        except EngineError as error:
+            self._failed(request, item, error)
+        else:
+            if not request.broken_off:
+                self._note(request.refused, (completion,), 1)
+                self._row_answered(item, completion)
+        finally:
+            self._done_reading(request)
+
+    def _failed(self, request: Request, item: Item, error: EngineError) -> None:
+        """The request for one row was not answered."""
+        if isinstance(error, EngineLost | EngineRefused) and not isinstance(error, RequestDenied):
+            self.end(error)
+        elif request.broken_off:
+            return
+        elif isinstance(error, RowRejected):
             # No proof of life: the API server refuses a row without asking the engine behind it.
-            self._note(refused, error, 1)
+            self._note(request.refused, error, 1)
             self.watchdog.answered(self._answered(item))
             self.window.refusals.on_served()
             self.outcomes.rejected(item, error)
-        except Transient as error:
-            self._note(refused, None, 1)
-            if self._waits_for(item):
-                self.failures.failed((item,), error, self._answered(item))
-        except RequestDenied as error:
-            self._note(refused, error, 1)
+        elif isinstance(error, Transient):
+            self._note(request.refused, None, 1)
+            self.failures.failed((item,), error, self._answered(item))
+        elif isinstance(error, RequestDenied):
+            self._note(request.refused, error, 1)
             self.failures.denied(item, error, self._answered(item))
-        except (EngineLost, EngineRefused) as error:
-            self.end(error)
         else:
-            self._note(refused, (completion,), 1)
-            self._row_answered(item, completion)
-        finally:
-            self._done_reading((item,))
+            raise error
 
     def _row_answered(self, item: Item, completion: Completion) -> None:
         if self.rate is not None:
@@ -359,20 +396,18 @@ class EngineWorker:
         self.outcomes.completed(item, completion)
         self.failures.answered(item, now)
 
-    def _waits_for(self, item: Item) -> bool:
-        """False where the second request for a late row was answered while this task, its slot, ran into an error."""
-        return self.in_flight.get(item) is asyncio.current_task()
-
-    async def _admit(self, rows: Sequence[Item], size: int) -> None:
+    async def _admit(self, request: Request, size: int) -> None:
         """A large answer has come: waits until there is room for it. The engine has done its part meanwhile.
 
         The row of the oldest batch waits for all: another's room may depend on that batch's commit.
         """
+        rows = request.rows
         oldest = min(rows, key=_order)
         if self.late.hedges:
             self.late.answered(rows)
         for item in rows:
             item.wait_for_room()
+        request.answered = True
         self._answered_rows += len(rows)
         admitted = 0
         try:
@@ -380,19 +415,65 @@ class EngineWorker:
             await self.work.memory.admit(oldest.batch.bytes, size, at_once=at_once)
             admitted = size
         finally:
-            for item in rows:
-                item.read_answer(admitted if item is oldest else 0)
-            self._answered_rows -= len(rows)
+            if request.broken_off:  # while it waited
+                if admitted:
+                    self.work.memory.done_reading(oldest.batch.bytes, admitted)
+            else:
+                for item in rows:
+                    item.read_answer(admitted if item is oldest else 0)
+                request.answered = False
+                self._answered_rows -= len(rows)
         self.watchdog.answered(self._loop.time())
 
-    def _done_reading(self, rows: Sequence[Item]) -> None:
+    def _done_reading(self, request: Request) -> None:
         memory = self.work.memory
         was_full = memory.full
-        for item in rows:
-            if item.reading:
-                memory.done_reading(item.batch.bytes, item.done_reading())
-        if was_full and not memory.full:
+        if not request.broken_off:
+            self._read(request)
+        if request.broken_off or (was_full and not memory.full):
             self._loop.call_soon(self._wake)
+
+    def _read(self, request: Request) -> None:
+        for item in request.rows:
+            if item.reading:
+                self.work.memory.done_reading(item.batch.bytes, item.done_reading())
+
+    def _break_off(self, request: Request) -> None:
+        """The request is under way, and nobody waits for it any more: it may have to be paid. Its rows leave."""
+        if request.answered:
+            self._answered_rows -= len(request.rows)
+        self._read(request)
+        request.broken_off = True
+        for item in request.rows:
+            del self.in_flight[item]
+        self.spending.give_up(len(request.rows))
+        self.count_flying()
+        if self.rate is not None:
+            self.rate.on_end(request.rows[0])
+        if not self.in_flight:
+            self.spending.rest(self._loop.time())
+        if request.slot is not None:
+            request.slot.cancel()
+        self._loop.call_soon(self._end_if_drained)
+
+    def end_jobs(self) -> None:
+        """Rows of jobs that have ended leave; other rows of their requests are to be asked for again."""
+        for request in dict.fromkeys(one for item, one in self.in_flight.items() if item.batch.ended):
+            self.late.answered(request.rows)
+            self._break_off(request)
+            self._note(request.refused, None, len(request.rows))
+            for item in request.rows:
+                if item.batch.ended:
+                    self.work.cancel(item)
+                    continue
+                if request.answered:
+                    item.read_answer(0)
+                self.work.soon(item)
+        waiting = [] if self.group is None else self.group.remove(_has_ended)
+        for item in self.failures.remove(_has_ended) + waiting:
+            self.work.cancel(item)
+        if self.group is not None and not self.group.left:
+            self.trial_over()
 
     def _add_tokens(self, item: Item, answer: Completion) -> None:
         item.add_tokens(answer.prompt_tokens, answer.completion_tokens)
@@ -438,11 +519,12 @@ class EngineWorker:
         self.spending.begin(self._loop.time())
         self.count_request(sum(map(_prompt_bytes, rows)), len(rows))
         first = rows[0]
-        if len(rows) == 1:
-            row = first.row
-            return (await self.engine.generate(row.prompt, repair=first.repair, admit=admit, seed=row.seed),)
-        assert self._list_engine is not None
-        return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
+        with self._around(Request(rows)):
+            if len(rows) == 1:
+                row = first.row
+                return (await self.engine.generate(row.prompt, repair=first.repair, admit=admit, seed=row.seed),)
+            assert self._list_engine is not None
+            return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
 
     def count_request(self, prompt_bytes: int, rows: int) -> None:
         """A request that is none of a row which has a slot here: it counts in the engine's limits a minute."""
@@ -462,17 +544,9 @@ class EngineWorker:
             self.spending.rest(self._loop.time())
         self._loop.call_soon(self._wake)
 
-    def give_away(self, rows: Sequence[Item]) -> None:
-        """Another request for these rows was answered first."""
-        for item in rows:
-            del self.in_flight[item]
-        self.spending.give_up(len(rows))
-        self.count_flying()
-        if self.rate is not None:
-            self.rate.on_end(rows[0])
-        if not self.in_flight:
-            self.spending.rest(self._loop.time())
-        self._loop.call_soon(self._end_if_drained)
+    def give_away(self, request: Request) -> None:
+        """Another request for its rows was answered first."""
+        self._break_off(request)
 
     def pay_in_vain(self, completions: Sequence[Completion]) -> None:
         """The answer to a second request, which came after the first one."""
@@ -483,7 +557,7 @@ class EngineWorker:
         """The answer to a request that was sent to this engine at `sent`, the first one for these rows."""
         for item in rows:
             item.answer_hedge(sent)
-            self.in_flight[item] = None
+        self._fly(rows)
         if len(rows) == 1:
             self._row_answered(rows[0], completions[0])
         else:
@@ -513,9 +587,11 @@ class EngineWorker:
 
     def abort_rows(self, sent_before: float) -> None:
         """Ends requests that hang on an engine which answers others; each is a failure like any other."""
-        for item, slot in list(self.in_flight.items()):
-            if item.sent <= sent_before and slot is not None and item.state is RowState.IN_FLIGHT:
-                slot.cancel()
+        for item, request in list(self.in_flight.items()):
+            if item.sent <= sent_before and request.slot is not None and item.state is RowState.IN_FLIGHT:
+                self._read(request)
+                request.broken_off = True
+                request.slot.cancel()
                 error = Transient("timeout", "no answer while others were answered")
                 self.failures.failed((item,), error, self._answered(item))
         self._end_if_drained()
@@ -531,3 +607,7 @@ def _prompt_bytes(item: Item) -> int:
 
 def _order(item: Item) -> int:
     return item.order
+
+
+def _has_ended(item: Item) -> bool:
+    return item.batch.ended

@@ -196,6 +196,12 @@ class FailedRequests:
         wait = backoff(policy, item.tries if charged else item.voids, asked, self._rng)
         self._work.later(item, failed_at + wait)
 
+    def remove(self, is_gone: Callable[[Item], bool]) -> list[Item]:
+        """Takes out rows that are asked for no more; what was seen of the engine stays."""
+        gone = [failure.item for failure in self._undecided if is_gone(failure.item)]
+        self._undecided = deque(failure for failure in self._undecided if not is_gone(failure.item))
+        return gone + self.denials.remove(is_gone)
+
     def give_up(self) -> tuple[list[Item], list[Item]]:
         """Takes out all rows, of which nothing was proved, and says which of them the engine may have worked on."""
         undecided = list(self._undecided)

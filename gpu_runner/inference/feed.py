@@ -28,6 +28,7 @@ from gpu_runner.inference.engine_worker import EngineWorker
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Counts, Work, end_tasks
+from gpu_runner.inference.row_request import RequestContext
 from gpu_runner.inference.row_state import OpenBatch
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
@@ -82,9 +83,9 @@ class Feed:
     the loop, is that of the batch which `batches` gives next, where it knows: it is read while few ready rows go before
     its rows.
 
-    `on_row(batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
-    `on_batch(batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while too
-    many batches wait for it. It is called again for a batch whose call was cancelled.
+    `on_row(job, batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
+    `on_batch(job, batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while
+    too many batches wait for it. It is called again for a batch whose call was cancelled.
 
     An outcome's `tries` are its charged failures and the request that ended it; repairs of an answer that did
     not fit the schema, and failures that were the engine's, are no tries. Its `seconds` are those of all its
@@ -95,8 +96,8 @@ class Feed:
         self,
         batches: Iterator[Batch],
         *,
-        on_row: Callable[[str, Outcome], None],
-        on_batch: Callable[[str, list[Outcome]], Awaitable[None]],
+        on_row: Callable[[str, str, Outcome], None],
+        on_batch: Callable[[str, str, list[Outcome]], Awaitable[None]],
         policy: FeedPolicy | None = None,
         rng: random.Random | None = None,
         vectors: VectorLength | None = None,
@@ -113,6 +114,7 @@ class Feed:
         self._failure: BaseException | None = None
         self._workers: list[EngineWorker] = []
         self._reading: Future[Batch | None] | None = None
+        self._ended_since: set[str] = set()  # jobs that ended while this batch is read
         self._reader: ThreadPoolExecutor | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
@@ -133,6 +135,22 @@ class Feed:
         """The source has a further batch. To be called on the loop."""
         self._work.look_again()
         self._check_room()
+
+    def end_job(self, job: str) -> None:
+        """Asks for no row of this job any more. To be called on the loop, and not by `on_row`.
+
+        Its requests are broken off; rows of other jobs in the same requests are asked for again. Its batches leave the
+        feed: `on_row` and `on_batch` are not called for them, but an `on_batch` that has begun goes on. `batches` gives
+        none of it afterwards, except the one that is being read: that is left out.
+        """
+        if self._reading is not None:
+            self._ended_since.add(job)
+        self._work.end_job(job)
+        for worker in self._workers:
+            worker.end_jobs()
+        self._work.look_again()
+        self._check_room()
+        self._wake()
 
     def progress(self) -> FeedProgress:
         """Where the feed stands; cheap."""
@@ -181,12 +199,13 @@ class Feed:
         spending: CostMeter | None = None,
         share: InteractiveShare | None = None,
         limits: RequestLimits = NO_LIMITS,
+        context: RequestContext | None = None,
     ) -> None:
         """Feeds one engine until every batch is handed on, or until `stop` is set and its rows are answered.
 
         `spending` keeps the fleet's database of the engine's time, and prices the rows. `share`: interactive requests
         on the same engine, to which rows give way. `limits`: how many rows may be in flight, and requests and tokens
-        of a minute.
+        of a minute. `context(jobs)` is entered around each request, with the jobs of its rows.
 
         Raises EngineLost (the rows in flight are back in the queue, call again with the next engine),
         EngineRefused, or what `batches`, `on_row` or `on_batch` raised. Two calls at once share the work.
@@ -209,6 +228,7 @@ class Feed:
             spending or CostMeter(),
             lambda: self._workers,
             RateLimit(limits, engine.generation.most_tokens) if limited else None,
+            context,
         )
         self._workers.append(worker)
         watcher = None if stop is None else asyncio.create_task(_drain_at(stop, worker))
@@ -354,9 +374,10 @@ class Feed:
             self._fail(error)
 
     def _take_in(self, batch: Batch | None) -> None:
+        ended, self._ended_since = self._ended_since, set()
         if batch is None:
             self._work.no_more_batches()
-        else:
+        elif batch.job not in ended:
             self._work.open(batch)
 
     async def _next_batch(self) -> Batch | None:
@@ -385,7 +406,7 @@ class Feed:
         return not self._commits or writing + batch.bytes.held <= self._policy.commit_bytes
 
     async def _commit(self, batch: OpenBatch) -> None:
-        await self._on_batch(batch.key, [outcome for outcome in batch.outcomes if outcome is not None])
+        await self._on_batch(batch.job, batch.key, [outcome for outcome in batch.outcomes if outcome is not None])
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         batch = self._commits.pop(task)

@@ -9,7 +9,7 @@ row's latency: 1,024 rows come down to one in five deaths.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -49,6 +49,12 @@ class Group(Generic[T]):
         self.waiting.clear()
         return rows
 
+    def remove(self, is_gone: Callable[[T], bool]) -> list[T]:
+        """Takes out the rows that are not submitted and are to be tried no more; `left` counts them still."""
+        gone = [row for row in self.waiting if is_gone(row)]
+        self.waiting = deque(row for row in self.waiting if not is_gone(row))
+        return gone
+
 
 class PoisonBisector(Generic[T]):
     """The groups still to be tried, the next one last."""
@@ -75,6 +81,24 @@ class PoisonBisector(Generic[T]):
                 return group
             self._close(group, guilty=True)
             self._split(list(group.waiting))
+
+    def remove(self, is_gone: Callable[[T], bool]) -> list[T]:
+        """Takes out rows of groups that are still to be tried."""
+        found: list[T] = []
+        for group in self._stack:
+            gone = group.remove(is_gone)
+            found += gone
+            for _ in gone:
+                self.row_left(group)
+        self.size -= len(found)
+        self._stack = [group for group in self._stack if group.left]
+        return found
+
+    def row_left(self, group: Group[T]) -> None:
+        """A row of the group is tried no more: of what its family holds, nothing can be told by the others."""
+        if group.family is not None:
+            group.family.guilty = True
+        self.row_ended(group)
 
     def row_ended(self, group: Group[T]) -> bool:
         """A row of the group has its outcome; True when all have, and the trial is over."""

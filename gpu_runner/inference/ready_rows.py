@@ -95,6 +95,18 @@ class ReadyRows:
             owners.rows.move_to_end(item.batch.urgency.owner, last=False)
             owners.had = self._had
 
+    def remove(self, is_gone: Callable[[Item], bool]) -> list[Item]:
+        """Takes out every row for which this is true, whoever's turn it is."""
+        gone = [item for item in self if is_gone(item)]
+        for priority, owner in {(item.batch.urgency.priority, item.batch.urgency.owner) for item in gone}:
+            rows = self._priorities[priority].rows
+            rows[owner] = [entry for entry in rows[owner] if not is_gone(entry[2])]
+            heapq.heapify(rows[owner])
+            self._leave_if_empty(priority, owner)
+        for item in gone:
+            self._count(item, -1)
+        return gone
+
     def before(self, urgency: Urgency) -> int:
         """About how many of these would be taken before further rows of this urgency."""
         found = sum(
@@ -114,6 +126,10 @@ class ReadyRows:
         return item.batch.urgency.due, item.order, item
 
     def _took(self, priority: int, owner: str, item: Item) -> None:
+        self._leave_if_empty(priority, owner)
+        self._count(item, -1)
+
+    def _leave_if_empty(self, priority: int, owner: str) -> None:
         owners = self._priorities[priority]
         if not owners.rows[owner]:
             if next(iter(owners.rows)) == owner:
@@ -121,7 +137,6 @@ class ReadyRows:
             del owners.rows[owner]
         if not owners.rows:
             del self._priorities[priority]
-        self._count(item, -1)
 
     def _count(self, item: Item, rows: int) -> None:
         self._size += rows

@@ -49,16 +49,18 @@ class Counts:
 
 
 class Work:
-    """All open rows. `on_row` hears of every outcome that an engine gave."""
+    """All open rows. `on_row` hears of every outcome that an engine gave, with job and key of its batch."""
 
-    def __init__(self, on_row: Callable[[str, Outcome], None], memory: AnswerMemory, vectors: VectorLength) -> None:
+    def __init__(
+        self, on_row: Callable[[str, str, Outcome], None], memory: AnswerMemory, vectors: VectorLength
+    ) -> None:
         self.memory, self.vectors = memory, vectors
         self.failures = FailureRecord()
         self.ready = ReadyRows()
         self.suspects: PoisonBisector[Item] = PoisonBisector()
         self._trial: object | None = None  # the engine worker that tries suspects now: one at a time
         self.complete: deque[OpenBatch] = deque()
-        self.open_batches = 0
+        self._open: dict[OpenBatch, None] = {}
         self.exhausted = False  # every batch is open or closed: no row comes but those that are here
         self.open_rows = 0
         self.counts = Counts()
@@ -73,11 +75,16 @@ class Work:
         """Rows that no worker holds."""
         return len(self.ready) + len(self._later) + self.suspects.size
 
+    @property
+    def open_batches(self) -> int:
+        """Batches that were read and neither handed on nor left out."""
+        return len(self._open)
+
     def open(self, batch: Batch) -> None:
         """Takes a batch in; one without unknown rows is complete at once."""
         outcomes = [batch.known.get(row.row_id) for row in batch.rows]
         held = self.memory.open(len(outcomes))
-        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), held, batch.urgency)
+        opened = OpenBatch(batch.key, outcomes, outcomes.count(None), held, batch.urgency, batch.job)
         for outcome in outcomes:
             if outcome is not None:
                 self.memory.keep(opened.bytes, *bytes_of(outcome))
@@ -88,7 +95,7 @@ class Work:
                 self.ready.add(Item(row, opened, index, self._order))
                 self._order += 1
         self.counts.known += len(outcomes) - opened.left
-        self.open_batches += 1
+        self._open[opened] = None
         self.open_rows += len(outcomes)
         if opened.left == 0:
             self.complete.append(opened)
@@ -113,21 +120,54 @@ class Work:
         return self.complete.popleft()
 
     def put_back(self, batch: OpenBatch) -> None:
-        """The batch was not committed: it is the next one again."""
-        self.complete.appendleft(batch)
+        """The batch was not committed: it is the next one again, unless its job has ended."""
+        if batch.ended:
+            self._forget(batch)
+        else:
+            self.complete.appendleft(batch)
 
     def close(self, batch: OpenBatch) -> None:
         """The batch is committed."""
-        self.memory.close(batch.bytes)
-        self.open_batches -= 1
-        self.open_rows -= len(batch.outcomes)
+        self._forget(batch)
         self.counts.batches += 1
+
+    def _forget(self, batch: OpenBatch) -> None:
+        self.memory.close(batch.bytes)
+        del self._open[batch]
+        self.open_rows -= len(batch.outcomes)
+
+    def end_job(self, job: str) -> None:
+        """Takes out the rows of this job that no engine worker holds, and its batches, but for those being committed.
+
+        Those that an engine worker holds have a batch that has `ended`: the worker is to `cancel` them.
+        """
+        ended = [batch for batch in self._open if batch.job == job]
+        for batch in ended:
+            batch.end()
+        for item in self.ready.remove(_has_ended) + self.suspects.remove(_has_ended):
+            item.cancel()
+        later, self._later = self._later, [entry for entry in self._later if not _has_ended(entry[2])]
+        heapq.heapify(self._later)
+        for _, _, item in later:
+            if _has_ended(item):
+                self.cancel(item)
+        complete, self.complete = self.complete, deque(batch for batch in self.complete if not batch.ended)
+        for batch in ended:
+            if batch.left or batch in complete:
+                self._forget(batch)
+
+    def cancel(self, item: Item) -> None:
+        """The row's job has ended: nobody holds it any more."""
+        group = item.group
+        item.cancel()
+        if group is not None:
+            self.suspects.row_left(group)
 
     def settle(self, item: Item, outcome: Outcome) -> None:
         """The row has its outcome, unless `on_row` raises: then it has none."""
         batch = item.batch
         item.check_end(outcome)
-        self._on_row(batch.key, outcome)
+        self._on_row(batch.job, batch.key, outcome)
         item.end(outcome)
         self.memory.keep(batch.bytes, -item.kept)
         self.memory.keep(batch.bytes, *bytes_of(outcome))
@@ -281,6 +321,10 @@ class Work:
 
 def _nothing() -> None:
     return None
+
+
+def _has_ended(item: Item) -> bool:
+    return item.batch.ended
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -12,6 +12,7 @@ InvalidTransition, so that a row is in one place at a time and has one outcome. 
     DENIED          denials, refused as a request that this server does not allow; keeps its slot
     SET_ASIDE       denials, the engine answers other requests; keeps no slot
     DONE, DEAD      its batch, with an answer or a dead letter; terminal
+    CANCELLED       nobody: its job has ended before it had an outcome; terminal
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class RowState(IntEnum):
     SET_ASIDE = 7
     DONE = 8
     DEAD = 9
+    CANCELLED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,11 @@ GIVE_BACK = _transition("give back", "IN_FLIGHT UNDECIDED DENIED SET_ASIDE", Row
 TRY_ALONE = _transition("try alone", "SUSPECT IN_FLIGHT UNDECIDED BACKING_OFF DENIED SET_ASIDE", RowState.SUSPECT)
 SUCCEED = _transition("succeed", "IN_FLIGHT", RowState.DONE)
 DIE = _transition("die", "IN_FLIGHT UNDECIDED SET_ASIDE", RowState.DEAD)
+CANCEL = _transition(
+    "cancel",
+    "WAITING SUSPECT IN_FLIGHT ANSWER_WAITING UNDECIDED BACKING_OFF DENIED SET_ASIDE",
+    RowState.CANCELLED,
+)
 
 TRANSITIONS = (
     SEND,
@@ -81,8 +88,9 @@ TRANSITIONS = (
     TRY_ALONE,
     SUCCEED,
     DIE,
+    CANCEL,
 )
-TERMINAL = frozenset({RowState.DONE, RowState.DEAD})
+TERMINAL = frozenset({RowState.DONE, RowState.DEAD, RowState.CANCELLED})
 
 
 class InvalidTransition(Exception):
@@ -91,13 +99,19 @@ class InvalidTransition(Exception):
 
 @dataclass(slots=True, eq=False)
 class OpenBatch:
-    """A batch between being read and being committed. `left` counts rows without an outcome."""
+    """A batch between being read and being committed. `left` counts rows without an outcome. `ended`: its job has."""
 
     key: str
     outcomes: list[Outcome | None]
     left: int
     bytes: BatchBytes
     urgency: Urgency = ALIKE
+    job: str = ""
+    ended: bool = False
+
+    def end(self) -> None:
+        """Its job has ended: its rows are asked for no more, and it is not handed on."""
+        self.ended = True
 
 
 @dataclass(slots=True, eq=False)
@@ -267,3 +281,8 @@ class Item:
         self.group = None
         self.batch.outcomes[self.index] = outcome
         self.batch.left -= 1
+
+    def cancel(self) -> None:
+        """Its job has ended, and it has no outcome."""
+        self._move(CANCEL)
+        self.group = None

@@ -194,10 +194,10 @@ class Sink:
         self.rows: list[tuple[str, Outcome]] = []
         self.batches: dict[str, list[Outcome]] = {}
 
-    def on_row(self, key: str, outcome: Outcome) -> None:
+    def on_row(self, job: str, key: str, outcome: Outcome) -> None:
         self.rows.append((key, outcome))
 
-    async def on_batch(self, key: str, outcomes: list[Outcome]) -> None:
+    async def on_batch(self, job: str, key: str, outcomes: list[Outcome]) -> None:
         assert key not in self.batches
         self.batches[key] = outcomes
 

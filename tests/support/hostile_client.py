@@ -36,11 +36,11 @@ async def fed(engine: EngineClient, rows: int, size: int) -> dict[str, int]:
     batches = [Batch(f"b{n}", tuple(Row(f"b{n}", x, x, b'"x"') for x in part)) for n, part in enumerate(parts)]
     codes: Counter[str] = Counter()
 
-    async def commit(key: str, outcomes: list[Outcome]) -> None:
+    async def commit(job: str, key: str, outcomes: list[Outcome]) -> None:
         await asyncio.sleep(0.02)
         codes.update(outcome.error or "ok" for outcome in outcomes)
 
-    feed = Feed(iter(batches), on_row=lambda key, outcome: None, on_batch=commit, rng=random.Random(0))
+    feed = Feed(iter(batches), on_row=lambda job, key, outcome: None, on_batch=commit, rng=random.Random(0))
     await feed.serve(engine, ORIGIN, 8)
     return dict(codes)
 

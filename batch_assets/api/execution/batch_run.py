@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from batch_assets.api.access.request_access import Trace
 from batch_assets.api.batches.create import priority_of
@@ -16,7 +15,6 @@ from batch_assets.api.batches.snapshot import SNAPSHOT
 from batch_assets.api.billing.answer_usage import answer_usage, object_tokens
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
 from batch_assets.api.billing.usage import Tokens
-from batch_assets.api.execution.stops import STOPPED, marked
 from batch_assets.api.execution.storage.kept_rows import KeptRows
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.records.batches import BatchRecord, Held
@@ -82,12 +80,10 @@ class BatchRun(KeptRows):
             self.budget.check()
         left = [entry for entry in self.open_entries if entry.key not in self._read]
         for entry, rows in self.store.rows(self.store.manifest(SNAPSHOT), left):
-            key = f"{self.name}/{entry.key}"
             known = self.known(entry.key)
             admitted = rows if self.budget is None else self._admitted(self.budget, rows, known)
-            asked = tuple(replace(row, batch=key, prompt=marked(self.name, row.prompt)) for row in admitted)
             self._read.add(entry.key)
-            yield Batch(key, asked, known, self.urgency)
+            yield Batch(entry.key, tuple(admitted), known, self.urgency, self.name)
 
     def _admitted(self, budget: BatchBudget, rows: Sequence[Row], known: Mapping[str, Outcome]) -> Sequence[Row]:
         """Without the rows that the budget does not pay for now; raises BudgetHolds when that is all that are left."""
@@ -126,7 +122,7 @@ class BatchRun(KeptRows):
 
     def note(self, key: str, outcome: Outcome) -> None:
         """A row has its outcome. Not blocking."""
-        if not self.over and outcome.error != STOPPED:
+        if not self.over:
             self.keep_soon(key, outcome)
             if self.budget is not None:
                 self.budget.settle(key, outcome.row_id, answer_usage(outcome).tokens)

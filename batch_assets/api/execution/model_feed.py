@@ -12,8 +12,10 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import BatchRun
@@ -26,10 +28,8 @@ from batch_assets.api.execution.engines.engine_supply import (
     ServingEngine,
 )
 from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
-from batch_assets.api.execution.open_parts import OpenParts
-from batch_assets.api.execution.stops import StoppableEngine, Stops
 from batch_assets.api.execution.storage.local_journal import LocalJournal
-from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
+from batch_assets.api.telemetry.tracing import NO_SPANS, SpanKind, Spans, engine_call, sent_in
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.verbatim_client import VerbatimClient
 from gpu_runner.http.tls_files import TlsFilesError
@@ -71,18 +71,16 @@ class ModelFeed:
         self._may_lease = asyncio.Event()
         self._may_lease.set()
         self._local = local
-        self.stops = Stops()
         self._engines, self._on_commit = engines, committed
         self._queue = BatchQueue()
         self._runs: dict[str, BatchRun] = {}
-        self._parts = OpenParts(self._queue, self._runs.get)
         self._changed: dict[str, asyncio.Event] = {}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="batches-store")
         self._work = asyncio.Event()
         self._stops: set[asyncio.Event] = set()  # of the sessions with engines that are under way
         self._draining = False
         self._feed = Feed(
-            self._parts,
+            self._queue,
             on_row=self._on_row,
             on_batch=self._on_batch,
             policy=FeedPolicy(),
@@ -105,11 +103,9 @@ class ModelFeed:
 
     def end(self, run: BatchRun) -> None:
         """A batch is over: its rows that were read already reach no engine, and what they would answer is not kept."""
-        open_still = self._parts.end(run)
-        if run.done or not open_still:
-            self.stops.forget(run.name)
-        else:
-            self.stops.stop(run.name)
+        run.over = True  # the queue reads no more of it
+        if not run.done:
+            self._feed.end_job(run.name)
 
     def remove(self, run: BatchRun) -> None:
         """A batch is over, and what it has kept is written, or another worker's to write."""
@@ -199,13 +195,14 @@ class ModelFeed:
             wait = AWAY_SECONDS[0] if time.monotonic() - began > AWAY_SECONDS[1] else min(2 * wait, AWAY_SECONDS[1])
             await asyncio.sleep(wait)
 
-    def _call_span(self, name: str, endpoint: str) -> Span | None:
-        """The span of one request of the run of this name; None where nobody collects it."""
-        run = self._runs.get(name) if self._spans.active else None
-        if run is None or run.trace is None:
-            return None
+    def _call_span(self, names: Sequence[str], endpoint: str) -> AbstractContextManager[object]:
+        """The span of one request for lines of the runs of these names: of the first one that is traced."""
+        traces = (run.trace for name in names if (run := self._runs.get(name)) is not None)
+        trace = next((trace for trace in traces if trace is not None), None)
+        if trace is None:
+            return contextlib.nullcontext()
         said, attributes = engine_call(self.task, self.model, endpoint)
-        return self._spans.begin(said, SpanKind.CLIENT, run.trace, attributes)
+        return sent_in(self._spans.begin(said, SpanKind.CLIENT, trace, attributes))
 
     async def _on_engine(self, engine: ServingEngine, slot: EngineSlot) -> None:
         client = VerbatimClient(
@@ -230,13 +227,14 @@ class ModelFeed:
             try:
                 with self._wait.serving():
                     await self._feed.serve(
-                        StoppableEngine(client, self.stops, lambda name: self._call_span(name, engine.endpoint)),
+                        client,
                         origin,
                         engine.max_num_seqs,
                         stop=stop,
                         spending=engine.spending,
                         share=engine.share,
                         limits=engine.limits,
+                        context=partial(self._call_span, endpoint=engine.endpoint) if self._spans.active else None,
                     )
             finally:
                 watching.cancel()
@@ -266,27 +264,17 @@ class ModelFeed:
         self._work.clear()
         return True
 
-    def _on_row(self, key: str, outcome: Outcome) -> None:
-        name, _, part = key.partition("/")
+    def _on_row(self, name: str, part: str, outcome: Outcome) -> None:
         if (run := self._runs.get(name)) is not None and not run.over:
             run.note(part, outcome)
             self._local.note(run.batch_id, part, outcome)
 
-    async def _on_batch(self, key: str, outcomes: list[Outcome]) -> None:
-        name, _, part = key.partition("/")
+    async def _on_batch(self, name: str, part: str, outcomes: list[Outcome]) -> None:
         run = self._runs.get(name)
         if run is not None and not run.is_whole(part, outcomes):
-            self._handed_on(key)
             self._read_again(run, part)
             return
         await self._commit(name, part, outcomes)  # called again when it is cancelled
-        self._handed_on(key)
-
-    def _handed_on(self, key: str) -> None:
-        """After the last open part of a batch that is over, no row of it is left anywhere."""
-        name = key.partition("/")[0]
-        if not self._parts.handed_on(key) and ((run := self._runs.get(name)) is None or run.over):
-            self.stops.forget(name)
 
     async def _commit(self, name: str, part: str, outcomes: list[Outcome]) -> None:
         while (run := self._runs.get(name)) is not None and not run.over:

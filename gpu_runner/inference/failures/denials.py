@@ -20,6 +20,7 @@ ln(0.5 / 0.02) / ln(0.98 / 0.5) = 4.8. By chance, 32 are reached once in 10^9 ro
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,6 +166,13 @@ class Denials:
         if self._fresh:
             return None if self._canary_error is None else told(self._canary_error)
         return self._all_denied() if self._sum >= MANY_DENIED else None
+
+    def remove(self, is_gone: Callable[[Item], bool]) -> list[Item]:
+        """Takes out rows that are asked for no more; what was seen of the engine stays."""
+        gone = [denial.item for denial in (*self._aside, *self._fresh) if is_gone(denial.item)]
+        self._aside = deque(denial for denial in self._aside if not is_gone(denial.item))
+        self._fresh = deque(denial for denial in self._fresh if not is_gone(denial.item))
+        return gone
 
     def give_up(self) -> list[Item]:
         """Takes out all rows: nothing was proved."""

@@ -17,6 +17,7 @@ from gpu_runner.client.protocol import Completion, EngineError, EngineLost, Engi
 from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.hedging.request_durations import HedgePolicy, RequestDurations
 from gpu_runner.inference.row_queue import Work
+from gpu_runner.inference.row_request import Request
 from gpu_runner.inference.row_state import Item, RowState
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.worker_state import WorkerLife
@@ -32,13 +33,13 @@ class Worker(Protocol):
     @property
     def late(self) -> LateRows: ...
     @property
-    def in_flight(self) -> dict[Item, asyncio.Task[None] | None]: ...
+    def in_flight(self) -> dict[Item, Request]: ...
     @property
     def in_trial(self) -> bool: ...
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
     def may_be_asked(self, rows: int, now: float) -> bool: ...
     async def ask_too(self, rows: Sequence[Item], admit: Admit) -> Sequence[Completion]: ...
-    def give_away(self, rows: Sequence[Item]) -> None: ...
+    def give_away(self, request: Request) -> None: ...
     def take_over(self, rows: Sequence[Item], completions: Sequence[Completion], sent: float) -> None: ...
     def pay_in_vain(self, completions: Sequence[Completion]) -> None: ...
     def count_flying(self) -> None: ...
@@ -48,10 +49,10 @@ class Worker(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Hedge:
-    """A second request, for all rows of the first one, which `slot` waits for."""
+    """A second request, for all rows of the `first` one."""
 
     rows: tuple[Item, ...]
-    slot: asyncio.Task[None]
+    first: Request
     target: Worker
     task: asyncio.Task[None] | None = None
 
@@ -86,16 +87,16 @@ class LateRows:
         """Asks once more for late rows. To be called often: rows lie in the order in which they were sent."""
         self.count = 0
         if not self._worker.in_trial:
-            for rows, slot, asks in self._late(now):
+            for rows, request, asks in self._late(now):
                 self.count += len(rows)
                 if asks and (target := self._target(len(rows), now)) is not None:
-                    self._ask(rows, slot, target)
+                    self._ask(rows, request, target)
 
-    def _late(self, now: float) -> list[tuple[tuple[Item, ...], asyncio.Task[None], bool]]:
-        """(rows, the slot that waits for them, whether they are to be asked for once more) of every late request."""
+    def _late(self, now: float) -> list[tuple[tuple[Item, ...], Request, bool]]:
+        """(rows, their request, whether they are to be asked for once more) of every late request."""
         limits: dict[int, float | None] = {}
         found = []
-        for slot, rows in self._old(now).items():
+        for request, rows in self._old(now).items():
             size = sum(len(item.row.prompt) for item in rows)
             if size.bit_length() not in limits:
                 limits[size.bit_length()] = self.durations.limit(size, len(self._worker.in_flight))
@@ -103,17 +104,17 @@ class LateRows:
             age = now - rows[0].sent
             if limit is not None and age >= limit:
                 again = repeats < self._policy.most and age >= limit * 2**repeats
-                found.append((tuple(rows), slot, again and rows[0] not in self.hedges))
+                found.append((tuple(rows), request, again and rows[0] not in self.hedges))
         return found
 
-    def _old(self, now: float) -> dict[asyncio.Task[None], list[Item]]:
+    def _old(self, now: float) -> dict[Request, list[Item]]:
         """Rows that wait for their answer for the shortest time after which one may be late, by request."""
-        found: dict[asyncio.Task[None], list[Item]] = {}
-        for item, slot in self._worker.in_flight.items():
+        found: dict[Request, list[Item]] = {}
+        for item, request in self._worker.in_flight.items():
             if now - item.sent < self._policy.floor_seconds:
                 break
-            if slot is not None and item.state is RowState.IN_FLIGHT and item.group is None:
-                found.setdefault(slot, []).append(item)
+            if item.state is RowState.IN_FLIGHT and item.group is None:
+                found.setdefault(request, []).append(item)
         return found
 
     def _target(self, rows: int, now: float) -> Worker | None:
@@ -121,8 +122,8 @@ class LateRows:
         fit = [one for one in self._peers() if one.late.has_room(rows, now)]
         return min(fit, key=lambda one: (one is self._worker, len(one.in_flight)), default=None)
 
-    def _ask(self, rows: tuple[Item, ...], slot: asyncio.Task[None], target: Worker) -> None:
-        hedge = _Hedge(rows, slot, target)
+    def _ask(self, rows: tuple[Item, ...], first: Request, target: Worker) -> None:
+        hedge = _Hedge(rows, first, target)
         for item in rows:
             self._work.hedge(item)
             self.hedges[item] = hedge
@@ -134,10 +135,9 @@ class LateRows:
     def take(self, hedge: _Hedge) -> bool:
         """Whether the second answer is the first one: the rows then leave the engine worker that has them."""
         in_flight = self._worker.in_flight
-        if any(in_flight.get(item) is not hedge.slot or item.state is not RowState.IN_FLIGHT for item in hedge.rows):
+        if any(in_flight.get(item) is not hedge.first or item.state is not RowState.IN_FLIGHT for item in hedge.rows):
             return False
-        self._worker.give_away(hedge.rows)
-        hedge.slot.cancel()
+        self._worker.give_away(hedge.first)
         return True
 
     def _ended(self, hedge: _Hedge) -> None:

@@ -77,9 +77,9 @@ def test_a_store_that_is_slow_holds_the_engine_back_and_not_the_memory_up() -> N
     async def main() -> None:
         sink, engine = Sink(), Watching(large_answers(300, {}), slots=256)
 
-        async def slowly(key: str, outcomes: Any) -> None:
+        async def slowly(job: str, key: str, outcomes: Any) -> None:
             await asyncio.sleep(100)
-            await sink.on_batch(key, outcomes)
+            await sink.on_batch(job, key, outcomes)
 
         engine.feed = make_feed(300, sink, on_batch=slowly)
         await engine.feed.serve(engine, ORIGIN, 64)

@@ -256,7 +256,7 @@ def test_a_slow_row_holds_only_its_own_batch() -> None:
         sink, engine = Sink(), FakeEngine({"r0": "hang"}, slots=16)
         seen: list[str] = []
 
-        async def on_batch(key: str, outcomes: list[Outcome]) -> None:
+        async def on_batch(job: str, key: str, outcomes: list[Outcome]) -> None:
             seen.append(key)
             if len(seen) == 19:
                 stop.set()
@@ -402,13 +402,13 @@ def test_a_slow_consumer_stops_the_reading_and_not_the_loop() -> None:
         sink, engine, seen = Sink(), FakeEngine(), list[str]()
         gate, running, most = asyncio.Event(), 0, 0
 
-        async def slowly(key: str, outcomes: list[Outcome]) -> None:
+        async def slowly(job: str, key: str, outcomes: list[Outcome]) -> None:
             nonlocal running, most
             running += 1
             most = max(most, running)
             await gate.wait()
             running -= 1
-            await sink.on_batch(key, outcomes)
+            await sink.on_batch(job, key, outcomes)
 
         feed = make_feed(counted(batches(2000, size=10), seen), sink, commits=3, commit_backlog=6, ahead=20)
         feed._on_batch = slowly
@@ -429,7 +429,7 @@ def test_a_failing_consumer_ends_the_feed_with_its_error() -> None:
     async def main() -> None:
         feed = make_feed(batches(100, size=10), Sink())
 
-        async def fail(key: str, outcomes: list[Outcome]) -> None:
+        async def fail(job: str, key: str, outcomes: list[Outcome]) -> None:
             if key == "b2":
                 raise RuntimeError("store is gone")
             await asyncio.sleep(1e6)
@@ -458,7 +458,7 @@ def test_a_failing_journal_ends_the_feed_with_its_error() -> None:
     async def main() -> None:
         feed = make_feed(batches(10), Sink())
 
-        def fail(key: str, outcome: Outcome) -> None:
+        def fail(job: str, key: str, outcome: Outcome) -> None:
             raise OSError("disk full")
 
         feed._work._on_row = fail
@@ -509,7 +509,7 @@ def test_cancelling_while_the_consumer_blocks_hands_the_batch_on_again() -> None
         sink = Sink()
         feed = make_feed(batches(50), sink)
 
-        async def block(key: str, outcomes: list[Outcome]) -> None:
+        async def block(job: str, key: str, outcomes: list[Outcome]) -> None:
             await asyncio.sleep(1e6)
 
         feed._on_batch = block

@@ -486,9 +486,9 @@ def test_an_engine_that_dies_after_the_last_row_is_not_missed() -> None:
     async def main() -> None:
         sink, engine = Sink(), FakeEngine()
 
-        async def slowly(key: str, outcomes: list[Outcome]) -> None:
+        async def slowly(job: str, key: str, outcomes: list[Outcome]) -> None:
             await asyncio.sleep(50)
-            await sink.on_batch(key, outcomes)
+            await sink.on_batch(job, key, outcomes)
 
         feed = Feed(iter(batches(25)), on_row=sink.on_row, on_batch=slowly)
         asyncio.get_running_loop().call_later(10, engine.die)

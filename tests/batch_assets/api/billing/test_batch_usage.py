@@ -98,7 +98,7 @@ def committed(run: BatchRun, part: int = 0) -> BatchFooter:
     """One object of 250 lines, all answered."""
     found = list(run.batches())[part]
     rows = [answered(row.row_id, row.row_key) for row in found.rows]
-    return run.commit(found.key.rpartition("/")[2], rows)
+    return run.commit(found.key, rows)
 
 
 def lines(count: int) -> Used:
@@ -165,7 +165,7 @@ def test_what_is_not_delivered_is_taken_back_on_the_day_on_which_it_was_charged(
     for day, part in enumerate(parts):
         site.now = FIRST_DAY + day * 86_400
         rows = [answered(row.row_id, row.row_key) for row in part.rows]
-        site.usage._write(record, run.commit(part.key.rpartition("/")[2], rows))
+        site.usage._write(record, run.commit(part.key, rows))
     assert site.days() == {0: lines(250), 1: lines(250)}
     site.now = LAST_DAY  # the second object is damaged
     site.settle(run, Tokens(250 * PROMPT, 250 * CACHED, 250 * ANSWER), 250, site.usage)

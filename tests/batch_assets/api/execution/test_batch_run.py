@@ -90,7 +90,7 @@ def test_who_takes_a_batch_over_counts_all_that_is_kept_once_into_its_budget(tmp
     parts = list(first.batches())
     for part in parts[:2]:
         rows = [replace(answered(row.row_id), row_key=row.row_key) for row in part.rows]
-        first.commit(part.key.rpartition("/")[2], rows)
+        first.commit(part.key, rows)
     first.note("00002", answered("500"))
     first.flush()
     on_this_disk = {"00002": {"501": answered("501"), "502": answered("502")}}

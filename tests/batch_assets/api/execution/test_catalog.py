@@ -63,7 +63,7 @@ def ended(batches: BatchRecords, objects: LocalObjects, batch_id: str) -> BatchR
     run.load()
     for part in run.batches():
         run.commit(
-            part.key.rpartition("/")[2],
+            part.key,
             [replace(answered(row.row_id), row_key=row.row_key) for row in part.rows],
         )
     assert batches.move(held, ACCEPT, 1, total=251) and batches.move(held, EXPIRE, 2)

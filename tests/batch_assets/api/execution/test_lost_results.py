@@ -74,7 +74,7 @@ def run_of(objects: LocalObjects, epoch: int = 1) -> BatchRun:
 
 
 def key_of(part: Batch) -> str:
-    return part.key.rpartition("/")[2]
+    return part.key
 
 
 def commit(run: BatchRun, parts: Sequence[Batch]) -> None:

@@ -8,7 +8,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from batch_assets.api.execution.engines.engine_supply import (
     for_ever,
 )
 from batch_assets.api.execution.model_feed import ModelFeed
-from batch_assets.api.execution.open_parts import OpenParts
-from batch_assets.api.execution.stops import STOPPED
 from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
@@ -123,9 +120,9 @@ def test_rows_of_a_batch_that_is_over_stay_on_this_disk_until_the_store_has_them
         feed.add(run)
         (rows,) = run.batches()
         kept = [Outcome(row.row_id, row.row_key, "{}", "stop", 1, 1, 1, None, None, ORIGIN, 0, 1) for row in rows.rows]
-        feed._on_row(rows.key, kept[0])
+        feed._on_row(rows.job, rows.key, kept[0])
         feed.end(run)  # cancelled
-        feed._on_row(rows.key, kept[1])
+        feed._on_row(rows.job, rows.key, kept[1])
         await feed.flush()
         (file,) = local.iterdir()
         assert len(file.read_bytes().splitlines()) == 1
@@ -138,25 +135,21 @@ def test_rows_of_a_batch_that_is_over_stay_on_this_disk_until_the_store_has_them
 
 
 def test_rows_of_an_earlier_hold_write_nothing_for_the_later_one(tmp_path: Path) -> None:
-    async def comes_back() -> bool:
+    async def comes_back() -> None:
         objects, feed = LocalObjects(tmp_path), feed_of()
         first = run_of(objects)
         feed.add(first)
-        rows = next(feed._parts)
+        rows = next(feed._queue)
         feed.remove(first)  # another worker has taken it over
-        mark = rows.rows[0].prompt.partition(b" ")[0]
         again = run_of(objects, epoch=2)
         feed.add(again)
-        stopped = Outcome("a", rows.rows[0].row_key, None, None, 0, 0, 1, STOPPED, None, ORIGIN, 0.0, 0.0)
-        feed._on_row(rows.key, replace(stopped, error="rejected_500"))
-        was_stopped = feed.stops.is_stopped(mark)
-        await feed._on_batch(rows.key, [stopped])
-        own = next(iter(again.batches()))
-        assert not feed.stops.is_stopped(own.rows[0].prompt.partition(b" ")[0])
+        refused = Outcome("a", rows.rows[0].row_key, None, None, 0, 0, 1, "rejected_500", None, ORIGIN, 0.0, 0.0)
+        feed._on_row(rows.job, rows.key, refused)
+        await feed._on_batch(rows.job, rows.key, [refused])
+        assert next(iter(again.batches())).job != rows.job
         assert not again.done and not again.unwritten
-        return was_stopped
 
-    assert asyncio.run(comes_back())
+    asyncio.run(comes_back())
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -165,53 +158,53 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_batch_that_is_over_is_remembered_until_its_last_part_is_handed_on(tmp_path: Path) -> None:
+def test_nothing_is_read_of_a_batch_that_is_over(tmp_path: Path) -> None:
     async def ends() -> None:
         objects, feed = LocalObjects(tmp_path), feed_of()
         run = run_of(objects, lines=600)
         feed.add(run)
-        parts = [next(feed._parts), next(feed._parts)]
+        parts = [next(feed._queue), next(feed._queue)]
         feed.end(run)  # cancelled
         feed.remove(run)
-        for open_part in parts:
-            assert feed.stops.names == 1
-            rows = [
-                Outcome(row.row_id, row.row_key, None, None, 0, 0, 1, STOPPED, None, ORIGIN, 0, 1)
-                for row in open_part.rows
-            ]
-            await feed._on_batch(open_part.key, rows)
-        assert feed.stops.names == 0
         feed._queue.close()
-        assert list(feed._parts) == [], "its third part was not read, and is not"
+        assert list(feed._queue) == [] and [part.key for part in parts] == ["00000", "00001"]
 
     asyncio.run(ends())
 
 
-def test_a_batch_of_which_nothing_was_read_is_not_remembered(tmp_path: Path) -> None:
-    async def ends() -> None:
-        feed = feed_of()
-        run = run_of(LocalObjects(tmp_path))
-        feed.add(run)
-        feed.end(run)
-        assert feed.stops.names == 0
-
-    asyncio.run(ends())
-
-
-def test_a_part_that_is_read_while_its_batch_ends_is_left_out(tmp_path: Path) -> None:
+def test_a_part_that_is_read_while_its_batch_ends_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the reading thread has taken from the store when the batch ends would else be asked for."""
-    objects = LocalObjects(tmp_path)
-    run = run_of(objects, lines=300)
+    reading, goes_on = threading.Event(), threading.Event()
+    batches = BatchRun.batches
 
-    def parts() -> Iterator[Batch]:
-        first, second = run.batches()
-        yield first
-        assert opened.end(run)
-        yield second
+    def slowly(run: BatchRun) -> Iterator[Batch]:
+        for part in batches(run):
+            reading.set()
+            assert goes_on.wait(20 * PATIENCE)
+            yield part
 
-    opened = OpenParts(parts(), lambda name: run if name == run.name else None)
-    assert [batch.key for batch in opened] == [f"{run.name}/00000"]
-    assert not opened.handed_on(f"{run.name}/00000") and not opened.end(run)
+    async def ends() -> None:
+        with simulated_engine("--output-tokens", "fixed:2") as engine:
+            supply = EndpointSupply(engine.url, None)
+            local = LocalJournal(None, "me", lambda call: call())
+            feed = ModelFeed("tiny", "chat", supply, lambda run, footer: None, local)
+            serving = asyncio.create_task(feed.serve())
+            try:
+                run, other = run_of(LocalObjects(tmp_path)), run_of(LocalObjects(tmp_path / "2"), "batch_2")
+                feed.add(run)
+                await until(reading.is_set)
+                feed.end(run)
+                goes_on.set()
+                done = feed.add(other)
+                await done.wait()
+                assert other.completed == 1 and not run.unwritten and not run.completed
+                assert engine.get("/simulator/stats")["requests"] == 1
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    monkeypatch.setattr(BatchRun, "batches", slowly)
+    asyncio.run(asyncio.wait_for(ends(), 30 * PATIENCE))
 
 
 def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) -> None:
@@ -225,10 +218,12 @@ def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) 
                 run = run_of(LocalObjects(tmp_path), lines=600)
                 feed.add(run)
                 await until(lambda: run.unwritten or run.completed > 0)
-                assert feed.stops.names == 1
+                assert feed._feed.progress().open_batches > 0
                 feed.end(run)
                 feed.remove(run)
-                await until(lambda: feed.stops.names == 0)
+                progress = feed._feed.progress()
+                assert (progress.open_batches, progress.in_flight, progress.queued) == (0, 0, 0)
+                await until(lambda: engine.get("/simulator/stats")["in_flight"] == 0)
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)

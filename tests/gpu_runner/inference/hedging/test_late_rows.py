@@ -190,7 +190,7 @@ def test_a_second_answer_of_a_list_waits_for_room_as_its_oldest_row_does() -> No
         late = LateRows(worker, SimpleNamespace(memory=memory), HedgePolicy(), list)  # type: ignore[arg-type]
         rows = (Row(1, SimpleNamespace(bytes=second)), Row(0, SimpleNamespace(bytes=first)))
         async with asyncio.timeout(5):
-            await late.serve(SimpleNamespace(rows=rows, slot=object()), late)  # type: ignore[arg-type]
+            await late.serve(SimpleNamespace(rows=rows, first=object()), late)  # type: ignore[arg-type]
         assert len(worker.paid) == 2 and worker.ended is None and memory.reading == 0
 
     run(main)
