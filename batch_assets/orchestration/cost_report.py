@@ -38,11 +38,11 @@ _TEXT, _USD, _COUNT = pa.string(), pa.float64(), pa.int64()
 COLUMNS = [
     ("fleet", _TEXT, "which fleet's database says so: what its instances' names begin with"),
     ("day", pa.date32(), "UTC"),
-    ("provider", _TEXT, "who rented it out"),
+    ("provider", _TEXT, "provider that rented it out"),
     ("gpu", _TEXT, "name of the GPU"),
     ("gpus", _COUNT, "GPUs of one instance"),
     ("spot", pa.bool_(), "it could be taken away"),
-    ("dataset", _TEXT, "who pays: from its lease to the next lease of the instance"),
+    ("dataset", _TEXT, "dataset that pays: from its lease to the next lease of the instance"),
     ("useful_usd", _USD, "time in which rows got their outcome"),
     ("booting_usd", _USD, "time until the engine was ready"),
     ("idle_usd", _USD, "time in which nothing was in flight"),

@@ -44,7 +44,7 @@ MEANING = {
     "error_message": "its message",
     "model": "as the answer named it, such as `gpt-4o-2024-08-06`; of a row without an answer, as it was asked for",
     "engine": "engine and version",
-    "provider": "who rented out the instance",
+    "provider": "provider that rented out the instance",
     "instance_type": "kind of the instance",
     "spot": "true when the instance could be taken away",
     "run_id": "Dagster run that generated the row",

@@ -34,7 +34,7 @@ STEADY_USD = 0.01  # what engines cost more since the last table, with nothing u
 _TEXT, _USD, _COUNT = pa.string(), pa.float64(), pa.int64()
 COLUMNS = [
     ("day", pa.date32(), "UTC"),
-    ("tenant", _TEXT, "who used it; empty for engines that nobody used"),
+    ("tenant", _TEXT, "tenant that used it; empty for engines that nobody used"),
     ("class", _TEXT, "interactive, batch by its window, or unused"),
     ("model", _TEXT, "which model"),
     ("kind", _TEXT, "completions or embeddings"),

@@ -42,7 +42,9 @@ class SshHostConfig(BaseModel):
     name: str = Field(pattern=NAME, description="the host's name in offers and messages, one of its own for each")
     address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}$", description="name or IP address")
     port: int = Field(default=22, ge=1, le=65535, description="of its SSH server")
-    user: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$", description="who logs in")
+    user: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$", description="the user that logs in"
+    )
     host_keys: tuple[str, ...] = Field(
         default=(), description="its public host keys, `ssh-ed25519 AAAA…`; without them `known_hosts` is asked"
     )
@@ -91,7 +93,9 @@ class SshProviderConfig(BaseModel):
     name: str = Field(default="ssh", pattern=NAME, description="the provider's name, one of its own for each")
     hosts: tuple[SshHostConfig, ...] = Field(min_length=1, max_length=200, description="the inventory")
     user: str = Field(
-        default="root", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$", description="who logs in, unless the host says"
+        default="root",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}$",
+        description="the user that logs in, unless the host says",
     )
     key_file: Path | None = Field(default=None, description="file of the private key, from the folder of this one")
     key_env: str | None = Field(
