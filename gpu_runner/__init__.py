@@ -11,6 +11,7 @@ __all__ = [
     "errors",
     "money",
     "reachability",
+    "repeated_task",
     "request_limits",
     "rows",
     "sqlite_files",

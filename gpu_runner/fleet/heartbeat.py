@@ -15,6 +15,7 @@ from gpu_runner.boot_clock import boot_seconds
 from gpu_runner.cost_meter import LeaseUsage, TokenMeter
 from gpu_runner.fleet.database import FleetDatabase, Lease, RunState
 from gpu_runner.fleet.wait_reason import RunActivity, WaitReason
+from gpu_runner.repeated_task import RepeatedTask
 
 log = logging.getLogger(__name__)
 
@@ -58,19 +59,17 @@ class Heartbeat:
         self._signs_of_life = signs_of_life
         self._held: dict[Lease, _Held] = {}
         self._guard = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="heart", daemon=True)
+        self._task = RepeatedTask("heart", self._beat_again, interval)
 
     @contextlib.contextmanager
     def beating(self, dataset: str, first_key: str, last_key: str) -> Iterator[Heartbeat]:
         """Beat while the body runs; afterwards the run is marked as ended. Raises RunEnded if it was declared dead."""
         self.fleet_db.begin_run(self.run_id, dataset, first_key, last_key)
-        self._thread.start()
+        self._task.start()
         try:
             yield self
         finally:
-            self._stop.set()
-            self._thread.join(timeout=5)
+            self._task.end(5)
             self.fleet_db.end_run(self.run_id)
 
     def tell(self, note: str, wait: WaitReason | None = None) -> None:
@@ -132,15 +131,16 @@ class Heartbeat:
             held.lost = True
         return not held.lost
 
-    def _loop(self) -> None:
-        while not self._stop.wait(self.interval) and not self.ended.is_set():
-            try:
-                self._beat()
-            except (sa.exc.SQLAlchemyError, OSError) as error:
-                log.warning("heartbeat of run %s not written: %s", self.run_id, type(error).__name__)
-            with self._guard:
-                for held in self._held.values():
-                    self._fresh(held)
+    def _beat_again(self) -> None:
+        if self.ended.is_set():
+            return
+        try:
+            self._beat()
+        except (sa.exc.SQLAlchemyError, OSError) as error:
+            log.warning("heartbeat of run %s not written: %s", self.run_id, type(error).__name__)
+        with self._guard:
+            for held in self._held.values():
+                self._fresh(held)
 
     def _beat(self) -> None:
         with self._guard:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from gpu_runner.repeated_task import RepeatedTask
 from resources.objects.opening import CorruptObject, StoreError
 
 CallKind = Literal["read", "write"]
@@ -106,23 +107,20 @@ class Probe:
     def __init__(
         self, health: StoreHealth, ask: Callable[[], bool], write: Callable[[], None], seconds: float = 5.0
     ) -> None:
-        self._health, self._ask, self._write, self._seconds = health, ask, write, seconds
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="store-probe", daemon=True)
+        self._health, self._ask, self._write = health, ask, write
+        self._task = RepeatedTask("store-probe", self._look, seconds)
 
     def __enter__(self) -> Probe:
-        self._thread.start()
+        self._task.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(JOIN_SECONDS)
+        self._task.end(JOIN_SECONDS)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            with contextlib.suppress(Exception):
-                with self._health.call("read"):
-                    if not self._ask():
-                        raise StoreError("the store has not what it had")
-                if self._health.fails("write") and not self._stop.is_set():
-                    self._write()
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):
+            with self._health.call("read"):
+                if not self._ask():
+                    raise StoreError("the store has not what it had")
+            if self._health.fails("write") and not self._task.ended:
+                self._write()

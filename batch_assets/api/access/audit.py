@@ -19,6 +19,8 @@ from typing import Self
 
 import orjson
 
+from gpu_runner.repeated_task import RepeatedTask
+
 log = logging.getLogger(__name__)
 
 FILE = "audit.jsonl"
@@ -71,24 +73,20 @@ class AuditLog:
         sync: Callable[[int], None] = os.fsync,
     ) -> None:
         self._path, self._most_bytes, self._files = path, most_bytes, files
-        self._sync, self._sync_seconds = sync, sync_seconds
+        self._sync = sync
         self._lock = threading.Lock()
-        self._new = threading.Event()
-        self._ended = threading.Event()
         self._file, self._size = self._open()
         self.lost = 0  # lines that could not be written: a full disk
-        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._task = RepeatedTask("audit", self._bring_to_disk, pause=sync_seconds, last=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._task.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._new.set()
-        self._thread.join()
+        self._task.end()
         os.close(self._file)
 
     def write(self, event: AuditEvent) -> None:
@@ -107,7 +105,7 @@ class AuditLog:
                 if self.lost == 1:
                     log.error("audit log: cannot be written (%s)", type(error).__name__)
                 return
-        self._new.set()
+        self._task.wake()
 
     def _open(self) -> tuple[int, int]:
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -128,21 +126,15 @@ class AuditLog:
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
 
-    def _run(self) -> None:
-        ending = False
-        while not ending:
-            self._new.wait()
-            self._new.clear()
-            ending = self._ended.is_set()  # looked at first: what was written until then is brought to the disk, too
-            with self._lock:
-                file = os.dup(self._file)
-            try:
-                self._sync(file)
-            except OSError as error:
-                log.error("audit log: cannot be brought to the disk (%s)", type(error).__name__)
-            finally:
-                os.close(file)
-            self._ended.wait(self._sync_seconds)
+    def _bring_to_disk(self) -> None:
+        with self._lock:
+            file = os.dup(self._file)
+        try:
+            self._sync(file)
+        except OSError as error:
+            log.error("audit log: cannot be brought to the disk (%s)", type(error).__name__)
+        finally:
+            os.close(file)
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -27,6 +27,7 @@ import orjson
 from batch_assets.api.billing.ledger import COUNTS, UsageLedger, counts_fit, texts_fit, used_of
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
 from batch_assets.api.records.home_folders import take_over
+from gpu_runner.repeated_task import RepeatedTask
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ FOLDER = "usage"
 SUFFIX = ".jsonl"
 APPLY_SECONDS = 2.0  # each time the event loop waits for this thread
 LINES_TOGETHER, GIVE_WAY_SECONDS = 64, 0.001
-RETRY_SECONDS = 2.0
 LOOK_SECONDS = 30.0
 READ_BYTES = 4 << 20
 SEGMENT_BYTES = 16 << 20
@@ -59,20 +59,20 @@ class UsageJournal:
         self._lock = threading.Lock()
         self._segment = _Segment.new(folder)
         self._before: list[_Segment] = []  # full ones that are not in the ledger as a whole
-        self._new, self._ended = threading.Event(), threading.Event()
+        self._open: UsageLedger | None = None
+        self._look_at = 0.0  # monotonic: for files of processes that are gone
         self.lost = 0  # answers that could not be written down: a full disk
-        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+        self._task = RepeatedTask("usage", self._apply, LOOK_SECONDS, pause=APPLY_SECONDS, last=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._task.wake()
+        self._task.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._new.set()
-        self._thread.join()
+        self._task.end()
         with self._lock:
             for segment in (*self._before, self._segment):
                 segment.close()
@@ -110,37 +110,23 @@ class UsageJournal:
                 self.lost += 1
                 log.error("usage: an answer could not be written down (%s)", type(error).__name__)
                 return
-        self._new.set()
+        self._task.wake()
 
-    def _run(self) -> None:
-        with contextlib.ExitStack() as stack:
-            self._apply_until_ended(stack)
-
-    def _apply_until_ended(self, stack: contextlib.ExitStack) -> None:
-        ledger: UsageLedger | None = None
-        since_look = LOOK_SECONDS
-        while True:
-            ending = self._ended.is_set()
-            try:
-                if ledger is None:
-                    ledger = stack.enter_context(contextlib.closing(self._ledger()))
-                self._apply_own(ledger)
-                if since_look >= LOOK_SECONDS and not ending:
-                    since_look = 0.0
-                    apply_left_behind(self._folder, ledger)
-                if ending:
-                    self._segment.delete_if_applied(ledger)
-            except Exception as error:  # the database is away: all is in the file
-                log.warning("usage: the ledger cannot be written now: %s", type(error).__name__)
-                self._new.set()
-                self._ended.wait(RETRY_SECONDS)
+    def _apply(self) -> None:
+        ending = self._task.ended
+        try:
+            ledger = self._open = self._open or self._ledger()
+            self._apply_own(ledger)
+            if time.monotonic() >= self._look_at and not ending:
+                self._look_at = time.monotonic() + LOOK_SECONDS
+                apply_left_behind(self._folder, ledger)
             if ending:
-                return  # what is left is added by whoever starts next
-            began = time.monotonic()
-            self._ended.wait(APPLY_SECONDS)
-            self._new.wait(LOOK_SECONDS)
-            self._new.clear()
-            since_look += time.monotonic() - began
+                self._segment.delete_if_applied(ledger)
+        except Exception as error:  # the database is away: all is in the file
+            log.warning("usage: the ledger cannot be written now: %s", type(error).__name__)
+            self._task.wake()
+        if ending and self._open is not None:
+            self._open.close()  # what is left is added by whoever starts next
 
     def _apply_own(self, ledger: UsageLedger) -> None:
         with self._lock:

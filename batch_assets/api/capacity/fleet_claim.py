@@ -22,6 +22,7 @@ from gpu_runner.boot_clock import boot_seconds
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.fleet.database import FleetDatabaseError
 from gpu_runner.fleet.services import ServiceBeat
+from gpu_runner.repeated_task import RepeatedTask
 from resources.fleet.resource import GpuFleet
 
 log = logging.getLogger(__name__)
@@ -64,21 +65,19 @@ class FleetClaim:
         self._name = secrets.token_hex(8)
         self._rival: ServiceBeat | None = None
         self._beat_at = float("-inf")
-        self._ended = threading.Event()
         self._guard = threading.Lock()
-        self._thread = threading.Thread(target=self._beat_often, name="api-fleet-claim", daemon=True)
+        self._task = RepeatedTask("api-fleet-claim", self._beat_again, BEAT_SECONDS)
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(FleetDatabaseError):  # as `_beat_often` will say
+        with contextlib.suppress(FleetDatabaseError):  # as `_beat_again` will say
             self.check()
-        self._thread.start()
+        self._task.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._task.end()
         try:
             with self._fleet.open_database() as fleet_db:
                 fleet_db.end_service(self._name)
@@ -100,9 +99,8 @@ class FleetClaim:
                 log.error("%s", FleetTaken(self._address, rival))
             self._rival, self._beat_at = rival, asked_at
 
-    def _beat_often(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            try:
-                self._beat()
-            except FleetDatabaseError as error:
-                log.warning("fleet: the service's claim is not renewed now: %s", type(error).__name__)
+    def _beat_again(self) -> None:
+        try:
+            self._beat()
+        except FleetDatabaseError as error:
+            log.warning("fleet: the service's claim is not renewed now: %s", type(error).__name__)

@@ -23,6 +23,7 @@ from batch_assets.api.billing.margin import fleet_name
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from gpu_runner.fleet.database import FleetDatabase, RunEnded
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.repeated_task import RepeatedTask
 from resources.fleet.config import FleetConfig
 from resources.fleet.resource import GpuFleet
 from resources.fleet.shared_engines import SharedEngine, SharedEngines
@@ -66,23 +67,20 @@ class ReplicaEngines:
         self._guard = threading.Lock()
         self._wanted: dict[str, float] = {}  # until when, by model
         self._asked: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._woken, self._ended = threading.Event(), threading.Event()
         self._announced: dict[str, EngineTarget] = {}
         self._runs: dict[str, _Run] = {}  # by model
         self._view: _View | None = None
         self._trouble: type[Exception] | tuple[()] = ()  # the last look, of which the log has been told
-        self._thread = threading.Thread(target=self._look_often, name="api-replica-engines", daemon=True)
+        self._task = RepeatedTask("api-replica-engines", self._look_again, pause=SHORTEST_SECONDS, last=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._task.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._woken.set()
-        self._thread.join(FIND_SECONDS)
+        self._task.end(FIND_SECONDS)
 
     def want(self, model: str) -> None:
         """Somebody asks for this model. For any thread."""
@@ -90,7 +88,7 @@ class ReplicaEngines:
             new = model not in self._wanted
             self._wanted[model] = self._clock() + WANTED_SECONDS
         if new:
-            self._woken.set()
+            self._task.wake()
 
     async def find(self, model: str) -> None:
         """Returns when the fleet was asked for this model's engines, after FIND_SECONDS at the latest; at once where
@@ -103,25 +101,22 @@ class ReplicaEngines:
             if len(self._asked) >= MOST_ASKED:
                 return
             self._asked.append((loop, looked))
-        self._woken.set()
+        self._task.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIND_SECONDS):
                 await looked
 
-    def _look_often(self) -> None:
-        while True:
-            self._woken.clear()
-            if self._ended.is_set():  # asked after that: who ends this sets it before it wakes
-                break
-            with self._guard:
-                wanted, asked, self._asked = self._still_wanted(), self._asked, []
-            self._look_safely(wanted)
-            for loop, looked in asked:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(_settle, looked)
-            self._ended.wait(SHORTEST_SECONDS)
-            self._woken.wait(LOOK_SECONDS if wanted else None)
-        self._look_safely(())
+    def _look_again(self) -> None:
+        if self._task.ended:
+            self._look_safely(())
+            return
+        with self._guard:
+            wanted, asked, self._asked = self._still_wanted(), self._asked, []
+        self._look_safely(wanted)
+        for loop, looked in asked:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, looked)
+        self._task.seconds = LOOK_SECONDS if wanted else None
 
     def _still_wanted(self) -> set[str]:
         """Models that were asked for not long ago, or are being answered: a stream may last longer."""

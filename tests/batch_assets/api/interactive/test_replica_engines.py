@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -201,27 +200,6 @@ def test_only_so_many_callers_wait_for_a_fleet_that_does_not_answer(
         await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(scenario())
-
-
-class WokenInBetween(threading.Event):
-    """Whoever ends the thread does so just before the thread forgets that it was woken."""
-
-    def __init__(self, replica: ReplicaEngines) -> None:
-        super().__init__()
-        self._replica = replica
-
-    def clear(self) -> None:
-        self._replica._ended.set()
-        self.set()
-        super().clear()
-
-
-def test_the_thread_ends_whenever_it_is_told_to(url: str, tmp_path: Path) -> None:
-    replica = Replica(fleet_of(url, tmp_path)).engines
-    replica._woken = WokenInBetween(replica)
-    replica._thread.start()
-    replica._thread.join(10 * PATIENCE)
-    assert not replica._thread.is_alive()
 
 
 def test_the_way_to_an_engine_stays_open_while_a_long_answer_comes(
