@@ -16,7 +16,7 @@ from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
 from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
-from gpu_runner.market.offers import Ranking
+from gpu_runner.market.offers import RankedOffer, Ranking
 from gpu_runner.market.selection import MEMORY, FailureKind, choose, explain, recently_lost
 from gpu_runner.market.speed import Measurement
 from gpu_runner.market.workload import Workload
@@ -143,7 +143,7 @@ class FleetClient:
         try:
             rented = self._rented(need, allowed, note, pause, replaces)
         except BudgetReached as too_dear:
-            raise min(refused, too_dear, key=lambda error: error.refusal.enough_usd) from None
+            raise least_refusal([refused, too_dear]) from None
         return rented if isinstance(rented, LeasedEngine) else None
 
     def _allowance(self, need: Requirement) -> CapacityAllocation:
@@ -266,14 +266,40 @@ class FleetClient:
     def _rented(
         self, need: Requirement, allowed: CapacityAllocation, note: Say, pause: Pause, replaces: LeasedEngine | None
     ) -> LeasedEngine | RunActivity:
-        limit = allowed.instances
+        """A warm instance or a new one, whichever the budget pays for.
+
+        Raises BudgetReached, with the least sum that would do, where it pays for none.
+        """
+        limit, too_dear = allowed.instances, list[BudgetReached]()
         old = None if replaces is None else replaces.lease
 
         def full() -> bool:
             return self._held(need, old).total() >= limit
 
-        if warm := self._warm(need, limit, old, shared=full):
-            return warm
+        try:
+            if warm := self._warm(need, limit, old, shared=full):
+                return warm
+        except BudgetReached as error:  # a new one may cost less, its boot included
+            too_dear.append(error)
+        try:
+            found = self._new(need, allowed, note, pause, old, full)
+        except BudgetReached as error:
+            raise least_refusal([*too_dear, error]) from None
+        if too_dear and not isinstance(found, LeasedEngine):
+            raise too_dear[0]
+        return found
+
+    def _new(
+        self,
+        need: Requirement,
+        allowed: CapacityAllocation,
+        note: Say,
+        pause: Pause,
+        old: Lease | None,
+        full: Callable[[], bool],
+    ) -> LeasedEngine | RunActivity:
+        """A new instance, or what stands where none is to be had."""
+        limit = allowed.instances
         dataset_limit = waits(WaitKind.DATASET_LIMIT, f"{need.dataset} already holds all instances it may lease")
         if self.fleet_db.leases_of(need.dataset) - (old is not None) >= limit or full():
             return dataset_limit
@@ -281,24 +307,50 @@ class FleetClient:
         held = self._held(need, old) if allowed.offers else {}
         avoided = recently_lost(failures, held)  # lost since the command was given
         named = [(name, count) for name, count in allowed.offers if name not in avoided]
-        order = order_by_plan(choose(ranking, failures), named, held)
+        open_now = choose(ranking, failures)
+        order = order_by_plan(open_now, named, held)
         if not order:
             return self._warm(need, limit, old) or waits_for_offer(ranking, failures)
-        why = f"{need.objective} of {len(order)} offers: {explain(order[0], failures)}"
-        why += "; the capacity plan names it" if order[0].offer.name in (allowed.names or ()) else ""
-        why += f"; next: {explain(order[1], failures)}" if len(order) > 1 else ""
+        others = [one for one in open_now if one not in order]  # where the budget pays for none that is named
         try:
-            leased = self._orders.rent(need, order[0].offer, limit=limit, note=note, pause=pause, replaces=old)
-        except BudgetReached:  # for a boot: what stands costs less
-            if warm := self._warm(need, limit, old):
-                return warm
+            chosen, leased = self._rent_first([*order, *others], need, limit, note, pause, old)
+        except BudgetReached as error:  # for a boot: what stands costs less
+            try:
+                if warm := self._warm(need, limit, old):
+                    return warm
+            except BudgetReached as standing:
+                raise least_refusal([error, standing]) from None
             raise
         except FleetFull as error:
             return self._warm(need, limit, old) or waits(WaitKind.FLEET_LIMIT, str(error))
         if leased is None:
             return self._warm(need, limit, old) or dataset_limit
+        following = [one for one in order if one is not chosen]
+        why = f"{need.objective} of {len(order)} offers: {explain(chosen, failures)}"
+        why += "" if chosen is order[0] else "; the budget does not pay for those before it"
+        why += "; the capacity plan names it" if chosen.offer.name in (allowed.names or ()) else ""
+        why += f"; next: {explain(following[0], failures)}" if following else ""
         leased.why = why
         return leased
+
+    def _rent_first(
+        self, ranked: Sequence[RankedOffer], need: Requirement, limit: int, note: Say, pause: Pause, old: Lease | None
+    ) -> tuple[RankedOffer, LeasedEngine | None]:
+        """The first offer that the budget pays for, rented. Raises BudgetReached where it pays for none."""
+        refused: dict[tuple[float, float], BudgetReached] = {}
+        for one in ranked:
+            offer = one.offer
+            costs = (
+                offer.price_per_hour * self.providers[offer.provider].clock,
+                offer.price_per_hour * offer.boot_seconds,
+            )
+            if any(costs[0] >= rate and costs[1] >= boot for rate, boot in refused):
+                continue  # it costs more than one that was refused, whatever is counted
+            try:
+                return one, self._orders.rent(need, offer, limit=limit, note=note, pause=pause, replaces=old)
+            except BudgetReached as error:
+                refused[costs] = error
+        raise least_refusal(list(refused.values()))
 
     def _held(self, need: Requirement, without: Lease | None) -> Counter[str]:
         """How many instances of each offer work for the dataset, without those that are to end or taken away."""
@@ -397,22 +449,28 @@ class FleetClient:
         """The first of the warm instances that answers and takes rows as long as ours; a dead one is ended.
 
         `shared`: whether one will do on which other runs have their last rows in flight. These come after all others.
+        Raises BudgetReached where there is none, and the budget does not pay for one.
         """
+        refused: list[BudgetReached] = []
         for instance in self._warm_instances.usable(need):
             if instance.price_per_hour > most_per_hour or (old is not None and instance.name == old.instance):
                 continue
             if instance.draining and not shared():
-                return None
+                break
             asked_at = self.heart.now()
-            lease = self.fleet_db.try_lease(
-                instance.name,
-                self.heart.run_id,
-                need.dataset,
-                self.heart.ttl,
-                limit=limit,
-                replaces=old,
-                drain_seconds=self.heart.drain_seconds(),
-            )
+            try:
+                lease = self.fleet_db.try_lease(
+                    instance.name,
+                    self.heart.run_id,
+                    need.dataset,
+                    self.heart.ttl,
+                    limit=limit,
+                    replaces=old,
+                    drain_seconds=self.heart.drain_seconds(),
+                )
+            except BudgetReached as error:  # one that others share comes later, and may cost less
+                refused.append(error)
+                continue
             if lease is None:
                 continue
             self.heart.hold(lease, asked_at)
@@ -429,6 +487,8 @@ class FleetClient:
             if access is not None:
                 access.close()
             self._leave(lease, reached=access is not None)
+        if refused:
+            raise least_refusal(refused)
         return None
 
     def _leave(self, lease: Lease, *, reached: bool) -> None:
@@ -440,3 +500,8 @@ class FleetClient:
             self._orders.end(lease.instance, reason)
         else:
             self.fleet_db.release(lease, reason=reason)
+
+
+def least_refusal(refused: Sequence[BudgetReached]) -> BudgetReached:
+    """The refusal that the smallest budget would have made none."""
+    return min(refused, key=lambda error: error.refusal.enough_usd)
