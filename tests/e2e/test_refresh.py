@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from e2e.harness import Platform, eventually, platform, shared_data
-from e2e.test_losses import answered
+from e2e.test_losses import ROWS, answered
 from resources.store.dataset_store import DatasetStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,7 +24,7 @@ def write_source(file: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def questions() -> list[dict[str, Any]]:
-    lines = (shared_data() / "gsm8k" / "train.jsonl").read_text().splitlines()
+    lines = (shared_data() / "gsm8k" / "train.jsonl").read_text().splitlines()[:ROWS]
     return [{"question": json.loads(line)["question"], "answer": json.loads(line)["answer"]} for line in lines]
 
 
@@ -93,19 +93,19 @@ def test_insert_change_delete_asks_for_exactly_two_rows(stack: Platform, with_id
     source = site.home.parent / f"{site.name}.jsonl"
     lines = [json.loads(line) for line in source.read_text().splitlines()]
     refresh(site)
-    assert asked(site) == before + 7473
+    assert asked(site) == before + ROWS
     first = {line["row_id"]: line for line in site.published_rows()}
 
-    lines[4000]["question"] += " Explain each step."
+    lines[ROWS - 1000]["question"] += " Explain each step."
     del lines[2000]
     lines.insert(0, {"number": 100_000, "question": "How many legs have 7 cats?", "answer": "28"})
     write_source(source, lines)
     refresh(site)
-    assert asked(site) == before + 7473 + 2
+    assert asked(site) == before + ROWS + 2
     second = {line["row_id"]: line for line in site.published_rows()}
-    assert len(second) == 7473
+    assert len(second) == ROWS
     same = [row for row in second if row in first and second[row]["output"] == first[row]["output"]]
-    assert len(same) == 7471
+    assert len(same) == ROWS - 2
     assert all(second[row]["batch"] == first[row]["batch"] for row in same)
     assert all(second[row]["run_id"] == first[row]["run_id"] for row in same)
     assert set(stale_statuses(site).values()) == {"FRESH"}
@@ -117,7 +117,7 @@ def test_insert_change_delete_asks_for_exactly_two_rows(stack: Platform, with_id
     ticks_later(site)
     assert len(site.instance.get_runs()) == runs
     assert site.store.current_published() == version
-    assert asked(site) == before + 7475
+    assert asked(site) == before + ROWS + 2
 
 
 def stale_statuses(site: Platform) -> dict[str, str]:

@@ -18,7 +18,7 @@ import pytest
 from support.timing import PATIENCE
 
 from e2e.harness import eventually, platform
-from e2e.test_losses import JOURNAL_SECONDS, WINDOW, asked_again, check_table, gsm8k, leased_run, published
+from e2e.test_losses import JOURNAL_SECONDS, ROWS, WINDOW, asked_again, check_table, gsm8k, leased_run, published
 from gpu_runner.providers.engine_process import free_port
 from resources.objects.opening import open_objects, self_test
 
@@ -66,7 +66,7 @@ def _answers(port: int) -> bool:
 
 def test_gsm8k_on_s3_with_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
     self_test(open_objects(bucket))
-    with platform(tmp_path, monkeypatch, gsm8k(), simulator=["--speed", "4"], store_root=bucket) as site:
+    with platform(tmp_path, monkeypatch, gsm8k(ROWS), simulator=["--speed", "4"], store_root=bucket) as site:
         started = time.monotonic()
         site.launch_job("gsm8k_refresh")
         _, pid = eventually(lambda: leased_run(site), 60, "a run that holds the engine")
@@ -75,7 +75,7 @@ def test_gsm8k_on_s3_with_a_killed_worker(tmp_path: Path, monkeypatch: pytest.Mo
         killed_at = time.time()
         published(site, 240)
         print(f"\nGSM8K on {bucket.partition('//')[0]}: {time.monotonic() - started:.0f} s with one kill")
-        check_table(site, 7473)
+        check_table(site, ROWS)
         again = asked_again(site.simulator.events(), [killed_at])
         oldest = max(again.answer_ages, default=0.0)
         print(f"asked again {again.in_flight} in flight, {len(again.answer_ages)} answered, the oldest {oldest:.1f} s")

@@ -1,4 +1,4 @@
-"""40 batches (or 100) through the whole platform, on both databases; `benchmarks/scale.py` does 2,000,000 rows."""
+"""12 batches (or 100) through the whole platform, on both databases; `benchmarks/scale.py` does 2,000,000 rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.harness import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ROWS, PER_RUN = (25_000, 25) if SOAK else (5_000, 5)  # batches of 250 rows, four runs
+ROWS, PER_RUN = (25_000, 25) if SOAK else (3_000, 3)  # batches of 250 rows, four runs
 
 
 @pytest.mark.parametrize("database", [pytest.param("sqlite", marks=pytest.mark.soak("dagster")), "postgres"])
