@@ -14,7 +14,7 @@ import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.soak import GROUPS, group_of
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 gc.disable()
 
 SLOW_SECONDS = 400.0  # after which a slow test without a time-out of its own is held to hang
+# Modules of the engine contract that ask the same servers, which live as long as the process that runs the tests.
+SHARED_SERVERS = ("tests/contract/test_engine_client_contract.py", "tests/contract/test_engine_contract.py")
 CLUSTER_MODULES = ("support.kubernetes_cluster", "support.kubernetes_platform")
 UMASK = os.umask(0o022)
 os.umask(UMASK)
@@ -69,6 +71,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     left_out = [mark for mark in MARKS if f"not {mark}" in chosen]
     return True if mark_of(collection_path) in left_out else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`: modules that share servers go to one worker, which starts each server once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return SHARED_SERVERS[0] if file in SHARED_SERVERS else file
+
+    return ByServer(config, log)
 
 
 @functools.cache

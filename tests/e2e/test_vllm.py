@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,18 @@ def machine(python: str, model: Path, scratch: Path) -> dict[str, Any]:
     }
 
 
-def processes_of(name: str) -> list[psutil.Process]:
-    """Live processes whose command line or title holds `name`: machines are no descendants of ours."""
-    return [one for one in psutil.process_iter() if name in " ".join(command_line(one)) and runs(one)]
+def named(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process]:
+    """Those whose command line or title holds `name`, and that live."""
+    return [one for one in processes if name in " ".join(command_line(one)) and runs(one)]
+
+
+def processes_of(model: Path) -> set[psutil.Process]:
+    """Live processes of the servers of a model, and all below them. Machines are no descendants of ours."""
+    found = set(named(psutil.process_iter(), str(model)))
+    for server in tuple(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(server.children(recursive=True))
+    return found
 
 
 def test_gsm8k_test_split_through_a_ui_backfill(
@@ -80,17 +90,19 @@ def test_gsm8k_test_split_through_a_ui_backfill(
                 return any(beat.rows_done > 400 for beat in fleet_db.runs())
 
         eventually(halfway, 400, "four hundred rows")
-        for server in processes_of("VLLM::EngineCore") or processes_of("vllm.entrypoints.openai.api_server"):
+        seen = processes_of(llama)
+        for server in named(seen, "VLLM::EngineCore") or named(seen, "vllm.entrypoints.openai.api_server"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 server.kill()
         state = site.finish_backfill(backfill, 500)
         seconds = time.monotonic() - started
         assert state["status"] == "COMPLETED_SUCCESS"
         eventually(lambda: site.store.current_published(), 60, "the published table")
+        seen |= processes_of(llama)
         table = site.published_rows()
         with contextlib.closing(site.fleet_db()) as fleet_db:
             costs = fleet_db.costs()
-    eventually(lambda: not processes_of(str(llama)) + processes_of("VLLM::"), 15, "the end of every vLLM process")
+    eventually(lambda: not processes_of(llama) and not any(map(runs, seen)), 15, "the end of every vLLM process")
     print(f"\n1,319 rows on vLLM on CPU with one engine killed: {seconds:.0f} s, two engine starts included")
     assert len(table) == len({line["row_id"] for line in table}) == 1319
     assert not [line for line in table if line["error"] is not None]

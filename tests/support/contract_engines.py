@@ -182,7 +182,8 @@ def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])
+# A time-out as that of test_real_models.py, so that these are begun before it: together they take longest.
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])
 VLLM_ALIKE = ["simulator", VLLM]  # llama.cpp has the same API, in words of its own
 ALL = ["simulator", "llama_cpp", VLLM]
 
