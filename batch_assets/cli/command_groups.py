@@ -50,7 +50,7 @@ kubernetes_app = typer.Typer(no_args_is_help=True, help="Dagster on Kubernetes."
 
 @kubernetes_app.command(name="check")
 def kubernetes_check(
-    account: Annotated[str, typer.Argument(help="Whose rights: daemon, webserver or worker.", show_default=False)],
+    account: Annotated[str, typer.Argument(help="Account to check: daemon, webserver or worker.", show_default=False)],
     namespace: Annotated[str, typer.Option(help="Where run workers are; for worker: where engine pods are.")],
     as_json: Json = False,
 ) -> None:
@@ -66,7 +66,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys of the front door (`
 
 @keys_app.command(name="create")
 def create_key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is.", show_default=False)],
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key is for.", show_default=False)],
     scope: Annotated[
         list[str] | None, typer.Option(help="What it allows, several times; without: all but metrics.read.")
     ] = None,
@@ -110,7 +110,8 @@ dead_letters_app = typer.Typer(
 
 @dead_letters_app.command(name="list")
 def list_dead_letters(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Of the newest.")] = 100, as_json: Json = False
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Show at most so many, the newest first.")] = 100,
+    as_json: Json = False,
 ) -> None:
     """Show what was given up, of all tenants: never what was asked."""
     with user_errors():

@@ -440,7 +440,7 @@ def serve(
 
 @app.command()
 def usage(
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant only.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Show this tenant only.")] = None,
     days: Annotated[int, typer.Option(min=1, max=3660, help="Days back, today (UTC) included.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:

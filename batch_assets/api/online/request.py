@@ -38,7 +38,9 @@ class InferenceRequest(BaseModel):
     client_id: Annotated[
         StrictStr,
         Field(
-            min_length=1, max_length=CLIENT_LENGTH, description="Whose Idempotency-Key it is; a name of your choice."
+            min_length=1,
+            max_length=CLIENT_LENGTH,
+            description="Client that the Idempotency-Key belongs to; a name of your choice.",
         ),
     ]
     model: Annotated[

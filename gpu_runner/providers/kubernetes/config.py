@@ -122,7 +122,9 @@ class KubernetesProviderConfig(_Model):
         "where this process runs",
     )
     image: str = Field(
-        default="vllm/vllm-openai:latest", max_length=512, description="of the engine; by digest (`…@sha256:…`) at best"
+        default="vllm/vllm-openai:latest",
+        max_length=512,
+        description="image of the engine; by digest (`…@sha256:…`) at best",
     )
     image_pull_secrets: tuple[str, ...] = Field(default=(), description="names of Secrets for a private registry")
     command: tuple[str, ...] = Field(
