@@ -106,8 +106,8 @@ def _generate_range(
         context.log_event(ledger.empty_event(store.dataset, key, manifest.snapshot))
     with contextlib.ExitStack() as stack:
         fleet_db = stack.enter_context(fleet.open_database())
-        heart = fleet.heart(fleet_db, context.run.run_id)
-        stack.enter_context(heart.beating(store.dataset, keys[0], keys[-1]))
+        heartbeat = fleet.heartbeat(fleet_db, context.run.run_id)
+        stack.enter_context(heartbeat.beating(store.dataset, keys[0], keys[-1]))
         intent = Intent(
             context.run.root_run_id or context.run.run_id, config.regenerate, config.redrive, config.redrive_error
         )
@@ -116,19 +116,19 @@ def _generate_range(
         versions = {key: version for key, (_, version) in known.items()}
         catalog = Catalog(context.instance, spec.name)
         conditions = _conditions(catalog, {key: known[key] for key in keys if key in known})
-        plan = _planned(store, manifest, heart, lambda: plan_range(store, entries, intent, versions, conditions))
+        plan = _planned(store, manifest, heartbeat, lambda: plan_range(store, entries, intent, versions, conditions))
         for footer in plan.done:
             context.log_event(ledger.batch_event(store, footer, manifest.snapshot))
         if plan.todo:
             identity = RunIdentity(context.run.run_id, intent, (keys[0], keys[-1]))
             objective = _join_request(context, spec, fleet_db)
-            claims = RunClaims(fleet_db, context.run.run_id, store.dataset, heart.ttl)
+            claims = RunClaims(fleet_db, context.run.run_id, store.dataset, heartbeat.ttl)
             run = RangeRun(
                 store,
                 manifest,
                 plan,
                 identity,
-                fence=lambda: _may_write(fleet_db, heart),
+                fence=lambda: _may_write(fleet_db, heartbeat),
                 claims=claims,
                 reuse=spec.reuse,
                 simulated=_is_simulation(context, fleet, manifest),
@@ -136,11 +136,11 @@ def _generate_range(
             )
             running.append(run)
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
-            _generate(context, fleet, fleet_db, heart, need, run)
+            _generate(context, fleet, fleet_db, heartbeat, need, run)
 
 
 def _planned(
-    store: DatasetStore, manifest: SnapshotManifest, heart: Heartbeat, plan: Callable[[], RangePlan]
+    store: DatasetStore, manifest: SnapshotManifest, heartbeat: Heartbeat, plan: Callable[[], RangePlan]
 ) -> RangePlan:
     """The plan, made while the store is there: a folder whose mount is gone lists no batch, and all would be made anew.
 
@@ -152,7 +152,7 @@ def _planned(
         return store.objects.exists(store.snapshot_path(manifest.snapshot, "manifest.json"))
 
     def note(words: str) -> None:
-        heart.tell(words, WaitReason(WaitKind.STORE) if words else None)
+        heartbeat.tell(words, WaitReason(WaitKind.STORE) if words else None)
 
     with contextlib.closing(StoreReads(health, is_there)) as reads:
         try:
@@ -206,7 +206,7 @@ def _generate(
     context: dg.AssetExecutionContext,
     fleet: GpuFleet,
     fleet_db: FleetDatabase,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     need: Requirement,
     run: RangeRun,
 ) -> None:
@@ -215,13 +215,13 @@ def _generate(
     A run whose engine refuses every request says so in a tag: the launcher starts none like it.
     """
     self_test(run.store.objects)  # no GPU is held with nowhere safe to write
-    heart.rows_done = lambda: run.progress().rows_done
+    heartbeat.rows_done = lambda: run.progress().rows_done
     result = DONE
     with contextlib.closing(run), rare_collections(), LoopThread() as loop, probed(run, loop):
         try:
-            if _needs_engine(context, loop, run, heart):
-                crew = _crew(context, fleet, fleet_db, heart, need, run, loop)
-                result = _serve(context, run, crew, ProgressReport(run.rows, time.monotonic))
+            if _needs_engine(context, loop, run, heartbeat):
+                supervisor = _supervisor(context, fleet, fleet_db, heartbeat, need, run, loop)
+                result = _serve(context, run, supervisor, ProgressReport(run.rows, time.monotonic))
         except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
             result = failed(error)
         finally:
@@ -302,10 +302,10 @@ def _work(context: dg.AssetExecutionContext, run: RangeRun, look: Callable[[], W
     return replace(whole, rows=max(own, whole.rows) if asked_for else own)
 
 
-def _may_write(fleet_db: FleetDatabase, heart: Heartbeat) -> bool:
+def _may_write(fleet_db: FleetDatabase, heartbeat: Heartbeat) -> bool:
     """This run is known as living. The database is asked: a process that was stopped wakes up knowing nothing."""
     try:
-        return fleet_db.beat(heart.run_id, heart.state, heart.activity, heart.rows_done())
+        return fleet_db.beat(heartbeat.run_id, heartbeat.state, heartbeat.activity, heartbeat.rows_done())
     except FleetDatabaseError:
         return False
 
@@ -327,18 +327,18 @@ class Remembered:
             return self._found
 
 
-def _crew(
+def _supervisor(
     context: dg.AssetExecutionContext,
     fleet: GpuFleet,
     fleet_db: FleetDatabase,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     need: Requirement,
     run: RangeRun,
     loop: LoopThread,
 ) -> EngineSupervisor:
     return EngineSupervisor(
-        fleet.renter(fleet_db, heart, need),
-        heart,
+        fleet.client(fleet_db, heartbeat, need),
+        heartbeat,
         need,
         run,
         loop,
@@ -364,7 +364,7 @@ def _serve(
     try:
         while (result := supervisor.step()).kind is StepKind.CONTINUE:
             _report(context, run)
-            if found := progress.due(run.progress().rows_done, supervisor.heart.activity.note):
+            if found := progress.due(run.progress().rows_done, supervisor.heartbeat.activity.note):
                 tell(found)
             supervisor.wait(WAIT_SECONDS)
         tell(progress.last(run.progress().rows_done, result.failure))
@@ -386,7 +386,7 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun, heart: Heartbeat) -> bool:
+def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: RangeRun, heartbeat: Heartbeat) -> bool:
     """Commit what is complete without an engine (journal, copies of earlier objects); True when rows are left.
 
     While another run holds all that is left, this waits: no engine is rented beside it. It waits for a store that is
@@ -397,22 +397,22 @@ def _needs_engine(context: dg.AssetExecutionContext, loop: LoopThread, run: Rang
         while not preparing.wait(WAIT_SECONDS):
             _report(context, run)
             if words := silence(run.health):
-                heart.tell(words, WaitReason(WaitKind.STORE))
+                heartbeat.tell(words, WaitReason(WaitKind.STORE))
             else:
-                _tell_of_other_runs(run, heart)
-            if heart.ended.is_set():
-                raise RunEnded(heart.run_id)
-        heart.tell("")
+                _tell_of_other_runs(run, heartbeat)
+            if heartbeat.ended.is_set():
+                raise RunEnded(heartbeat.run_id)
+        heartbeat.tell("")
         return preparing.result()
     finally:
         preparing.cancel(CANCEL_SECONDS)
 
 
-def _tell_of_other_runs(run: RangeRun, heart: Heartbeat) -> None:
+def _tell_of_other_runs(run: RangeRun, heartbeat: Heartbeat) -> None:
     if run.waits:
-        heart.tell(WAITS, WaitReason(WaitKind.OTHER_RUN))
+        heartbeat.tell(WAITS, WaitReason(WaitKind.OTHER_RUN))
     else:
-        heart.tell("")
+        heartbeat.tell("")
 
 
 def _report(context: dg.AssetExecutionContext, run: RangeRun, seconds: float = REPORT_SECONDS) -> None:

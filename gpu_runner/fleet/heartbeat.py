@@ -59,7 +59,7 @@ class Heartbeat:
         self._signs_of_life = signs_of_life
         self._held: dict[Lease, _Held] = {}
         self._guard = threading.Lock()
-        self._task = RepeatedTask("heart", self._beat_again, interval)
+        self._task = RepeatedTask("heartbeat", self._beat_again, interval)
 
     @contextlib.contextmanager
     def beating(self, dataset: str, first_key: str, last_key: str) -> Iterator[Heartbeat]:

@@ -48,7 +48,7 @@ class NoInstanceStarted(EngineStartError):
 
 
 class FleetClient:
-    """One run's hand in the fleet. Used from the op's main thread and, while it moves, from one more."""
+    """What one run asks of the fleet. Used from the op's main thread and, while it moves, from one more."""
 
     def __init__(
         self,
@@ -56,12 +56,18 @@ class FleetClient:
         providers: Mapping[str, Provider],
         market: Market,
         fleet_db: FleetDatabase,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         start: Callable[[EngineConfig, Requirement, Pause], StaticEngine],
     ) -> None:
-        self.config, self.providers, self.market, self.fleet_db, self.heart = config, providers, market, fleet_db, heart
+        self.config, self.providers, self.market, self.fleet_db, self.heartbeat = (
+            config,
+            providers,
+            market,
+            fleet_db,
+            heartbeat,
+        )
         self._start = start
-        self._orders = Provisioner(config, providers, market, fleet_db, heart)
+        self._orders = Provisioner(config, providers, market, fleet_db, heartbeat)
         self._warm_instances = WarmInstances(providers, market, fleet_db, self._orders)
         self._measured: Sequence[Measurement] | None = None
         self._measure_at = 0.0
@@ -77,8 +83,8 @@ class FleetClient:
         failed = 0
 
         def tell(activity: RunActivity) -> None:
-            news = activity.note != self.heart.activity.note
-            self.heart.tell(activity.note, activity.wait)
+            news = activity.note != self.heartbeat.activity.note
+            self.heartbeat.tell(activity.note, activity.wait)
             if news:
                 say(activity.note)
 
@@ -160,7 +166,7 @@ class FleetClient:
 
         `lost`: its engine was, and its offer is trusted less for a while.
         """
-        self.heart.stop_renewing(leased.lease)
+        self.heartbeat.stop_renewing(leased.lease)
         leased.close()
         spent = leased.spending.spent()
         if leased.offer is None:
@@ -201,13 +207,15 @@ class FleetClient:
     def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
         """The first that is free and that the budget pays for. Raises BudgetReached when it pays for none of them."""
         engines = self.config.engines_for(need.model, need.endpoint)
-        asked_at = self.heart.now()
+        asked_at = self.heartbeat.now()
         refused: dict[str, BudgetReached] = {}
         for engine in engines:
             if (error := self._refusal(need, engine)) is not None:
                 refused[engine.name] = error
                 continue
-            lease = self.fleet_db.try_lease(engine.name, self.heart.run_id, need.dataset, self.heart.ttl, limit=limit)
+            lease = self.fleet_db.try_lease(
+                engine.name, self.heartbeat.run_id, need.dataset, self.heartbeat.ttl, limit=limit
+            )
             if lease is not None:
                 return self._start_standing(engine, need, lease, asked_at, note, pause)
         if refused and all(engine.name in refused for engine in engines):
@@ -232,7 +240,7 @@ class FleetClient:
     def _start_standing(
         self, engine: EngineConfig, need: Requirement, lease: Lease, asked_at: float, note: Say, pause: Pause
     ) -> LeasedEngine:
-        self.heart.hold(lease, asked_at)
+        self.heartbeat.hold(lease, asked_at)
         with self._orders.handing_over(lease):
             note(f"starting {engine.name}" if engine.url is None else f"waiting for {engine.url}")
             tls = engine.tls_files
@@ -258,7 +266,7 @@ class FleetClient:
         if (price := engine.token_price) is None:
             return CostMeter()
         meter = TokenMeter(price, need.work().row_usd(price))
-        self.heart.bound(lease, meter)
+        self.heartbeat.bound(lease, meter)
         return meter
 
     # instances
@@ -457,23 +465,23 @@ class FleetClient:
                 continue
             if instance.draining and not shared():
                 break
-            asked_at = self.heart.now()
+            asked_at = self.heartbeat.now()
             try:
                 lease = self.fleet_db.try_lease(
                     instance.name,
-                    self.heart.run_id,
+                    self.heartbeat.run_id,
                     need.dataset,
-                    self.heart.ttl,
+                    self.heartbeat.ttl,
                     limit=limit,
                     replaces=old,
-                    drain_seconds=self.heart.drain_seconds(),
+                    drain_seconds=self.heartbeat.drain_seconds(),
                 )
             except BudgetReached as error:  # one that others share comes later, and may cost less
                 refused.append(error)
                 continue
             if lease is None:
                 continue
-            self.heart.hold(lease, asked_at)
+            self.heartbeat.hold(lease, asked_at)
             with self._orders.handing_over(lease):
                 access = self._orders.access(instance)
             with self._orders.handing_over(lease, access.close if access is not None else lambda: None):
@@ -493,7 +501,7 @@ class FleetClient:
 
     def _leave(self, lease: Lease, *, reached: bool) -> None:
         """An engine that does not answer ends. No way to it from here says nothing of the engine, unless that lasts."""
-        self.heart.stop_renewing(lease)
+        self.heartbeat.stop_renewing(lease)
         reason = "its engine does not answer" if reached else "it cannot be reached from here"
         if reached or self._warm_instances.is_out_of_reach(lease.instance):
             self.fleet_db.give_up(lease, reason)

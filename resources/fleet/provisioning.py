@@ -51,9 +51,15 @@ class Provisioner:
         providers: Mapping[str, Provider],
         market: Market,
         fleet_db: FleetDatabase,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
     ) -> None:
-        self.config, self.providers, self.market, self.fleet_db, self.heart = config, providers, market, fleet_db, heart
+        self.config, self.providers, self.market, self.fleet_db, self.heartbeat = (
+            config,
+            providers,
+            market,
+            fleet_db,
+            heartbeat,
+        )
         self.market_guard = threading.Lock()
 
     def rent(
@@ -72,33 +78,33 @@ class Provisioner:
         unknown. Raises ProvisioningFailed; the offer is then remembered as bad for a while. Raises BudgetReached, and
         FleetFull.
         """
-        heart, fleet_db = self.heart, self.fleet_db
+        heartbeat, fleet_db = self.heartbeat, self.fleet_db
         provider = self.providers[offer.provider]
         order = self._order(need, offer)  # before the intent, from which on the bill is counted
-        asked_at = heart.now()
+        asked_at = heartbeat.now()
         lease = fleet_db.intend(
             fleet_db.new_name(),
             offer,
             clock=provider.clock,
             engine_key=need.engine_key,
             model=need.model,
-            run_id=heart.run_id,
+            run_id=heartbeat.run_id,
             dataset=need.dataset,
-            ttl=heart.ttl,
+            ttl=heartbeat.ttl,
             limit=limit,
             cap=self.config.max_instances,
             replaces=replaces,
-            drain_seconds=heart.drain_seconds(),
+            drain_seconds=heartbeat.drain_seconds(),
         )
         if lease is None:
             return None
-        heart.hold(lease, asked_at)
+        heartbeat.hold(lease, asked_at)
         try:
             note(f"renting {offer.name} at {format_usd(offer.price_per_hour)} $/h as {lease.instance}")
             self._create(provider, offer, order, lease)
             access = self._wait_ready(provider, offer, lease, pause)
         except BaseException as error:
-            heart.stop_renewing(lease)
+            heartbeat.stop_renewing(lease)
             self._give_up(offer, lease, error)
             raise
         with self.handing_over(lease, access.close):
@@ -116,7 +122,7 @@ class Provisioner:
         try:
             yield
         except BaseException as error:
-            self.heart.stop_renewing(lease)
+            self.heartbeat.stop_renewing(lease)
             try:
                 close()
             finally:
@@ -235,7 +241,7 @@ class Provisioner:
 
     def leased(self, lease: Lease, instance: Instance, offer: Offer, access: EngineAccess) -> LeasedEngine:
         spending = CostMeter(instance.price_per_hour / HOUR * instance.clock)
-        self.heart.account(lease, spending.spent)
+        self.heartbeat.account(lease, spending.spent)
         return LeasedEngine(
             lease=lease,
             endpoint=access.endpoint,

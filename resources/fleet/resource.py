@@ -83,7 +83,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         finally:
             fleet_db.close()
 
-    def heart(self, fleet_db: FleetDatabase, run_id: str) -> Heartbeat:
+    def heartbeat(self, fleet_db: FleetDatabase, run_id: str) -> Heartbeat:
         """The heartbeat of one run."""
         return Heartbeat(fleet_db, run_id, ttl=self.ttl, interval=self.beat, signs_of_life=self.sign_of_life)
 
@@ -98,9 +98,9 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         Raises RunEnded for a run that was declared dead before.
         """
         with self.open_database() as fleet_db:
-            heart = self.heart(fleet_db, run_id)
-            heart.tell(doing)
-            with heart.beating(dataset, "", ""):
+            heartbeat = self.heartbeat(fleet_db, run_id)
+            heartbeat.tell(doing)
+            with heartbeat.beating(dataset, "", ""):
                 yield fleet_db
 
     def providers(self, config: FleetConfig, need: Requirement | None = None) -> dict[str, Provider]:
@@ -131,31 +131,33 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         real = config.serves_really
         return Market(tuple(providers.values()), config.prices, simulated=played, trusted=own, really=real)
 
-    def renter(self, fleet_db: FleetDatabase, heart: Heartbeat, need: Requirement) -> FleetClient:
-        """A run's hand in the fleet. Raises FleetConfigError, and PricingError for a history that cannot be read."""
+    def client(self, fleet_db: FleetDatabase, heartbeat: Heartbeat, need: Requirement) -> FleetClient:
+        """A run's client of the fleet. Raises FleetConfigError, and PricingError for a history that cannot be read."""
         config = self.config()
         config.check_asked(need.model, need.endpoint, simulate=need.simulate)
         providers = self.providers(config, need)
         market = self.market(config, providers)
-        return FleetClient(config, providers, market, fleet_db, heart, lambda *words: self._start(heart.run_id, *words))
+        return FleetClient(
+            config, providers, market, fleet_db, heartbeat, lambda *words: self._start(heartbeat.run_id, *words)
+        )
 
     @contextlib.contextmanager
     def lease(
         self,
         need: Requirement,
         fleet_db: FleetDatabase,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         *,
         say: Callable[[str], None] = lambda _: None,
         pause: Callable[[float], None] = time.sleep,
     ) -> Iterator[LeasedEngine]:
         """Wait, visibly, for an engine; hold it while the body runs; give it back once (see FleetClient.acquire)."""
-        renter = self.renter(fleet_db, heart, need)
-        leased = renter.acquire(need, say=say, pause=pause)
+        client = self.client(fleet_db, heartbeat, need)
+        leased = client.acquire(need, say=say, pause=pause)
         try:
             yield leased
         finally:
-            renter.release(leased)
+            client.release(leased)
 
     @contextlib.contextmanager
     def engine_held(self, engine: EngineConfig, need: Requirement, run_id: str) -> Iterator[StaticEngine]:
@@ -164,13 +166,13 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
         Raises EngineHeld when somebody else has it, EngineStartError, FleetConfigError.
         """
         with self.open_database() as fleet_db:
-            heart = self.heart(fleet_db, run_id)
-            with heart.beating(need.dataset, "", ""):
-                asked_at = heart.now()
+            heartbeat = self.heartbeat(fleet_db, run_id)
+            with heartbeat.beating(need.dataset, "", ""):
+                asked_at = heartbeat.now()
                 lease = fleet_db.try_lease(engine.name, run_id, need.dataset, self.ttl)
                 if lease is None:
                     raise EngineHeld(f"engine {engine.name} is held by run {fleet_db.holder(engine.name)}")
-                heart.hold(lease, asked_at)
+                heartbeat.hold(lease, asked_at)
                 try:
                     standing = self._start(run_id, engine, need, time.sleep)
                     try:
@@ -178,7 +180,7 @@ class GpuFleet(dg.ConfigurableResource):  # type: ignore[type-arg]  # Dagster's 
                     finally:
                         standing.close()
                 finally:
-                    heart.stop_renewing(lease)
+                    heartbeat.stop_renewing(lease)
                     fleet_db.release(lease)
 
     def sweep(self, fleet_db: FleetDatabase) -> list[str]:

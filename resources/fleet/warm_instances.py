@@ -34,7 +34,7 @@ class WarmInstances:
         self, providers: Mapping[str, Provider], market: Market, fleet_db: FleetDatabase, orders: Provisioner
     ) -> None:
         self._providers, self._market, self._fleet_db, self._orders = providers, market, fleet_db, orders
-        self._idle_seconds, self._clock = orders.config.idle_minutes * 60, orders.heart.now
+        self._idle_seconds, self._clock = orders.config.idle_minutes * 60, orders.heartbeat.now
         self._unreached: dict[str, _Unreached] = {}
 
     def reached(self, name: str) -> None:

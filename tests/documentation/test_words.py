@@ -22,7 +22,6 @@ KNOWN = {
     "ProviderSite",
     "RunPodSite",
     "Site",
-    "_Hire",
     "api_site",
     "capacity_site",
     "dashboard_site",

@@ -23,7 +23,7 @@ NEED = Requirement("d", MODEL, "chat")
 
 
 class Heartbeat:
-    """A heart that somebody else stops."""
+    """A heartbeat that somebody else stops."""
 
     run_id = "run"
     drain_seconds: Callable[[], float]

@@ -38,15 +38,15 @@ def main(root: str, database: str, url: str, run_id: str) -> None:
     entries = store.entries(snapshot)
     keys = (entries[0].key, entries[-1].key)
     with contextlib.closing(FleetDatabase(database)) as fleet_db:
-        heart = Heartbeat(fleet_db, run_id, ttl=TTL, interval=BEAT)
-        with heart.beating("d", *keys):
+        heartbeat = Heartbeat(fleet_db, run_id, ttl=TTL, interval=BEAT)
+        with heartbeat.beating("d", *keys):
             identity = RunIdentity(run_id, Intent(run_id), keys)
-            claims = RunClaims(fleet_db, run_id, "d", heart.ttl)
+            claims = RunClaims(fleet_db, run_id, "d", heartbeat.ttl)
             plan = plan_range(store, entries, identity.intent)
             run = RangeRun(
                 store, store.manifest(snapshot), plan, identity, journal_seconds=0.1, claims=claims, reuse=True
             )
-            heart.rows_done = lambda: run.progress().rows_done
+            heartbeat.rows_done = lambda: run.progress().rows_done
             with contextlib.closing(run):
                 asyncio.run(work(run, LeasedEngine(Lease("e", 1, run_id, "d"), url, None, SLOTS, "sim", "h100")))
                 assert run.missing() == []

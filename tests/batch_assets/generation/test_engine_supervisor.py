@@ -36,20 +36,20 @@ ROWS = 320
 
 
 class Job:
-    """A range of rows, a crew for it, and the log of what it said."""
+    """A range of rows, a supervisor for it, and the log of what it said."""
 
-    def __init__(self, objects: Objects, renter: FleetClient, loop: LoopThread, rows: int) -> None:
+    def __init__(self, objects: Objects, client: FleetClient, loop: LoopThread, rows: int) -> None:
         self.store = DatasetStore(objects, "d")
         manifest = write_snapshot(self.store, questions(rows))
         entries = self.store.entries(manifest.snapshot)
         identity = RunIdentity("run", Intent("run"), (entries[0].key, entries[-1].key))
         self.run = RangeRun(self.store, manifest, plan_range(self.store, entries, Intent("run")), identity)
-        self.heart, self.renter = Heartbeat(), renter
+        self.heartbeat, self.client = Heartbeat(), client
         self.said: list[str] = []
         self.decisions: list[Migration] = []
         self.supervisor = EngineSupervisor(
-            renter,
-            self.heart,
+            client,
+            self.heartbeat,
             NEED,
             self.run,
             loop,
@@ -71,9 +71,9 @@ class Job:
 
 
 @contextmanager
-def a_job(folder: Path, renter: FleetClient, rows: int = ROWS) -> Iterator[Job]:
+def a_job(folder: Path, client: FleetClient, rows: int = ROWS) -> Iterator[Job]:
     with LoopThread() as loop:
-        job = Job(open_objects(str(folder)), renter, loop, rows)
+        job = Job(open_objects(str(folder)), client, loop, rows)
         try:
             yield job
         finally:
@@ -90,23 +90,23 @@ def requests(engine: SimulatedEngine) -> int:
 
 
 def test_one_engine_does_it_all_is_handed_on_with_the_last_rows_and_given_back_once(tmp_path: Path):
-    with engines(1, speed="50") as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(1, speed="50") as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         assert job.work() == ""
-    assert len(renter.handed_on) == 1
-    assert renter.released == [("i1", "done", False)]
+    assert len(client.handed_on) == 1
+    assert client.released == [("i1", "done", False)]
     assert job.run.missing() == []
 
 
 def test_a_better_offer_is_moved_to_while_rows_flow_and_no_row_is_asked_twice(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
-        renter.offers_better = True
+        client.offers_better = True
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
         assert all(requests(engine) > 10 for engine in found)
     assert [decision.saved_usd for decision in job.decisions] == [1.5]
-    assert renter.released[0] == ("i1", "i1: move and save 1.50 $", True)
-    assert renter.released[1] == ("i2", "done", False)
+    assert client.released[0] == ("i1", "i1: move and save 1.50 $", True)
+    assert client.released[1] == ("i2", "done", False)
 
 
 def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_to_wait(
@@ -119,17 +119,17 @@ def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_t
         def step(late: int) -> None:
             monkeypatch.setattr(job.run, "progress", lambda: replace(progress(), late=late))
             job.supervisor.step()
-            told.append(job.heart.activity.note)
+            told.append(job.heartbeat.activity.note)
 
         for rows in (0, 1, 1200, 0):
             step(rows)
         job.work(until=lambda: job.run.progress().rows_done > 0)
         monkeypatch.setattr(job.run, "progress", progress)
-        on_engine = f"on {job.supervisor.shifts[0].leased.name}"
-        job.heart.tell(on_engine)
+        on_engine = f"on {job.supervisor.sessions[0].leased.name}"
+        job.heartbeat.tell(on_engine)
         for rows in (1, 0):
             step(rows)
-        job.heart.tell("the store does not answer")
+        job.heartbeat.tell("the store does not answer")
         step(1)
         assert told == [
             "",
@@ -143,28 +143,28 @@ def test_late_rows_are_named_until_none_is_late_and_never_in_place_of_a_reason_t
 
 
 def test_a_move_that_fails_leaves_the_engine_where_it_is(tmp_path: Path):
-    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found, ProvisioningFailed("no capacity"))) as job:
+    with engines(1) as found, a_job(tmp_path, client := FleetClient(*found, ProvisioningFailed("no capacity"))) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.offers_better = True
+        client.offers_better = True
         assert job.work() == ""
-    assert renter.released == [("i1", "done", False)]
+    assert client.released == [("i1", "done", False)]
     assert job.decisions == []  # nothing was saved
     assert any("stays on i1: no capacity" in text for text in job.said)
 
 
 def test_on_a_notice_another_engine_is_leased_and_the_old_one_drained_first(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.notices["i1"] = 60.0
+        client.notices["i1"] = 60.0
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
-    name, reason, retire = renter.released[0]
+    name, reason, retire = client.released[0]
     assert (name, retire) == ("i1", True)
     assert "taken away in 60 s" in reason
 
 
 def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(tmp_path: Path):
-    """The old engine's shift learns late that it is over; what it says of its notice meanwhile asks for nothing."""
+    """The old engine's session learns late that it is over; what it says of its notice meanwhile asks for nothing."""
 
     class Late:
         def __init__(self, loop: LoopThread) -> None:
@@ -176,57 +176,57 @@ def test_on_a_notice_one_other_engine_is_asked_for_also_while_the_loop_is_busy(t
         def call(self, callback: Callable[[], None]) -> None:
             threading.Timer(1.0, self.loop.call, [callback]).start()
 
-    with engines(2, speed="1") as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2, speed="1") as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
         job.supervisor.loop = Late(job.supervisor.loop)
-        renter.notices["i1"] = 60.0
-        job.work(until=lambda: renter.released)
-        assert renter.released[0][0] == "i1"
-        assert renter.asked == 2
+        client.notices["i1"] = 60.0
+        job.work(until=lambda: client.released)
+        assert client.released[0][0] == "i1"
+        assert client.asked == 2
 
 
 def test_with_little_time_left_an_engine_takes_no_more_rows_even_before_there_is_another(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.hold_on = True
-        renter.notices["i1"] = 0.5
-        job.work(until=lambda: renter.released)
-        assert renter.released[0][0] == "i1"
+        client.hold_on = True
+        client.notices["i1"] = 0.5
+        job.work(until=lambda: client.released)
+        assert client.released[0][0] == "i1"
         before = job.run.progress().rows_done
         assert before < ROWS
-        renter.hold_on = False
+        client.hold_on = False
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
 
 
 def test_an_instance_that_is_to_end_is_drained_first_and_the_run_waits_for_the_next_one(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
-        renter.hold_on = True
-        renter.retired["i1"] = "budget of 12.00 $ is nearly reached (11.40 $ spent)"
-        job.work(until=lambda: renter.released)
-        assert renter.released == [("i1", "budget of 12.00 $ is nearly reached (11.40 $ spent)", True)]
+        client.hold_on = True
+        client.retired["i1"] = "budget of 12.00 $ is nearly reached (11.40 $ spent)"
+        job.work(until=lambda: client.released)
+        assert client.released == [("i1", "budget of 12.00 $ is nearly reached (11.40 $ spent)", True)]
         before = job.run.progress().rows_done
         assert 20 < before < ROWS
-        job.work(until=lambda: renter.asked == 2)  # it may take long until the budget is raised
+        job.work(until=lambda: client.asked == 2)  # it may take long until the budget is raised
         assert job.run.progress().rows_done == before
-        renter.hold_on = False
+        client.hold_on = False
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
-    assert "i1" not in renter.handed_on
+    assert "i1" not in client.handed_on
 
 
 def test_an_instance_that_is_to_end_is_left_also_while_a_better_one_is_asked_for(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.hold_on = renter.offers_better = True
-        job.work(until=lambda: renter.asked == 2)
-        renter.retired["i1"] = "the fleet shrinks to 1"
-        job.work(until=lambda: renter.released)
-        renter.hold_on = False
+        client.hold_on = client.offers_better = True
+        job.work(until=lambda: client.asked == 2)
+        client.retired["i1"] = "the fleet shrinks to 1"
+        job.work(until=lambda: client.released)
+        client.hold_on = False
         assert job.work() == ""
         assert prompts_asked(found) == ROWS
-    assert renter.released[0] == ("i1", "the fleet shrinks to 1", True)
+    assert client.released[0] == ("i1", "the fleet shrinks to 1", True)
 
 
 def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_ends(tmp_path: Path):
@@ -238,8 +238,8 @@ def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_end
             failing = FailingRequests(code, status, "as it is", began, 20)
             job.run.failing = lambda before, failing=failing: failing if failing.since <= before else None
             job.supervisor.step()
-            words.append(job.heart.activity.note)
-            wait = job.heart.activity.wait
+            words.append(job.heartbeat.activity.note)
+            wait = job.heartbeat.activity.wait
             assert wait == WaitReason(WaitKind.REQUESTS_FAIL, failure=RequestFailure(code, status, "as it is"))
             assert wait.seconds == pytest.approx(75, abs=20)
         del job.run.failing
@@ -256,20 +256,20 @@ def test_what_every_request_meets_is_said_once_and_again_when_it_changes_and_end
 
 def test_the_heart_knows_how_long_the_rows_in_flight_take(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
-        assert job.heart.drain_seconds() == 2
+        assert job.heartbeat.drain_seconds() == 2
         job.work(until=lambda: job.run.progress().rows_done > 20)
         mean = job.run.progress().mean_seconds
         assert mean > 0
-        assert 2 + 2 * mean < job.heart.drain_seconds() < 2 + 6 * mean
+        assert 2 + 2 * mean < job.heartbeat.drain_seconds() < 2 + 6 * mean
 
 
 def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
-        renter.why["i1"] = "its pod has ended: out of memory"
+        client.why["i1"] = "its pod has ended: out of memory"
         found[0].process.kill()
         assert job.work() == ""
-    name, reason, retire = renter.released[0]
+    name, reason, retire = client.released[0]
     assert (name, retire) == ("i1", True)
     assert reason.startswith("engine lost: ") and reason.endswith("; its pod has ended: out of memory")
     assert any(text.endswith("; its pod has ended: out of memory; asking for another engine") for text in job.said)
@@ -277,28 +277,28 @@ def test_a_lost_engine_is_retired_and_its_rows_go_to_the_next_one(tmp_path: Path
 
 
 def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
-        job.heart.lost.add("i1")
+        job.heartbeat.lost.add("i1")
         assert job.work() == ""
-    assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
-    assert ("i1", "lease lost", False) in renter.released
+    assert Counter(name for name, _, _ in client.released) == {"i1": 1, "i2": 1}
+    assert ("i1", "lease lost", False) in client.released
 
 
 def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
-    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.why["i1"] = "the API server does not answer"
-        renter.reachability = Reachability.RESTORING
+        client.why["i1"] = "the API server does not answer"
+        client.reachability = Reachability.RESTORING
         words = "i1 cannot be reached for now; the API server does not answer; its rows wait for it"
         job.work(until=lambda: words in job.said)
-        renter.reachability = Reachability.OPEN
+        client.reachability = Reachability.OPEN
         job.work(until=lambda: "i1 can be reached again" in job.said)
         assert job.work() == ""
-    assert renter.released == [("i1", "done", False)]
+    assert client.released == [("i1", "done", False)]
     assert job.said.count(words) == 1
 
 
@@ -306,22 +306,22 @@ def test_an_engine_that_is_lost_after_it_could_not_be_reached_is_not_told_to_be_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.reachability = Reachability.RESTORING
+        client.reachability = Reachability.RESTORING
         job.work(until=lambda: any("cannot be reached for now" in line for line in job.said))
-        (session,) = job.supervisor.shifts
-        renter.reachability = Reachability.LOST
+        (session,) = job.supervisor.sessions
+        client.reachability = Reachability.LOST
         job.work(until=lambda: not session.unreachable)
-        renter.reachability = Reachability.OPEN
+        client.reachability = Reachability.OPEN
         assert job.work() == ""
     assert not [line for line in job.said if line.endswith("can be reached again")]
 
 
 def test_a_way_that_is_broken_for_a_moment_is_not_worth_a_word(tmp_path: Path):
     with engines(1) as found, a_job(tmp_path, FleetClient(*found)) as job:
-        job.work(until=lambda: job.supervisor.shifts)
-        (session,) = job.supervisor.shifts
+        job.work(until=lambda: job.supervisor.sessions)
+        (session,) = job.supervisor.sessions
         for way, now in ((Reachability.RESTORING, 0.0), (Reachability.RESTORING, 2.9), (Reachability.OPEN, 3.0)):
             session.leased.reachability = lambda way=way: way
             assert not session.reachability_changed(now)
@@ -338,32 +338,32 @@ def test_engines_that_do_not_start_end_the_run_after_three(tmp_path: Path):
 
 
 def test_ending_while_a_lease_is_asked_for_gives_it_back_also_when_it_comes_too_late(tmp_path: Path):
-    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
-        renter.hold_on = True
-        job.work(until=lambda: renter.asked)
+    with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
+        client.hold_on = True
+        job.work(until=lambda: client.asked)
         job.supervisor.end()
-        assert renter.released == []  # it gave up while it waited
-    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
-        acquire = renter.acquire
+        assert client.released == []  # it gave up while it waited
+    with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
+        acquire = client.acquire
 
         def slow(*words: Any, **more: Any) -> LeasedEngine:
             leased = acquire(*words, **more)
             time.sleep(0.5)
             return leased
 
-        renter.acquire = slow
-        job.work(until=lambda: renter.asked)
+        client.acquire = slow
+        job.work(until=lambda: client.asked)
         job.supervisor.end()
-        assert renter.released == [("i1", "the run ended", False)]
+        assert client.released == [("i1", "the run ended", False)]
 
 
 def test_ending_in_the_middle_gives_back_every_engine_once(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.offers_better = True
-        job.work(until=lambda: len(job.supervisor.shifts) == 2)
+        client.offers_better = True
+        job.work(until=lambda: len(job.supervisor.sessions) == 2)
         job.supervisor.end()
-    assert Counter(name for name, _, _ in renter.released) == {"i1": 1, "i2": 1}
+    assert Counter(name for name, _, _ in client.released) == {"i1": 1, "i2": 1}
 
 
 def test_an_engine_is_given_back_also_where_its_lease_or_its_end_cannot_be_told(tmp_path: Path):
@@ -375,20 +375,20 @@ def test_an_engine_is_given_back_also_where_its_lease_or_its_end_cannot_be_told(
     def unheard(*_: object) -> None:
         raise Unheard
 
-    with engines(2) as found, a_job(tmp_path / "one", renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path / "one", client := FleetClient(*found)) as job:
         job.supervisor.leased = unheard
         with pytest.raises(Unheard):
             job.work()
         job.supervisor.end()
-        assert renter.released == [("i1", "the run ended", False)]
-    with engines(2) as found, a_job(tmp_path / "two", renter := FleetClient(*found)) as job:
+        assert client.released == [("i1", "the run ended", False)]
+    with engines(2) as found, a_job(tmp_path / "two", client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.notices["i1"] = 600.0
-        job.work(until=lambda: len(job.supervisor.shifts) == 2)
+        client.notices["i1"] = 600.0
+        job.work(until=lambda: len(job.supervisor.sessions) == 2)
         job.supervisor.given_back = unheard
         with pytest.raises(Unheard):
             job.supervisor.end()
-        assert sorted(renter.released) == [("i1", "the run ended", False), ("i2", "the run ended", False)]
+        assert sorted(client.released) == [("i1", "the run ended", False), ("i2", "the run ended", False)]
 
 
 def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_path: Path):
@@ -399,32 +399,32 @@ def test_an_engine_that_refuses_the_request_fails_the_run_with_its_words(tmp_pat
 
 
 def test_a_database_that_is_away_fails_nobody_whose_rows_flow(tmp_path: Path):
-    with engines(1) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
-        renter.away = True
-        job.work(until=lambda: renter.asked >= 2)
-        renter.away = False
+    with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
+        client.away = True
+        job.work(until=lambda: client.asked >= 2)
+        client.away = False
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        renter.away = True
+        client.away = True
         job.work(until=lambda: job.run.progress().rows_done > 100)
-        renter.away = False
+        client.away = False
         assert job.work() == ""
-    assert len(renter.handed_on) == 1
+    assert len(client.handed_on) == 1
 
 
 def test_an_engine_that_is_being_left_is_not_handed_on(tmp_path: Path):
-    with engines(2) as found, a_job(tmp_path, renter := FleetClient(*found)) as job:
+    with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 20)
-        renter.offers_better = True
+        client.offers_better = True
         assert job.work() == ""
-    assert "i1" not in renter.handed_on
+    assert "i1" not in client.handed_on
 
 
 def test_once_another_run_has_the_engine_ours_pays_no_more(tmp_path: Path):
-    with engines(1, speed="1") as found, a_job(tmp_path, renter := FleetClient(*found), rows=60) as job:
+    with engines(1, speed="1") as found, a_job(tmp_path, client := FleetClient(*found), rows=60) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
-        spending = job.supervisor.shifts[0].leased.spending
-        renter.succeeded.add("i1")
-        job.work(until=lambda: job.supervisor.shifts and job.supervisor.shifts[0].succeeded)
+        spending = job.supervisor.sessions[0].leased.spending
+        client.succeeded.add("i1")
+        job.work(until=lambda: job.supervisor.sessions and job.supervisor.sessions[0].succeeded)
         time.sleep(0.3)
         at, then = time.monotonic(), spending.spent().useful_seconds
         assert job.work() == ""

@@ -140,7 +140,7 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
     run_id = site.instance.get_runs(limit=1)[0].run_id
     assert [back for _, _, back in site.fleet_db.history(run_id)] == [True]
     assert site.fleet_db.runs() == []
-    assert not [t for t in threading.enumerate() if t.name in ("event-loop", "heart")]
+    assert not [t for t in threading.enumerate() if t.name in ("event-loop", "heartbeat")]
     engine.set_faults()
     assert site.run_rows("00000", "00005", engine.url).success
     objects = [batch for found in site.store.objects_by_batch().values() for batch in found]

@@ -38,8 +38,8 @@ PRICE = CLOCK * 3.6 / 3600  # of a real second
 TO_THE_END = PRICE * (TTL + END_SECONDS)
 
 
-def waits_for_the_budget(heart: Heartbeat) -> bool:
-    wait = heart.activity.wait
+def waits_for_the_budget(heartbeat: Heartbeat) -> bool:
+    wait = heartbeat.activity.wait
     return wait is not None and wait.kind is WaitKind.BUDGET
 
 
@@ -50,26 +50,26 @@ def test_a_run_drains_before_its_budget_is_reached_waits_visibly_and_goes_on_whe
         fleet_db = stack.enter_context(contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")))
         cloud = a_cloud(tmp_path)
         providers = dict(cloud.providers)
-        heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=0.2)
+        heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=0.2)
         market = Market(tuple(providers.values()), simulated=list(providers))
         config = FleetConfig(simulated=cloud.config, start_seconds=600)
-        renter = FleetClient(config, providers, market, fleet_db, heart, lambda *_: pytest.fail("nothing stands"))
+        client = FleetClient(config, providers, market, fleet_db, heartbeat, lambda *_: pytest.fail("nothing stands"))
         loop = stack.enter_context(LoopThread())
         run = stack.enter_context(contextlib.closing(a_run(tmp_path)))
         said: list[str] = []
         need = Requirement("d", MODEL, "chat")
         supervisor = EngineSupervisor(
-            renter, heart, need, run, loop, say=said.append, warn=said.append, decided=lambda _: None
+            client, heartbeat, need, run, loop, say=said.append, warn=said.append, decided=lambda _: None
         )
         stack.callback(supervisor.end)
-        stack.enter_context(heart.beating("d", "00000", "00009"))
+        stack.enter_context(heartbeat.beating("d", "00000", "00009"))
 
         budget = TO_THE_END + PRICE * 25
         fleet_db.begin_request("d", "r", budget_usd=budget)
-        step_until(supervisor, lambda: waits_for_the_budget(heart))
+        step_until(supervisor, lambda: waits_for_the_budget(heartbeat))
         paused = run.progress()
-        assert heart.activity.wait.refusal.budget_usd == pytest.approx(budget)
-        assert f"paused: budget of {budget:.2f} $ leaves no room for another instance" in heart.activity.note
+        assert heartbeat.activity.wait.refusal.budget_usd == pytest.approx(budget)
+        assert f"paused: budget of {budget:.2f} $ leaves no room for another instance" in heartbeat.activity.note
         assert any("is nearly reached" in text for text in said)
         assert not any("lost" in text for text in said)
         assert 0 < paused.rows_done < ROWS

@@ -249,23 +249,23 @@ def test_a_run_gives_its_engine_back_while_another_one_holds_what_is_left(site: 
     held = BatchObject("00003", site.store.entries(site.manifest.snapshot)[3].data_version, 0).name
     site.fleet_db.begin_run("holder", "d", *WHOLE)
     assert site.fleet_db.claim("holder", "d", [held], SILENT).object == held
-    run, renter, said = site.begin("mine"), FleetClient(site.engine, site.engine), list[str]()
+    run, client, said = site.begin("mine"), FleetClient(site.engine, site.engine), list[str]()
     with LoopThread() as loop, contextlib.closing(run), asking_at_most(site, ROWS):
         supervisor = EngineSupervisor(
-            renter, Heartbeat(), NEED, run, loop, say=said.append, warn=said.append, decided=lambda _: None
+            client, Heartbeat(), NEED, run, loop, say=said.append, warn=said.append, decided=lambda _: None
         )
         try:
-            step_until(supervisor, lambda: bool(renter.released))
-            assert (run.missing(), renter.released) == (["00003"], [("i1", WAITS, False)])
+            step_until(supervisor, lambda: bool(client.released))
+            assert (run.missing(), client.released) == (["00003"], [("i1", WAITS, False)])
             step_until(
-                supervisor, lambda: supervisor.heart.activity == RunActivity(WAITS, WaitReason(WaitKind.OTHER_RUN))
+                supervisor, lambda: supervisor.heartbeat.activity == RunActivity(WAITS, WaitReason(WaitKind.OTHER_RUN))
             )
-            assert renter.asked == 1  # and no other engine is asked for
+            assert client.asked == 1  # and no other engine is asked for
             site.fleet_db.end_run("holder")
             step_until(supervisor, lambda: not run.missing())
         finally:
             supervisor.end()
-    assert renter.asked == 2
+    assert client.asked == 2
 
 
 # --- the fleet's database ---

@@ -167,12 +167,12 @@ def test_after_the_lease_was_given_back_a_store_that_takes_writes_again_is_notic
     obstacle, said = local_objects.folder / "d/journal", list[str]()
     obstacle.touch()  # no folder can be made here, so that no segment can be written
     with engines(2, speed="5") as found, LoopThread() as loop, contextlib.closing(run), probed(run, loop, 0.05):
-        renter = FleetClient(*found)
+        client = FleetClient(*found)
         supervisor = EngineSupervisor(
-            renter, Heartbeat(), NEED, run, loop, say=said.append, warn=said.append, decided=lambda _: None
+            client, Heartbeat(), NEED, run, loop, say=said.append, warn=said.append, decided=lambda _: None
         )
         try:
-            step_until(supervisor, lambda: bool(renter.released))
+            step_until(supervisor, lambda: bool(client.released))
             assert "the store answers again" not in said
             finished = run.progress().rows_done
             assert 0 < finished < 250
@@ -182,7 +182,7 @@ def test_after_the_lease_was_given_back_a_store_that_takes_writes_again_is_notic
             step_until(supervisor, lambda: not run.missing())
         finally:
             supervisor.end()
-    assert renter.asked == 2
+    assert client.asked == 2
 
 
 def test_with_nothing_to_write_something_small_tells_whether_writes_succeed(

@@ -1,4 +1,4 @@
-"""A heart keeps a run and its lease alive, and says at once when the lease may not be relied on."""
+"""A heartbeat keeps a run and its lease alive, and says at once when the lease may not be relied on."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def eventually(check: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def held(fleet_db: FleetDatabase, heart: Heartbeat, ttl: float = TTL) -> Lease:
-    lease = fleet_db.try_lease("gpu", heart.run_id, "d", ttl)
+def held(fleet_db: FleetDatabase, heartbeat: Heartbeat, ttl: float = TTL) -> Lease:
+    lease = fleet_db.try_lease("gpu", heartbeat.run_id, "d", ttl)
     assert lease is not None
-    heart.hold(lease, heart.now())
+    heartbeat.hold(lease, heartbeat.now())
     return lease
 
 
 def test_a_run_beats_while_it_waits_and_while_it_holds_and_is_ended_once(fleet_db: FleetDatabase):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
-    heart.rows_done = lambda: 7
-    with heart.beating("d", "00000", "00009"):
-        heart.tell("waiting: gpu is held by run x", WaitReason(WaitKind.ENGINES_HELD))
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    heartbeat.rows_done = lambda: 7
+    with heartbeat.beating("d", "00000", "00009"):
+        heartbeat.tell("waiting: gpu is held by run x", WaitReason(WaitKind.ENGINES_HELD))
         eventually(lambda: fleet_db.runs()[0].note == "waiting: gpu is held by run x")
         assert fleet_db.runs()[0].wait == WaitReason(WaitKind.ENGINES_HELD)
         assert (fleet_db.runs()[0].state, fleet_db.runs()[0].rows_done) == ("waiting", 7)
-        held(fleet_db, heart)
+        held(fleet_db, heartbeat)
         eventually(lambda: fleet_db.runs()[0].state == "leased")
     assert fleet_db.runs() == []
 
@@ -66,7 +66,7 @@ def test_a_run_beats_while_it_waits_and_while_it_holds_and_is_ended_once(fleet_d
 def test_a_lease_outlives_its_ttl_as_long_as_the_heart_beats(tmp_path: Path):
     clock = Clock()
     with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db", now=clock)) as fleet_db:
-        heart = Heartbeat(fleet_db, "run", ttl=10, interval=0.02, clock=clock)
+        heartbeat = Heartbeat(fleet_db, "run", ttl=10, interval=0.02, clock=clock)
         renewed: list[float] = []
 
         def renew(*words: Any, _renew: Any = fleet_db.renew) -> bool:
@@ -75,72 +75,72 @@ def test_a_lease_outlives_its_ttl_as_long_as_the_heart_beats(tmp_path: Path):
             return good
 
         fleet_db.renew = renew  # type: ignore[method-assign]
-        with heart.beating("d", "00000", "00009"):
-            lease = held(fleet_db, heart, 10)
+        with heartbeat.beating("d", "00000", "00009"):
+            lease = held(fleet_db, heartbeat, 10)
             for _ in range(4):
                 clock.now += 6
                 eventually(lambda: clock.now in renewed)
-                assert heart.check(lease)
+                assert heartbeat.check(lease)
             assert fleet_db.holder("gpu") == "run"
 
 
 def test_a_refused_renewal_loses_the_lease_and_nothing_is_renewed_after_it(fleet_db: FleetDatabase):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
-    with heart.beating("d", "00000", "00009"):
-        lease = held(fleet_db, heart)
-        assert heart.check(lease)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    with heartbeat.beating("d", "00000", "00009"):
+        lease = held(fleet_db, heartbeat)
+        assert heartbeat.check(lease)
         fleet_db.release(lease)
         other = fleet_db.try_lease("gpu", "other", "d", 60)
         assert other is not None
-        eventually(lambda: not heart.check(lease))
+        eventually(lambda: not heartbeat.check(lease))
         assert fleet_db.holder("gpu") == "other"
-        heart.stop_renewing(lease)
+        heartbeat.stop_renewing(lease)
         assert not fleet_db.release(lease)
 
 
 def test_without_a_renewal_the_lease_is_lost_by_our_own_clock_before_it_lapses(fleet_db: FleetDatabase):
     clock = Clock()
-    heart = Heartbeat(fleet_db, "run", ttl=10, interval=2, clock=clock)  # its thread does not run: nothing renews
-    lease = held(fleet_db, heart, 10)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=10, interval=2, clock=clock)  # its thread does not run: nothing renews
+    lease = held(fleet_db, heartbeat, 10)
     clock.now += 7.9
-    assert heart.check(lease)
+    assert heartbeat.check(lease)
     clock.now += 0.2
-    assert not heart.check(lease)
+    assert not heartbeat.check(lease)
     clock.now -= 5
-    assert not heart.check(lease)
+    assert not heartbeat.check(lease)
 
 
 def test_a_process_that_was_stopped_between_lease_and_first_use_does_not_trust_it(fleet_db: FleetDatabase):
     clock = Clock()
-    heart = Heartbeat(fleet_db, "run", ttl=10, interval=2, clock=clock)
-    asked_at = heart.now()
+    heartbeat = Heartbeat(fleet_db, "run", ttl=10, interval=2, clock=clock)
+    asked_at = heartbeat.now()
     lease = fleet_db.try_lease("gpu", "run", "d", 10)
     assert lease is not None
     clock.now += 30
-    heart.hold(lease, asked_at)
-    assert not heart.check(lease)
+    heartbeat.hold(lease, asked_at)
+    assert not heartbeat.check(lease)
 
 
 def test_the_next_lease_is_good_after_one_was_lost(fleet_db: FleetDatabase):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
-    with heart.beating("d", "00000", "00009"):
-        first = held(fleet_db, heart)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    with heartbeat.beating("d", "00000", "00009"):
+        first = held(fleet_db, heartbeat)
         fleet_db.release(first)
-        eventually(lambda: not heart.check(first))
-        heart.stop_renewing(first)
-        second = held(fleet_db, heart)
+        eventually(lambda: not heartbeat.check(first))
+        heartbeat.stop_renewing(first)
+        second = held(fleet_db, heartbeat)
         time.sleep(3 * INTERVAL)
-        assert heart.check(second)
-        assert not heart.check(first)
+        assert heartbeat.check(second)
+        assert not heartbeat.check(first)
 
 
 def test_a_run_that_was_declared_dead_loses_its_lease_and_stops_beating(fleet_db: FleetDatabase):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
-    with heart.beating("d", "00000", "00009"):
-        lease = held(fleet_db, heart)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    with heartbeat.beating("d", "00000", "00009"):
+        lease = held(fleet_db, heartbeat)
         fleet_db.end_run("run")
-        eventually(heart.ended.is_set)
-        assert not heart.check(lease)
+        eventually(heartbeat.ended.is_set)
+        assert not heartbeat.check(lease)
         assert fleet_db.runs() == []
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_was_declared_dead_begins_no_op_any_more(fleet_db: FleetDatab
 
 
 def test_a_database_that_is_away_for_a_moment_costs_no_lease(fleet_db: FleetDatabase, monkeypatch: pytest.MonkeyPatch):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
     renew, failures = fleet_db.renew, iter(range(4))
 
     def away(lease: Lease, ttl: float, spent: LeaseUsage, drain_seconds: float) -> bool:
@@ -167,24 +167,24 @@ def test_a_database_that_is_away_for_a_moment_costs_no_lease(fleet_db: FleetData
         return renew(lease, ttl, spent, drain_seconds)
 
     monkeypatch.setattr(fleet_db, "renew", away)
-    with heart.beating("d", "00000", "00009"):
-        lease = held(fleet_db, heart)
+    with heartbeat.beating("d", "00000", "00009"):
+        lease = held(fleet_db, heartbeat)
         eventually(lambda: next(failures, None) is None)
         time.sleep(2 * INTERVAL)
-        assert heart.check(lease)
+        assert heartbeat.check(lease)
 
 
 def test_several_leases_are_kept_at_once_and_what_they_used_is_written_down(fleet_db: FleetDatabase):
-    heart = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=TTL, interval=INTERVAL)
     seen: list[LeaseUsage] = []
-    with heart.beating("d", "00000", "00009"):
+    with heartbeat.beating("d", "00000", "00009"):
         one, two = (fleet_db.try_lease(name, "run", "d", TTL) for name in ("one", "two"))
         assert one is not None
         assert two is not None
-        heart.hold(one, heart.now())
-        heart.hold(two, heart.now(), lambda: seen.append(LeaseUsage(1.5)) or LeaseUsage(1.5))
+        heartbeat.hold(one, heartbeat.now())
+        heartbeat.hold(two, heartbeat.now(), lambda: seen.append(LeaseUsage(1.5)) or LeaseUsage(1.5))
         eventually(lambda: seen)
-        heart.stop_renewing(one)
-        assert not heart.check(one)
-        assert heart.check(two)
-        assert heart.state == "leased"
+        heartbeat.stop_renewing(one)
+        assert not heartbeat.check(one)
+        assert heartbeat.check(two)
+        assert heartbeat.state == "leased"

@@ -79,13 +79,13 @@ def fleet_of(warm: Sequence[float], budget: float) -> Iterator[FleetDatabase]:
 
 def run(fleet_db: FleetDatabase, offers: Sequence[Offer]) -> LeasedEngine | RunActivity:
     """What a run leases at once, or what it waits for."""
-    cloud, heart = Cloud(offers), Heartbeat(fleet_db, "run", ttl=TTL)
+    cloud, heartbeat = Cloud(offers), Heartbeat(fleet_db, "run", ttl=TTL)
     fleet_db.begin_run("run", "d", "00000", "00009")
     config = FleetConfig.model_validate(
         {"engines": [{"name": "e", "kind": "process", "models": ["another"]}], "simulated": "default"}
     )
     market = Market((cloud,), simulated=[cloud.name])
-    client = FleetClient(config, {cloud.name: cloud}, market, fleet_db, heart, lambda *_: StaticEngine(""))
+    client = FleetClient(config, {cloud.name: cloud}, market, fleet_db, heartbeat, lambda *_: StaticEngine(""))
 
     def give_up(_: float) -> None:
         raise GaveUp
@@ -93,7 +93,7 @@ def run(fleet_db: FleetDatabase, offers: Sequence[Offer]) -> LeasedEngine | RunA
     try:
         return client.acquire(NEED, say=lambda _: None, pause=give_up)
     except GaveUp:
-        return heart.activity
+        return heartbeat.activity
 
 
 OFFERS = st.lists(st.tuples(st.floats(0.2, 30), st.floats(0, 900), st.sampled_from(GPUS)), min_size=1, max_size=5)

@@ -54,16 +54,18 @@ class Site:
     fleet_db: FleetDatabase
     said: list[str] = field(default_factory=list)
 
-    def renter(self, run_id: str = "run", heart: Heartbeat | None = None) -> FleetClient:
-        """A run with a beating heart's book entry; its heart does not beat, the leases last long enough."""
-        heart = heart or Heartbeat(self.fleet_db, run_id, ttl=60)
+    def client(self, run_id: str = "run", heartbeat: Heartbeat | None = None) -> FleetClient:
+        """A run that the fleet's database knows; its heartbeat does not run, the leases last long enough."""
+        heartbeat = heartbeat or Heartbeat(self.fleet_db, run_id, ttl=60)
         self.fleet_db.begin_run(run_id, "d", "00000", "00009")
         providers = dict(self.cloud.providers)
         config = FleetConfig(simulated=self.cloud.config, start_seconds=600)
         market = Market(tuple(providers.values()), simulated=list(providers))
-        return FleetClient(config, providers, market, self.fleet_db, heart, lambda *_: pytest.fail("nothing stands"))
+        return FleetClient(
+            config, providers, market, self.fleet_db, heartbeat, lambda *_: pytest.fail("nothing stands")
+        )
 
-    def acquire(self, renter: FleetClient, need: Requirement = NEED, **more: Any) -> LeasedEngine:
+    def acquire(self, client: FleetClient, need: Requirement = NEED, **more: Any) -> LeasedEngine:
         """Wait at most 30 s for an engine."""
         deadline = time.monotonic() + 30 * PATIENCE
 
@@ -72,19 +74,19 @@ class Site:
                 raise GaveUp
             time.sleep(min(seconds, 0.05))
 
-        return renter.acquire(need, say=self.said.append, pause=pause, **more)
+        return client.acquire(need, say=self.said.append, pause=pause, **more)
 
-    def waits(self, renter: FleetClient, kind: WaitKind, need: Requirement = NEED) -> str:
+    def waits(self, client: FleetClient, kind: WaitKind, need: Requirement = NEED) -> str:
         """It asks once, must wait for this, and says why."""
 
         def give_up(_: float) -> None:
             raise GaveUp
 
         with pytest.raises(GaveUp):
-            renter.acquire(need, say=self.said.append, pause=give_up)
-        assert renter.heart.activity.wait is not None
-        assert renter.heart.activity.wait.kind is kind
-        return renter.heart.activity.note
+            client.acquire(need, say=self.said.append, pause=give_up)
+        assert client.heartbeat.activity.wait is not None
+        assert client.heartbeat.activity.wait.kind is kind
+        return client.heartbeat.activity.note
 
     def running(self) -> list[str]:
         """Names of machines that bill."""
@@ -111,11 +113,11 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: Site):
-    first = site.renter("one")
+    first = site.client("one")
     leased = site.acquire(first)
     assert (leased.instance_type, leased.epoch) == ("cheap", 1)
     first.release(leased)
-    again = site.acquire(site.renter("two"))
+    again = site.acquire(site.client("two"))
     assert (again.name, again.epoch) == (leased.name, 2)
     assert len(site.fleet_db.fleet(ended=True)) == 1
     assert len(site.cloud.calls("create")) == 1
@@ -145,13 +147,13 @@ def test_an_engine_is_reached_the_way_its_provider_opens_and_the_way_is_closed_w
     site.cloud.providers = tunnels  # type: ignore[assignment]
     (way,) = tunnels.values()
     for number, run_id in enumerate(["one", "two"]):  # rented, then warm
-        renter = site.renter(run_id)
-        leased = site.acquire(renter)
+        client = site.client(run_id)
+        leased = site.acquire(client)
         assert leased.endpoint.startswith("http://localhost:")
         assert leased.api_key == f"key of {leased.name}"
         assert leased.api_key not in repr(leased)
         assert (way.opened, way.closed) == (way.opened, way.opened - 1)
-        renter.release(leased)
+        client.release(leased)
         assert way.closed == way.opened > number
     assert len(site.cloud.calls("create")) == 1
 
@@ -162,11 +164,11 @@ def test_what_became_of_a_lost_engine_is_in_the_books_or_asked_of_its_provider(s
             return f"{name} is on a node without power"
 
     site.cloud.providers = {name: Diagnosing(one) for name, one in site.cloud.providers.items()}  # type: ignore[misc]
-    renter = site.renter()
-    leased = site.acquire(renter)
-    assert renter.why_lost(leased) == f"{leased.name} is on a node without power"
+    client = site.client()
+    leased = site.acquire(client)
+    assert client.why_lost(leased) == f"{leased.name} is on a node without power"
     site.fleet_db.ended(leased.name, 0.0, "out of memory")
-    assert renter.why_lost(leased) == "out of memory"
+    assert client.why_lost(leased) == "out of memory"
 
 
 def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
@@ -177,18 +179,18 @@ def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
         (way,) = tunnels.values()
         way.broken = True
         with pytest.raises(NoInstanceStarted, match="cannot be reached from here: no way through"):
-            site.acquire(site.renter())
+            site.acquire(site.client())
         assert site.running() == []
 
 
 def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_idle_ones_wait(site: Site):
-    leased = site.acquire(first := site.renter())
+    leased = site.acquire(first := site.client())
     first.release(leased)
     tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
     site.cloud.providers = tunnels  # type: ignore[assignment]
     (way,) = tunnels.values()
     way.broken = True
-    second = site.renter("two")
+    second = site.client("two")
     now = [0.0]
     second._warm_instances._clock = lambda: now[0]
 
@@ -214,16 +216,16 @@ def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_id
 
 
 def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
-    renter = site.renter()
-    leased = site.acquire(renter)
-    renter.release(leased)
-    other = site.acquire(site.renter("two"), replace(NEED, model="another"))
+    client = site.client()
+    leased = site.acquire(client)
+    client.release(leased)
+    other = site.acquire(site.client("two"), replace(NEED, model="another"))
     assert other.name != leased.name
     assert {one.model for one in site.fleet_db.fleet()} == {"tiny", "another"}
 
 
 def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: Site):
-    first, second = site.renter("one"), site.renter("two")
+    first, second = site.client("one"), site.client("two")
     leased = site.acquire(first)
     assert site.waits(second, WaitKind.DATASET_LIMIT) == "waiting: d already holds all instances it may lease"
     assert first.begin_handover(leased)
@@ -235,8 +237,8 @@ def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what
 
 
 def test_who_holds_all_instances_is_named_the_fleet_or_the_dataset_itself(site: Site, monkeypatch: pytest.MonkeyPatch):
-    site.acquire(site.renter("one"))
-    second = site.renter("two")
+    site.acquire(site.client("one"))
+    second = site.client("two")
     second.config = second._orders.config = second.config.model_copy(update={"max_instances": 1})
     other = replace(NEED, dataset="e")
     assert site.waits(second, WaitKind.FLEET_LIMIT, other) == (
@@ -253,9 +255,9 @@ def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may
         site.fleet_db.command("d", "r", 3, [])
         held = []
         for number in range(4):  # ranges smaller than an engine's window: each hands on as soon as it has begun
-            renter = site.renter(f"run-{number}")
-            held.append(site.acquire(renter))
-            assert renter.begin_handover(held[-1])
+            client = site.client(f"run-{number}")
+            held.append(site.acquire(client))
+            assert client.begin_handover(held[-1])
         first, second = held[0].name, held[1].name
         assert first != second
         # A third instance is not to be had: what stands is shared equally.
@@ -266,29 +268,29 @@ def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may
 def test_at_the_commanded_number_all_runs_share_what_stands(site: Site):
     names = set()
     for number in range(4):
-        renter = site.renter(f"run-{number}")
-        leased = site.acquire(renter)
+        client = site.client(f"run-{number}")
+        leased = site.acquire(client)
         names.add(leased.name)
-        assert renter.begin_handover(leased)
+        assert client.begin_handover(leased)
     assert len(names) == 1
 
 
 def test_without_capacity_the_next_offer_is_taken_and_the_failure_is_remembered(tmp_path: Path):
     with a_site(tmp_path, offers=[H100, {**CHEAP, "capacity": 0}]) as site:
-        leased = site.acquire(site.renter())
+        leased = site.acquire(site.client())
         assert leased.instance_type == "h100"
 
 
 def test_a_create_whose_answer_is_lost_is_found_again_and_billed_once(site: Site):
     site.cloud.inject(FaultRule(kind="lost_reply", calls=("create",), times=1))
-    leased = site.acquire(site.renter())
+    leased = site.acquire(site.client())
     assert site.running() == [leased.name]
     assert len(site.fleet_db.fleet(ended=True)) == 1
 
 
 def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_made(site: Site):
     site.cloud.inject(FaultRule(kind="time_out", calls=("create",), times=1))
-    leased = site.acquire(site.renter())
+    leased = site.acquire(site.client())
     assert site.running() == [leased.name]
     assert site.fleet_db.offer_failures(3600)
 
@@ -297,7 +299,7 @@ def test_engines_that_never_come_up_end_the_search_and_leave_nothing_rented(tmp_
     offers = [{**H100, "instance_type": f"type-{i}", "price_per_hour": 2 + i / 10} for i in range(4)]
     with a_site(tmp_path, offers=offers, faults=[{"kind": "boot_fails"}]) as site:
         with pytest.raises(EngineStartError, match="3 instances in a row did not start"):
-            site.acquire(site.renter())
+            site.acquire(site.client())
         assert site.running() == []
         assert [one.state for one in site.fleet_db.fleet(ended=True)] == ["ended"] * 3
 
@@ -308,7 +310,7 @@ def test_where_nothing_comes_up_what_stands_and_drains_is_shared(tmp_path: Path)
     with a_site(tmp_path, offers=offers) as site:
         site.fleet_db.begin_request("d", "r")
         site.fleet_db.command("d", "r", 2, [])
-        first, second = site.renter("one"), site.renter("two")
+        first, second = site.client("one"), site.client("two")
         leased = site.acquire(first)
         assert first.begin_handover(leased)
         site.cloud.inject(FaultRule(kind="boot_fails"))
@@ -323,7 +325,7 @@ def test_where_nothing_comes_up_and_the_budget_does_not_pay_for_sharing_that_is_
     with a_site(tmp_path, offers=offers) as site:
         site.fleet_db.begin_request("d", "r", budget_usd=1000.0)
         site.fleet_db.command("d", "r", 2, [])
-        first, second = site.renter("one"), site.renter("two")
+        first, second = site.client("one"), site.client("two")
         assert first.begin_handover(site.acquire(first))
         site.cloud.inject(FaultRule(kind="boot_fails"))
 
@@ -338,30 +340,30 @@ def test_where_nothing_comes_up_and_the_budget_does_not_pay_for_sharing_that_is_
 
 def test_giving_up_during_a_boot_ends_the_instance_at_once(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=600_000) as site:
-        renter = site.renter()
+        client = site.client()
 
         def cancel(_: float) -> None:
             if site.running():
                 raise GaveUp
 
         with pytest.raises(GaveUp):
-            renter.acquire(NEED, say=site.said.append, pause=cancel)
+            client.acquire(NEED, say=site.said.append, pause=cancel)
         assert site.running() == []
         assert site.fleet_db.fleet() == []
         assert site.fleet_db.leases_of("d") == 0
 
 
 def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: Site):
-    renter = site.renter("one")
-    leased = site.acquire(renter)
-    renter.release(leased)
+    client = site.client("one")
+    leased = site.acquire(client)
+    client.release(leased)
     machine = site.fleet_db.instance(leased.name)
     assert machine is not None
     assert machine.machine_id is not None
     engine = [process for process in processes(machine.machine_id) if "gpu_runner.simulator" in command_line(process)]
     for process in engine:
         process.kill()
-    other = site.acquire(site.renter("two"))
+    other = site.acquire(site.client("two"))
     assert other.name != leased.name
     assert site.running() == [other.name]
 
@@ -372,21 +374,21 @@ def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(sit
             return [replace(one, ended_seconds=None) for one in self._provider.list(tag)]
 
     site.cloud.providers = {name: Timeless(one) for name, one in site.cloud.providers.items()}  # type: ignore[misc]
-    renter = site.renter()
-    leased = site.acquire(renter)
+    client = site.client()
+    leased = site.acquire(client)
     site.fleet_db.missing(leased.name)  # a list that lagged behind
-    renter.release(leased, reason="moved", retire=True)
+    client.release(leased, reason="moved", retire=True)
     (ended,) = site.fleet_db.fleet(ended=True)
     assert (ended.state, ended.end_unproven) == ("ended", False)
 
 
 def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: Site):
-    renter = site.renter()
-    leased = site.acquire(renter)
-    renter.release(leased, reason="moved", retire=True)
+    client = site.client()
+    leased = site.acquire(client)
+    client.release(leased, reason="moved", retire=True)
     assert site.running() == []
-    again = site.acquire(renter)
-    renter.release(again)
+    again = site.acquire(client)
+    client.release(again)
     fleet = GpuFleet(
         database=str(site.fleet_db.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml")
     )
@@ -402,41 +404,41 @@ def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_th
 
 def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: Site):
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
-    renter = site.renter()
-    leased = site.acquire(renter)
+    client = site.client()
+    leased = site.acquire(client)
     assert leased.instance_type == "h100"
-    assert renter.better(NEED, leased, 100_000) is None
+    assert client.better(NEED, leased, 100_000) is None
     site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
-    decision = renter.better(NEED, leased, 100_000)
+    decision = client.better(NEED, leased, 100_000)
     assert decision is not None
     assert decision.new.instance_type == "cheap"
     assert decision.saved_usd > 0
     assert "move and save" in decision.sentence
-    assert renter.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased, 100_000) is None
-    new = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    assert client.better(replace(NEED, work=lambda: replace(WORK, rows=0)), leased, 100_000) is None
+    new = client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert len(site.running()) == 2
-    renter.release(leased, retire=True)
+    client.release(leased, retire=True)
     assert site.running() == [new.name]
     site.cloud.inject(FaultRule(kind="no_capacity", calls=("create",)))
     with pytest.raises(ProvisioningFailed, match="sim-a"):
-        renter.move(NEED, new, decision, say=site.said.append, pause=time.sleep)
+        client.move(NEED, new, decision, say=site.said.append, pause=time.sleep)
 
 
 def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: Site):
-    said = site.waits(site.renter(), WaitKind.NO_OFFER, replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)))
+    said = site.waits(site.client(), WaitKind.NO_OFFER, replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)))
     assert said.startswith("waiting: no suitable offer; ")
     assert "above 0.50" in said
 
 
 def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Path):
     with a_site(tmp_path, boot_seconds=1500) as site:  # 2.5 s of ours
-        heart = Heartbeat(site.fleet_db, "long", ttl=1.5, interval=0.2)
-        renter = site.renter("long", heart)
-        with heart.beating("d", "00000", "00009"):
-            leased = site.acquire(renter)
-            assert heart.check(leased.lease)
+        heartbeat = Heartbeat(site.fleet_db, "long", ttl=1.5, interval=0.2)
+        client = site.client("long", heartbeat)
+        with heartbeat.beating("d", "00000", "00009"):
+            leased = site.acquire(client)
+            assert heartbeat.check(leased.lease)
             assert leased.epoch == 1
-            renter.release(leased)
+            client.release(leased)
 
 
 def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Site):
@@ -444,44 +446,44 @@ def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Sit
     fleet = GpuFleet(
         database=str(site.fleet_db.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml")
     )
-    heart = fleet.heart(site.fleet_db, "run")
-    with heart.beating("d", "00000", "00009"), fleet.lease(NEED, site.fleet_db, heart) as leased:
+    heartbeat = fleet.heartbeat(site.fleet_db, "run")
+    with heartbeat.beating("d", "00000", "00009"), fleet.lease(NEED, site.fleet_db, heartbeat) as leased:
         assert site.fleet_db.holder(leased.name) == "run"
-        assert heart.check(leased.lease)
+        assert heartbeat.check(leased.lease)
     assert site.fleet_db.holder(leased.name) is None
     assert site.fleet_db.instance(leased.name).state == "ready"
 
 
 def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: Site):
-    renter = site.renter()
+    client = site.client()
     site.fleet_db.begin_request("d", "r")
     site.fleet_db.command("d", "r", 0)
-    assert site.waits(renter, WaitKind.CAPACITY) == "waiting: capacity 0"
+    assert site.waits(client, WaitKind.CAPACITY) == "waiting: capacity 0"
     site.fleet_db.command(
         "d", "r", 0, pause=Pause(PauseKind.BUDGET_REACHED, "budget of 12.00 $ reached (11.97 $ spent)")
     )
-    assert site.waits(renter, WaitKind.PAUSED) == "waiting: paused: budget of 12.00 $ reached (11.97 $ spent)"
+    assert site.waits(client, WaitKind.PAUSED) == "waiting: paused: budget of 12.00 $ reached (11.97 $ spent)"
     assert site.fleet_db.fleet(ended=True) == []
     site.fleet_db.command("d", "r", 1)
-    assert site.acquire(renter).instance_type == "cheap"
+    assert site.acquire(client).instance_type == "cheap"
 
 
 def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site: Site):
-    renter = site.renter()
+    client = site.client()
     site.fleet_db.begin_request("d", "r", budget_usd=1.0)  # 75 s at 600 × 1.8 $/h would be 22.50 $
-    assert site.waits(renter, WaitKind.BUDGET).startswith(
+    assert site.waits(client, WaitKind.BUDGET).startswith(
         "waiting: paused: budget of 1.00 $ leaves no room for another instance: 0.00 $ "
     )
     assert site.running() == []
     site.fleet_db.override("d", budget_usd=100)
-    leased = site.acquire(renter)
+    leased = site.acquire(client)
     assert not site.fleet_db.instance(leased.name).retiring
 
 
 def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(site: Site):
     site.fleet_db.begin_request("d", "r", budget_usd=35.0)  # one instance is held back for with 22.50 $, two with 45
     site.fleet_db.command("d", "r", 2, [])
-    first, second = site.renter("one"), site.renter("two")
+    first, second = site.client("one"), site.client("two")
     leased = site.acquire(first)
     assert first.begin_handover(leased)
     assert site.acquire(second).name == leased.name
@@ -489,14 +491,14 @@ def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(si
 
 
 def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: Site):
-    renter = site.renter()
-    leased = site.acquire(renter)
-    assert renter.look(leased) == LeaseSignals()
+    client = site.client()
+    leased = site.acquire(client)
+    assert client.look(leased) == LeaseSignals()
     site.fleet_db.begin_request("d", "r", budget_usd=1.0)
     assert not site.fleet_db.renew(leased.lease, 60)
-    said = renter.look(leased).retired
+    said = client.look(leased).retired
     assert re.match(r"budget of 1\.00 \$ reached \(\d\.\d+ \$ spent, what is rented costs ", said), said
-    renter.release(leased, reason="lease lost")
+    client.release(leased, reason="lease lost")
     assert site.running() == []
 
 
@@ -507,22 +509,22 @@ def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_tha
         names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
         site.fleet_db.begin_request("d", "r")
         site.fleet_db.command("d", "r", 4, [(names["h100"], 1), (names["middle"], 1)])
-        rented = [site.acquire(site.renter(f"run-{number}")) for number in range(3)]
+        rented = [site.acquire(site.client(f"run-{number}")) for number in range(3)]
         assert [one.instance_type for one in rented] == ["h100", "middle", "h100"]
         assert "the capacity plan names it" in rented[0].why
         site.fleet_db.offer_failed("sim-a", names["h100"], FailureKind.NO_CAPACITY)
         site.fleet_db.offer_failed("sim-a", names["middle"], FailureKind.NO_CAPACITY)
-        assert site.acquire(site.renter("run-3")).instance_type == "cheap"
+        assert site.acquire(site.client("run-3")).instance_type == "cheap"
 
 
 def dearer_than_the_other(site: Site) -> tuple[FleetClient, LeasedEngine, dict[str, str]]:
     """An h100 is leased when the other offer's price falls; with the names of the offers by type."""
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
-    renter = site.renter()
-    leased = site.acquire(renter)
+    client = site.client()
+    leased = site.acquire(client)
     site.cloud.change("sim-a", "cheap", price_per_hour=0.9)
     names = {one.instance_type: one.name for one in site.cloud.providers["sim-a"].offers()}
-    return renter, leased, names
+    return client, leased, names
 
 
 def command(site: Site, instances: int, offers: list[tuple[str, int]], *moves: Assignment) -> None:
@@ -532,54 +534,54 @@ def command(site: Site, instances: int, offers: list[tuple[str, int]], *moves: A
 
 
 def test_with_a_plan_a_run_moves_only_where_the_plan_says_so(site: Site):
-    renter, leased, names = dearer_than_the_other(site)
+    client, leased, names = dearer_than_the_other(site)
     site.fleet_db.begin_request("d", "r")
-    assert renter.better(NEED, leased, 100_000) is not None  # there is no plan yet
+    assert client.better(NEED, leased, 100_000) is not None  # there is no plan yet
     command(site, 1, [(names["h100"], 1)])
-    assert renter.better(NEED, leased, 100_000) is None
+    assert client.better(NEED, leased, 100_000) is None
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
     command(site, 1, [(names["cheap"], 1)], Assignment(leased.name, names["cheap"]))
-    decision = renter.better(NEED, leased, 100_000)
+    decision = client.better(NEED, leased, 100_000)
     assert decision is not None and "saves 1 $" in decision.sentence and decision.saved_usd < 0
     command(site, 1, [(names["h100"], 1)])
     with pytest.raises(ProvisioningFailed, match="any more"):
-        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+        client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert site.running() == [leased.name]
 
 
 def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: Site):
-    renter, leased, names = dearer_than_the_other(site)
+    client, leased, names = dearer_than_the_other(site)
     site.fleet_db.begin_request("d", "r")
     command(site, 1, [(names["cheap"], 1)], Assignment(leased.name, names["cheap"]))
-    decision = renter.better(NEED, leased, 100_000)
+    decision = client.better(NEED, leased, 100_000)
     assert decision is not None
     site.cloud.inject(FaultRule(kind="no_capacity", calls=("create",)))
     with pytest.raises(ProvisioningFailed, match="sim-a"):
-        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+        client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert site.running() == [leased.name]
     assert [one.offer for one in site.fleet_db.offer_failures(60)] == [names["cheap"]]
-    assert renter.better(NEED, leased, 100_000) is None  # it failed a moment ago
+    assert client.better(NEED, leased, 100_000) is None  # it failed a moment ago
     site.fleet_db.begin_request("d", "another", budget_usd=1.0)
     with pytest.raises(ProvisioningFailed, match="leaves no room"):
-        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+        client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert site.running() == [leased.name]
 
 
 def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_waits(site: Site):
-    renter, leased, names = dearer_than_the_other(site)
+    client, leased, names = dearer_than_the_other(site)
     both = [(names["cheap"], 1), (names["h100"], 1)]
     site.fleet_db.begin_request("d", "r", deadline_at=site.fleet_db.now() + 3600)
     command(site, 2, both, Assignment(leased.name, names["cheap"], beside=True))
-    decision = renter.better(NEED, leased, 100_000)
+    decision = client.better(NEED, leased, 100_000)
     assert decision is not None and decision.new.instance_type == "cheap"
-    waiting = site.acquire(site.renter("next"))
+    waiting = site.acquire(site.client("next"))
     assert waiting.instance_type == "cheap"
     with pytest.raises(ProvisioningFailed, match="all instances"):
-        renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
-    site.renter("next").release(waiting, retire=True)
-    moved = renter.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+        client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
+    site.client("next").release(waiting, retire=True)
+    moved = client.move(NEED, leased, decision, say=site.said.append, pause=time.sleep)
     assert moved.instance_type == "cheap"
-    assert "already holds all" in site.waits(site.renter("third"), WaitKind.DATASET_LIMIT)
+    assert "already holds all" in site.waits(site.client("third"), WaitKind.DATASET_LIMIT)
     assert sorted(site.running()) == sorted([leased.name, moved.name])
 
 
@@ -594,7 +596,7 @@ def test_a_boot_that_is_not_wanted_any_more_is_given_up(tmp_path: Path):
             time.sleep(0.05)
 
         with pytest.raises(GaveUp):
-            site.renter().acquire(NEED, say=site.said.append, pause=retire)
+            site.client().acquire(NEED, say=site.said.append, pause=retire)
         assert any("was to end while it booted: the fleet shrinks to 0" in text for text in site.said)
         assert site.running() == []
         assert site.fleet_db.offer_failures(60) == []

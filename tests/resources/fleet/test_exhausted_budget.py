@@ -49,11 +49,11 @@ def fleet_db(tmp_path: Path) -> Iterator[FleetDatabase]:
 def run(fleet_db: FleetDatabase, *engines: dict[str, Any], providers: Mapping[str, Provider] | None = None) -> Any:
     """What a run leases at once, or what it waits for."""
     rented = dict(providers or {})
-    heart = Heartbeat(fleet_db, "run", ttl=60)
+    heartbeat = Heartbeat(fleet_db, "run", ttl=60)
     fleet_db.begin_run("run", "d", "00000", "00009")
     config = FleetConfig.model_validate({"engines": list(engines)})
     market = Market(tuple(rented.values()), simulated=list(rented))
-    client = FleetClient(config, rented, market, fleet_db, heart, lambda engine, *_: StaticEngine(str(engine.url)))
+    client = FleetClient(config, rented, market, fleet_db, heartbeat, lambda engine, *_: StaticEngine(str(engine.url)))
 
     def give_up(_: float) -> None:
         raise GaveUp
@@ -61,7 +61,7 @@ def run(fleet_db: FleetDatabase, *engines: dict[str, Any], providers: Mapping[st
     try:
         return client.acquire(NEED, say=lambda _: None, pause=give_up)
     except GaveUp:
-        return heart.activity
+        return heartbeat.activity
 
 
 def waiting_for(found: Any) -> WaitKind:

@@ -71,7 +71,7 @@ def provider(clock: Clock) -> Tunnels:
 
 
 @pytest.fixture
-def heart(fleet_db: FleetDatabase) -> Heartbeat:
+def heartbeat(fleet_db: FleetDatabase) -> Heartbeat:
     """It does not beat."""
     fleet_db.begin_run("run", "d", "00000", "00009")
     return Heartbeat(fleet_db, "run", ttl=TTL)
@@ -83,14 +83,14 @@ def market(provider: Tunnels) -> Market:
 
 
 @pytest.fixture
-def orders(fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, market: Market) -> Provisioner:
-    return Provisioner(CONFIG, {provider.name: provider}, market, fleet_db, heart)
+def orders(fleet_db: FleetDatabase, heartbeat: Heartbeat, provider: Tunnels, market: Market) -> Provisioner:
+    return Provisioner(CONFIG, {provider.name: provider}, market, fleet_db, heartbeat)
 
 
 @pytest.fixture
-def client(fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, market: Market) -> FleetClient:
+def client(fleet_db: FleetDatabase, heartbeat: Heartbeat, provider: Tunnels, market: Market) -> FleetClient:
     standing = StaticEngine("http://127.0.0.1:1", close=provider._close)
-    return FleetClient(CONFIG, {provider.name: provider}, market, fleet_db, heart, lambda *_: standing)
+    return FleetClient(CONFIG, {provider.name: provider}, market, fleet_db, heartbeat, lambda *_: standing)
 
 
 def rent(orders: Provisioner) -> LeasedEngine | None:
@@ -109,28 +109,36 @@ def when_ready(monkeypatch: pytest.MonkeyPatch, fleet_db: FleetDatabase, then: C
     monkeypatch.setattr(fleet_db, "ready", ready)
 
 
-def free(fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels) -> None:
+def free(fleet_db: FleetDatabase, heartbeat: Heartbeat, provider: Tunnels) -> None:
     """Nothing is leased, nothing is renewed, no tunnel is open."""
     assert fleet_db.leases_of("d") == 0 and fleet_db.leases_of("another") == 0
-    assert heart.state == "waiting"
+    assert heartbeat.state == "waiting"
     assert provider.opened <= provider.closed
 
 
 def test_a_database_error_just_after_a_boot_gives_the_instance_back_at_once_and_warm(
-    fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, orders: Provisioner, monkeypatch: pytest.MonkeyPatch
+    fleet_db: FleetDatabase,
+    heartbeat: Heartbeat,
+    provider: Tunnels,
+    orders: Provisioner,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     outage = Outage(fleet_db.engine)
     when_ready(monkeypatch, fleet_db, lambda _: setattr(outage, "statements", 1))
     with pytest.raises(FleetDatabaseError):
         rent(orders)
     assert provider.opened == 1
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
     (one,) = fleet_db.warm(NEED.engine_key)
     assert (one.state, one.idle_seconds, provider.alive()) == ("ready", 0, [one.name])
 
 
 def test_an_instance_that_was_to_end_meanwhile_is_ended_at_once(
-    fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, orders: Provisioner, monkeypatch: pytest.MonkeyPatch
+    fleet_db: FleetDatabase,
+    heartbeat: Heartbeat,
+    provider: Tunnels,
+    orders: Provisioner,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     outage = Outage(fleet_db.engine)
 
@@ -141,14 +149,14 @@ def test_an_instance_that_was_to_end_meanwhile_is_ended_at_once(
     when_ready(monkeypatch, fleet_db, retired)
     with pytest.raises(FleetDatabaseError):
         rent(orders)
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
     assert provider.alive() == []
     assert [one.state for one in fleet_db.fleet(ended=True)] == ["ended"]
 
 
 def test_while_the_database_stays_away_the_tunnel_is_closed_and_the_lease_is_renewed_no_more(
     fleet_db: FleetDatabase,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     provider: Tunnels,
     orders: Provisioner,
     clock: Clock,
@@ -159,11 +167,11 @@ def test_while_the_database_stays_away_the_tunnel_is_closed_and_the_lease_is_ren
     with pytest.raises(FleetDatabaseError) as raised:
         rent(orders)
     assert re.match(r"ba-\w+-\w+ was not given back \(\w+\): its lease lapses", raised.value.__notes__[-1])
-    assert (provider.opened, provider.closed, heart.state) == (1, 1, "waiting")
+    assert (provider.opened, provider.closed, heartbeat.state) == (1, 1, "waiting")
     outage.statements = 0
     clock.forward(TTL)
     assert [text.split(" on ")[0] for text in fleet_db.end_overdue(60)] == ["the lease of run run"]
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
     assert [one.name for one in fleet_db.warm(NEED.engine_key)] == provider.alive()
 
 
@@ -173,7 +181,7 @@ def warm(fleet_db: FleetDatabase, orders: Provisioner) -> str:
     leased = rent(orders)
     assert leased is not None
     leased.close()
-    orders.heart.stop_renewing(leased.lease)
+    orders.heartbeat.stop_renewing(leased.lease)
     assert fleet_db.release(leased.lease)
     return leased.name
 
@@ -182,7 +190,7 @@ def warm(fleet_db: FleetDatabase, orders: Provisioner) -> str:
 def test_whatever_fails_while_a_warm_instance_is_taken_it_is_given_back_and_stays_warm(
     what: str,
     fleet_db: FleetDatabase,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     provider: Tunnels,
     client: FleetClient,
     warm: str,
@@ -201,21 +209,21 @@ def test_whatever_fails_while_a_warm_instance_is_taken_it_is_given_back_and_stay
     provider.broken = Broken() if what == "access" else None
     with pytest.raises(Broken):
         client.acquire(NEED, say=say, pause=lambda _: None)
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
     assert [one.name for one in fleet_db.warm(NEED.engine_key)] == [warm] == provider.alive()
 
 
 def test_no_way_to_a_warm_instance_is_still_no_error(
-    fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, client: FleetClient, warm: str
+    fleet_db: FleetDatabase, heartbeat: Heartbeat, provider: Tunnels, client: FleetClient, warm: str
 ):
     provider.broken = ProviderUnclear("the API server is away")
     assert client._warm(NEED, 9, None) is None
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
 
 
 @pytest.mark.parametrize("word", ["waiting for http", "on stands"])
 def test_an_engine_of_the_configuration_is_given_back_too(
-    word: str, fleet_db: FleetDatabase, heart: Heartbeat, provider: Tunnels, client: FleetClient
+    word: str, fleet_db: FleetDatabase, heartbeat: Heartbeat, provider: Tunnels, client: FleetClient
 ):
     def say(text: str) -> None:
         if text.startswith(word):
@@ -224,6 +232,6 @@ def test_an_engine_of_the_configuration_is_given_back_too(
     need = Requirement("another", "another", "chat")
     with pytest.raises(Broken):
         client.acquire(need, say=say, pause=lambda _: None)
-    free(fleet_db, heart, provider)
+    free(fleet_db, heartbeat, provider)
     assert fleet_db.holder("stands") is None
     assert provider.closed == (word == "on stands")

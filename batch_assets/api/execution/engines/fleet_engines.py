@@ -174,7 +174,7 @@ class _Lease:
         self.standing = False  # what is leased stands in fleet.yaml
         self.shared = threading.Event()  # by several feeds: then it is looked whether there is
         self.room = False  # for a further lease
-        self._heart: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self.thread = threading.Thread(target=self._run, name="api-lease", daemon=True)
 
     def is_for(self, model: str, task: Task) -> bool:
@@ -184,11 +184,11 @@ class _Lease:
     @property
     def awaited(self) -> Awaited | None:
         """What it waits for now; None: it has only just begun."""
-        if (heart := self._heart) is None:
+        if (heartbeat := self._heartbeat) is None:
             return None
-        if heart.state == "leased":
+        if heartbeat.state == "leased":
             return Awaited.BOOT
-        wait = heart.activity.wait
+        wait = heartbeat.activity.wait
         return None if wait is None else OF_KIND.get(wait.kind)
 
     async def close(self) -> None:
@@ -201,9 +201,9 @@ class _Lease:
     def _run(self) -> None:
         try:
             with self._fleet.open_database() as fleet_db:
-                heart = self._heart = self._fleet.heart(fleet_db, f"api-{uuid.uuid4()}")
-                with heart.beating(self._need.dataset, "", ""):
-                    self._hold(fleet_db, heart)
+                heartbeat = self._heartbeat = self._fleet.heartbeat(fleet_db, f"api-{uuid.uuid4()}")
+                with heartbeat.beating(self._need.dataset, "", ""):
+                    self._hold(fleet_db, heartbeat)
         except _Closed:
             self._tell(NobodyWaits("nobody waits for an engine any more"))
         except (FleetConfigError, PricingError) as error:
@@ -215,22 +215,22 @@ class _Lease:
         except Exception as error:  # a provider's own: the next try may do better
             self._tell(EngineAway(type(error).__name__))
 
-    def _hold(self, fleet_db: FleetDatabase, heart: Heartbeat) -> None:
+    def _hold(self, fleet_db: FleetDatabase, heartbeat: Heartbeat) -> None:
         target = fleet_db.target(self._need.dataset)
         planned = target is not None and target.request  # then the plan knows of the reserve
         if not planned and fleet_db.instances(self._need.dataset) < self._least:
             fleet_db.set_instances(self._need.dataset, self._least)
-        client = self._fleet.renter(fleet_db, heart, self._need)
-        leased = client.acquire(self._need, say=lambda _: None, pause=lambda seconds: self._pause(seconds, heart))
+        client = self._fleet.client(fleet_db, heartbeat, self._need)
+        leased = client.acquire(self._need, say=lambda _: None, pause=lambda seconds: self._pause(seconds, heartbeat))
         try:
             engine = serving(leased)
             self.standing = leased.offer is None and not leased.own
             self._tell(engine)
             while not self.closing.wait(LOOK_SECONDS):
                 signals = client.look(leased)
-                _mark(engine.shared, fleet_db.shared_by_others(self._need.dataset, heart.ttl))
+                _mark(engine.shared, fleet_db.shared_by_others(self._need.dataset, heartbeat.ttl))
                 self.room = self.shared.is_set() and self._has_room(fleet_db)
-                over = not heart.check(leased.lease) or signals.succeeded or signals.retired is not None
+                over = not heartbeat.check(leased.lease) or signals.succeeded or signals.retired is not None
                 if over or signals.notice_seconds is not None:
                     self._call(engine.ending.set)
         finally:
@@ -240,9 +240,9 @@ class _Lease:
         dataset = self._need.dataset
         return fleet_db.instances(dataset) > fleet_db.leases_of(dataset)
 
-    def _pause(self, seconds: float, heart: Heartbeat) -> None:
+    def _pause(self, seconds: float, heartbeat: Heartbeat) -> None:
         """What is being started is leased already, and not given up because nobody asks just now."""
-        starting = heart.state == "leased"
+        starting = heartbeat.state == "leased"
         if self.unwanted.is_set() and not starting:
             raise _Closed
         if self.closing.wait(seconds if starting else WAIT_SECONDS) or (self.unwanted.is_set() and not starting):
