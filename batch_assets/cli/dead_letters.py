@@ -16,11 +16,10 @@ from typing import Any
 
 import orjson
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.cli.user_errors import CommandError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.addresses import direct, engine_url
@@ -51,8 +50,8 @@ def list_dead_letters(limit: int, *, as_json: bool) -> None:
         made, died = (_moment(letter[name]) for name in ("created_at", "died_at"))
         words = [str(letter[name])[:100] for name in ("task_id", "tenant", "model", "code", "failures")]
         table.add_row(*(Text(word) for word in (*words, made, died)))
-    console = Console()
-    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+    console = output_console()
+    console.print(table)
     if len(letters) == limit:
         console.print(f"The newest {limit:,}; there may be more.")
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from batch_assets.api.access.api_keys import ApiKey, KeyRequestError, checked_scopes
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.settings import api_settings
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.spec.deadline import parse_seconds
 
@@ -50,8 +49,7 @@ def list_keys(tenant: str | None, *, as_json: bool) -> None:
         scopes = " ".join(sorted(key.scopes))
         state = "revoked" if key.revoked_at is not None else "active" if key.usable(now) else "expired"
         table.add_row(key.key_id, key.tenant, key.name, state, _day(key.created_at), _day(key.expires_at), scopes)
-    console = Console()
-    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+    output_console().print(table)
 
 
 def revoke_key(key_id: str) -> None:

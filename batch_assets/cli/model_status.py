@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -19,7 +18,7 @@ from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
 from batch_assets.cli.dataset_commands.status_command import WATCH_SECONDS
 from batch_assets.cli.interrupts import Interrupted, Signals
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.settings import fleet_database
@@ -88,8 +87,7 @@ def model_status(name: str, records: Sequence[BatchRecord], fleet_db: FleetDatab
 def show_model_status(name: str, *, watch: bool, as_json: bool) -> None:
     """Print it once, or every two seconds until a signal. Raises RecordsError, FleetDatabaseError."""
     prepare_home()
-    console = Console()
-    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = output_console()
     with Signals(), contextlib.suppress(Interrupted), contextlib.ExitStack() as stack:
         records = stack.enter_context(contextlib.closing(Records(records_database())))
         fleet_db = stack.enter_context(contextlib.closing(FleetDatabase(fleet_database())))

@@ -1,12 +1,23 @@
-"""How commands print: JSON for programs, tables that are as wide in a file or a pipe as they need."""
+"""How commands print: JSON for programs, and for people lines that are wrapped on a terminal alone."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-PLAIN_WIDTH, WIDE_WIDTH = 160, 180  # columns of a table that goes into a file or a pipe; of one with long reasons
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNWRAPPED = 10_000  # columns of what goes into a file or a pipe: ids and paths are to stay whole
+
+
+def output_console() -> Console:
+    """Standard output for people. In a file or a pipe nothing is wrapped; a table is as wide as what it holds."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=UNWRAPPED)
 
 
 def print_json(value: dict[str, Any]) -> None:

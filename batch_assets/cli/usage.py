@@ -6,7 +6,6 @@ import contextlib
 import datetime
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from batch_assets.api.access.api_keys import checked_tenant
@@ -14,7 +13,7 @@ from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import Used
 from batch_assets.api.records.database import Records
 from batch_assets.api.settings import records_database
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import prepare_home
 from gpu_runner.money import format_usd
 
@@ -38,8 +37,8 @@ def show_usage(tenant: str | None, days: int, *, as_json: bool, today: datetime.
     if lines:
         table.add_section()
         table.add_row("all", "", "", "", *_cells(whole))
-    console = Console()
-    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+    console = output_console()
+    console.print(table)
     if whole.unpriced_tokens:
         console.print(
             f"{whole.unpriced_tokens:,} tokens have no price: prices.yaml names none for their model and class"

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
-from batch_assets.cli.output import WIDE_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.monitoring.dataset_status import observing
@@ -70,10 +70,7 @@ def show_plan(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str],
     if json:
         print_json(as_json(view))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=max(console.width, WIDE_WIDTH))
-        console.print(report(view), highlight=False)
+        output_console().print(report(view), highlight=False)
     return 0 if view.plan.feasible else 1
 
 

@@ -99,7 +99,9 @@ def _running(engine: Engine, spec: GeneratedDatasetSpec) -> Iterator[Engine]:
         max_model_len=hardware.max_model_len,
         declared=hardware.declared(settings.model),
     )
-    error_console().print(f"Starting {engine.starts.name} for these rows; it ends with this command", highlight=False)
+    error_console().print(
+        f"Starting {engine.starts.name} for these rows; it ends with this command", highlight=False, soft_wrap=True
+    )
     try:
         with the_fleet().engine_held(engine.starts, need, str(uuid.uuid4())) as standing:
             yield dataclasses.replace(engine, url=standing.endpoint)

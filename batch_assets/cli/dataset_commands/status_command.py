@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +18,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import BatchReport
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.interrupts import Interrupted, Signals
-from batch_assets.cli.output import print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import dagster_runs
 from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
 from batch_assets.monitoring.display import clock_lines, status_table
@@ -52,7 +52,7 @@ def show_status(
     `declared`: the one dataset that was named; once, its source is held against the snapshot, too.
     """
     alone = declared is not None
-    console = Console()
+    console = output_console()
     with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
         live = None
         if watch and not as_json and console.is_terminal:
@@ -141,7 +141,7 @@ def _print_differences(name: str, found: Verification) -> None:
     for difference in found.differences[:SHOWN_DIFFERENCES]:
         kind = difference.kind.replace("_", " ")
         table.add_row(difference.batch or "", kind, difference.expected, difference.found, difference.todo)
-    console = Console()
+    console = output_console()
     console.print(table, markup=False)
     more = len(found.differences) - SHOWN_DIFFERENCES
     rest = f", the first {SHOWN_DIFFERENCES} above (all: --json)" if more > 0 else ""

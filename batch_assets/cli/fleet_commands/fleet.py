@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.planning.clock_scale import scale_words
@@ -180,7 +180,7 @@ def show_fleet(*, as_json: bool) -> None:
         told = {"costs": lines, "total": total, "clocks": _clocks(instances, costs)}
         print_json({"instances": [instance_json(one) for one in instances], **told})
         return
-    console = _console()
+    console = output_console()
     console.print(instance_table(instances) if instances else "Nothing is rented now.")
     if costs:
         console.print(cost_table(costs))
@@ -214,13 +214,8 @@ def end_fleet(*, force: bool) -> int:
     return 1 if left else 0
 
 
-def _console() -> Console:
-    """Wide where nobody sees where it ends: in a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-
-
 def print_costs(fleet_db: FleetDatabase) -> None:
     """The bill, for the end of a demo."""
     if costs := fleet_db.costs():
-        _console().print(cost_table(costs))
-        _print_scale(_console(), (), costs)
+        output_console().print(cost_table(costs))
+        _print_scale(output_console(), (), costs)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batch_assets.cli.output import PLAIN_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.local_fleet import the_fleet
 from gpu_runner.providers.base import Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckedProvider, CheckOutcome, CheckResult, CheckSubject
@@ -117,8 +116,7 @@ def show_checks(*, as_json: bool) -> int:
     if as_json:
         print_json({"providers": [check_json(one) for one in checks], "failed": failed})
     elif checks:
-        console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-        console.print(check_table(checks))
+        output_console().print(check_table(checks))
     else:
         sys.stdout.write("No provider is configured: fleet.yaml names only engines that stand somewhere.\n")
     return int(failed)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
-from batch_assets.cli.output import WIDE_WIDTH, print_json
+from batch_assets.cli.output import output_console, print_json
 from batch_assets.planning.clock_scale import scale_words
 from batch_assets.planning.planner_input import with_idle_tail
 from batch_assets.planning.workload_estimate import WorkloadEstimator
@@ -151,10 +151,7 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     if as_json:
         print_json(view.as_json())
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, WIDE_WIDTH))
-    console.print(report(view, limit, time.time()), highlight=False)
+    output_console().print(report(view, limit, time.time()), highlight=False)
 
 
 def as_plan_has_it(
