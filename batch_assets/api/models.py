@@ -122,17 +122,6 @@ class SeveralModels:
         return list(found.values())
 
 
-class NamedModels:
-    """Models that are known by name."""
-
-    def __init__(self, names: Sequence[str], created: int) -> None:
-        self._models = [ServedModel(name, created, "batch-assets") for name in sorted(set(names))]
-
-    async def models(self) -> Sequence[ServedModel] | None:
-        """All of them."""
-        return self._models
-
-
 class FleetModels:
     """Models that are known by name: those of fleet.yaml and of the declared datasets that something there may serve.
 

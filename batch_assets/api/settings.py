@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -66,11 +65,6 @@ class ApiSettings:
     engine_tls: TlsFiles | None = None
     regions: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return is_loopback(self.host)
-
 
 def is_region(text: str) -> bool:
     """Whether it can be the name of a region."""
@@ -81,16 +75,6 @@ def split_endpoint(text: str) -> tuple[str, str]:
     """Region and address of `eu-west-1=http://host:8000`; the region is empty where none is named."""
     region, named, url = text.partition("=")
     return (region, url) if named and is_region(region) else ("", text)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def api_settings(

@@ -8,7 +8,7 @@ All sizes are bytes on one GPU unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from gpu_runner.models.config import LatentAttention, ModelConfig
@@ -151,16 +151,6 @@ def tensor_parallel_sizes(model: ModelConfig, most: int = 8) -> tuple[int, ...]:
     expert widths divide, in whole scale blocks where the weights are quantized in blocks (vllm#17569).
     """
     return tuple(size for size in range(1, most + 1) if _splits(model, size))
-
-
-def smallest_group(
-    model: ModelConfig, gpu: Gpu, sequences: int, tokens: int, *, most: int = 8, serving: Serving = Serving()
-) -> int | None:
-    """Fewest GPUs of this kind that hold `sequences` sequences of `tokens` tokens, None when no group does."""
-    for size in tensor_parallel_sizes(model, most):
-        if sequences_that_fit(model, gpu, tokens, replace(serving, tensor_parallel=size)) >= max(1, sequences):
-            return size
-    return None
 
 
 def _splits(model: ModelConfig, size: int) -> bool:

@@ -8,11 +8,10 @@ routers and the down-projections of latent attention are copied to every GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from gpu_runner.models.config import Experts, GroupedAttention, LatentAttention, ModelConfig, VisionTower
-from gpu_runner.models.quantization import SCHEMES, UnknownQuantization
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EVERYWHERE = 1  # shards of a matrix that every GPU holds whole
@@ -79,14 +78,6 @@ def weight_bytes(model: ModelConfig, tensor_parallel: int = 1) -> int:
     if model.checkpoint_bytes is not None:
         part = _stored(model) * part // _computed(model, 1)
     return part + _absorbed(model, tensor_parallel)
-
-
-def quantized(model: ModelConfig, scheme: str | None) -> ModelConfig:
-    """The model with its linear layers in another scheme of SCHEMES (None: unquantized); sizes are computed then."""
-    if scheme is not None and scheme not in SCHEMES:
-        advice = "Name one of them."
-        raise UnknownQuantization(f"one of {', '.join(SCHEMES)}", repr(scheme), "quantization", advice)
-    return replace(model, quantization=SCHEMES[scheme] if scheme else None, checkpoint_bytes=None)
 
 
 def _computed(model: ModelConfig, tensor_parallel: int) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.market.gpus import find_sheet, spell_gpu
-from gpu_runner.market.offers import BELIEVABLE, DAY, Offer, Refusal, Sanity, screen
+from gpu_runner.market.offers import DAY, Offer, Sanity
 from resources.pricing.price_files import HistoryLine, PriceLine, PricingError, check_columns, read_csv, read_yaml
 
 if TYPE_CHECKING:
@@ -53,13 +53,6 @@ class Source(Protocol):
 
     def offers(self, now: float) -> list[Offer]:
         """Offers as known at `now` (Unix seconds). Raises PricingError."""
-
-
-def collect_offers(
-    sources: Iterable[Source], now: float, sanity: Sanity = BELIEVABLE
-) -> tuple[list[Offer], list[Refusal]]:
-    """Offers of all sources with a believable price, and the refused ones with the reason."""
-    return screen([offer for source in sources for offer in source.offers(now)], now, sanity)
 
 
 def provider_name(name: str) -> str:

@@ -67,7 +67,6 @@ class Instance:
     retiring: bool
     age: float
     ready_age: float | None
-    ending_age: float | None
     ended_age: float | None
     missing_seconds: float | None
     notice_seconds: float | None
@@ -383,7 +382,6 @@ def _instance(row: Row, leases: _Standing, now: float) -> Instance:
         retiring=row["retire_at"] is not None,
         age=max(0.0, now - row["created_at"]),
         ready_age=age(row["ready_at"]),
-        ending_age=age(row["ending_at"]),
         ended_age=age(row["ended_at"]),
         missing_seconds=age(row["missing_since"]),
         notice_seconds=None if row["notice_at"] is None else max(0.0, row["notice_at"] - now),

@@ -20,6 +20,7 @@ from gpu_runner.market.offers import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.cloud.engine_container import container_environment, container_words
+from gpu_runner.providers.cloud.listed_machine import listed_machine
 from gpu_runner.providers.cloud.machine_names import check_machine_name
 from gpu_runner.providers.cloud.tunnels import HostWords, OpenTunnel, Tunnel, TunnelTarget, no_words
 from gpu_runner.providers.ec2 import launch
@@ -277,7 +278,8 @@ class Ec2Provider:
         try:
             while True:
                 if time.monotonic() >= look_at:
-                    seen, look_at = self._look(name, seen), time.monotonic() + LOOK_SECONDS
+                    seen = listed_machine(self, name, seen, ordered=self._known_id(name) is not None)
+                    look_at = time.monotonic() + LOOK_SECONDS
                 if seen is not None and seen.endpoint is not None:
                     tunnel = tunnel or self._opened(name, seen.endpoint)
                     if tunnel is not None and answers(tunnel.endpoint):
@@ -294,20 +296,6 @@ class Ec2Provider:
         with contextlib.suppress(ProviderError):
             return self._open(name, endpoint)
         return None
-
-    def _look(self, name: str, before: Machine | None) -> Machine | None:
-        """The machine as it is listed now. A list without an answer changes nothing. Raises EngineStartError."""
-        try:
-            found = next((one for one in self.list(name) if one.name == name), None)
-        except (ProviderError, ProviderUnclear):
-            return before
-        if found is None:
-            if before is None and self._known_id(name) is None:
-                raise EngineStartError(f"{self.name} has no machine {name}")
-            return before  # lists lag
-        if found.state == "ended":
-            raise EngineStartError(f"{name} at {self.name} has ended: {found.describe_end()}")
-        return found
 
     def _mark_ready(self, found: Machine) -> Machine:
         with contextlib.suppress(ProviderError, ProviderUnclear):

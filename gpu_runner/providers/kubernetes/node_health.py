@@ -34,7 +34,6 @@ class NodeState:
     name: str
     ready: bool = True
     silent: bool = False
-    cordoned: bool = False
     allocatable: Mapping[str, int] = field(default_factory=dict)
     capacity: Mapping[str, int] = field(default_factory=dict)
 
@@ -61,7 +60,6 @@ def read_node(node: Mapping[str, Any]) -> NodeState:
         name=str((node.get("metadata") or {}).get("name", "")),
         ready=said == "True",
         silent=said == "Unknown",
-        cordoned=bool((node.get("spec") or {}).get("unschedulable")),
         allocatable=_counts(status.get("allocatable")),
         capacity=_counts(status.get("capacity")),
     )

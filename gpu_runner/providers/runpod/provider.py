@@ -20,6 +20,7 @@ from gpu_runner.providers.base import (
 )
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.cloud.engine_container import ENGINE_PORT, container_environment, container_words
+from gpu_runner.providers.cloud.listed_machine import listed_machine
 from gpu_runner.providers.cloud.machine_names import check_machine_name, may_begin_a_name
 from gpu_runner.providers.cloud.ordered_once import OrderBook
 from gpu_runner.providers.cloud.same_name import one_of_each_name, settle
@@ -247,23 +248,11 @@ class RunPodProvider:
         seen: Machine | None = None
         while True:
             if time.monotonic() >= look_at:
-                seen, look_at = self._look(name, seen), time.monotonic() + LOOK_SECONDS
+                seen = listed_machine(self, name, seen, ordered=self._book.get(name).id is not None)
+                look_at = time.monotonic() + LOOK_SECONDS
             if seen is not None and seen.endpoint is not None and answers(seen.endpoint):
                 self._book.ready(name)
                 return Machine(name, seen.id, "running", seen.endpoint, seen.max_num_seqs)
             if time.monotonic() >= deadline:
                 raise EngineStartError(f"{name} at {self.name} was not ready after {seconds:.0f} s")
             pause(STEP_SECONDS)
-
-    def _look(self, name: str, before: Machine | None) -> Machine | None:
-        try:
-            found = next((one for one in self.list(name) if one.name == name), None)
-        except (ProviderError, ProviderUnclear):
-            return before
-        if found is None:
-            if before is None and self._book.get(name).id is None:
-                raise EngineStartError(f"{self.name} has no machine {name}")
-            return before  # lists lag
-        if found.state == "ended":
-            raise EngineStartError(f"{name} at {self.name} has ended: {found.describe_end()}")
-        return found

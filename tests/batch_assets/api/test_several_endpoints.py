@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.api_site import ApiSite, api_site, line
+from support.front_doors import NamedModels
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.api.execution.engines.engine_supply import (
@@ -19,7 +20,7 @@ from batch_assets.api.execution.engines.engine_supply import (
     NoFurtherEngine,
 )
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
-from batch_assets.api.models import NamedModels, ServedModel, SeveralModels
+from batch_assets.api.models import ServedModel, SeveralModels
 from batch_assets.cli import main
 
 NOBODY = "http://127.0.0.1:9"

@@ -16,7 +16,7 @@ READY = Instance(
     name="ba-1-x", provider="runpod", region="", instance_type="H100", gpu="H100", gpus=1, gpu_memory_gib=80.0,
     spot=True, price_per_hour=2.40, clock=1.0, boot_seconds=60.0, engine_key="k", model="m", max_num_seqs=None,
     state="ready", endpoint=None, machine_id=None, reason="", run_id="r", dataset="d", payer="d", seen=True,
-    end_unproven=False, retiring=False, age=900.0, ready_age=800.0, ending_age=None, ended_age=None,
+    end_unproven=False, retiring=False, age=900.0, ready_age=800.0, ended_age=None,
     missing_seconds=None, notice_seconds=None, idle_seconds=30.0, lease=None, lease_age=None, draining=(), epoch=1,
     usd=0.6,
 )  # fmt: skip

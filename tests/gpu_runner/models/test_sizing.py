@@ -37,10 +37,9 @@ from gpu_runner.models.sizing import (
     kv_tokens,
     need,
     sequences_that_fit,
-    smallest_group,
     tensor_parallel_sizes,
 )
-from gpu_runner.models.weights import active_parameters, parameters, quantized, weight_bytes
+from gpu_runner.models.weights import active_parameters, parameters, weight_bytes
 
 MODELS = Path(__file__).parents[2] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
@@ -300,6 +299,13 @@ def test_tensor_parallel_sizes_follow_vllms_rules(name: str, sizes: tuple[int, .
     assert tensor_parallel_sizes(CONFIGS[name], 16) == sizes
 
 
+def smallest_group(model: ModelConfig, gpu: Gpu, sequences: int, tokens: int) -> int | None:
+    """The fewest GPUs of this kind, up to 8, that hold so many sequences; None: no group does."""
+    sizes = tensor_parallel_sizes(model, 8)
+    held = {size: sequences_that_fit(model, gpu, tokens, Serving(tensor_parallel=size)) for size in sizes}
+    return next((size for size in sizes if held[size] >= sequences), None)
+
+
 def test_the_smallest_group_holds_the_sequences() -> None:
     h100, h200 = catalog_gpu("H100", 80), catalog_gpu("H200", 141)
     assert smallest_group(CONFIGS["llama-3.1-8b"], h100, 64, 4096) == 1
@@ -368,8 +374,6 @@ def test_unknown_quantization_is_refused() -> None:
     for stated in ({"quant_method": "quip"}, {"quant_method": "awq"}, {"quant_method": "compressed-tensors"}):
         with pytest.raises(UnknownQuantization, match="quantization_config"):
             parse({**config("llama-3.1-8b"), "quantization_config": stated})
-    with pytest.raises(UnknownQuantization):
-        quantized(CONFIGS["llama-3.1-8b"], "int3")
 
 
 def test_unreadable_files_are_said(tmp_path: Path) -> None:
@@ -469,6 +473,7 @@ def test_longer_context_never_fits_more_sequences(
 @light
 @given(models, st.sampled_from(sorted(SCHEMES)), st.sampled_from([1, 2, 4, 8]))
 def test_quantizing_never_needs_more_memory(model: ModelConfig, scheme: str, gpus: int) -> None:
-    plain = weight_bytes(quantized(model, None), gpus)
-    assert weight_bytes(quantized(model, scheme), gpus) <= plain
+    computed = replace(model, checkpoint_bytes=None)
+    plain = weight_bytes(replace(computed, quantization=None), gpus)
+    assert weight_bytes(replace(computed, quantization=SCHEMES[scheme]), gpus) <= plain
     assert weight_bytes(replace(model, checkpoint_bytes=None), gpus) <= plain

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from gpu_runner.market.offers import DAY, Offer, OfferFilter, Sanity, rank, screen, speed_of
+from gpu_runner.market.offers import BELIEVABLE, DAY, Offer, OfferFilter, Refusal, Sanity, rank, screen, speed_of
 from gpu_runner.market.speed import LengthMix, ModelFacts, Throughput
 from resources.pricing.price_files import PricingError
 from resources.pricing.sources import (
@@ -23,7 +24,7 @@ from resources.pricing.sources import (
     PriceHistory,
     PriceList,
     PricingConfig,
-    collect_offers,
+    Source,
 )
 
 PRICES = Path(__file__).parents[2] / "fixtures" / "prices"
@@ -63,6 +64,13 @@ def test_gpuhunt_offline_gives_every_gpu_offer_of_the_folder(catalog: Path) -> N
         "lambdalabs/us-west-1/gpu_1x_h100_pcie",
         "lambdalabs/us-west-1/gpu_1x_h100_sxm5",
     }
+
+
+def collect_offers(
+    sources: Iterable[Source], now: float, sanity: Sanity = BELIEVABLE
+) -> tuple[list[Offer], list[Refusal]]:
+    """Offers of all sources with a believable price, and the refused ones with the reason."""
+    return screen([offer for source in sources for offer in source.offers(now)], now, sanity)
 
 
 def test_an_offline_catalog_is_as_old_as_its_file(catalog: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from support.api_site import CHAT, jsonl, line
+from support.front_doors import NamedModels
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
@@ -33,7 +34,6 @@ from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.models import NamedModels
 from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
 from batch_assets.api.records.database import Records
 from batch_assets.api.records.files import FileRecord, FileRecords, content_path
