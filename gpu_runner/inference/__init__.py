@@ -1,6 +1,7 @@
 """Rows of many open batches through engines, continuously: no barrier between batches.
 
-`feed` is the whole; `engine_worker` one engine in it, and `worker_state` its life; `row_state` the states of a row and
+`feed` is the whole; `engine_worker` one engine in it, and `worker_state` its life; `engine_monitor` watches the engine,
+and `engine_liveness` is what is known of it; `row_state` the states of a row and
 their transitions; `row_request` a request for rows; `row_queue` the rows that are left; `row_outcomes` what becomes of
 those that were answered; `failed_requests` those whose request failed, until it is known why: `failures/` says what a
 failure means. `hedging/` asks once more for rows that are late.

@@ -30,6 +30,7 @@ from gpu_runner.client.protocol import (
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.engine_death import return_rows
+from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog
 from gpu_runner.inference.failed_requests import FailedRequests
 from gpu_runner.inference.hedging.late_rows import LateRows
@@ -82,27 +83,28 @@ class EngineWorker:
         self.engine, self.origin, self.work, self.policy, self.window = engine, origin, work, policy, window
         self.spending, self.rate, self._context = spending, rate, context
         self.in_flight: dict[Item, Request] = {}
-        self.failures = FailedRequests(self, work, policy, rng, window, wake)
+        self._loop = asyncio.get_running_loop()
+        self.liveness = EngineLiveness(self._loop.time())
+        self.failures = FailedRequests(self.liveness, work, policy, rng, window, wake)
         self._answered_rows = 0  # in flight, though only for want of room here
         self.group: Group[Item] | None = None
         self.life = WorkerLife()
-        self.watchdog = Watchdog(engine, self, window, policy, rng)
+        self.watchdog = Watchdog(engine, self.liveness, self.failures, policy, rng)
         self._wake = wake
-        self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._filling: asyncio.TimerHandle | None = None
         self._paced: asyncio.TimerHandle | None = None
         self._list_engine = engine if isinstance(engine, ListEngine) and engine.takes_lists else None
         self._lists = ListSize(policy.lists)
         self.late = LateRows(self, work, policy.hedging, peers)
-        self.outcomes = RowOutcomes(self, engine.generation, origin, work, spending, wake)
+        self.outcomes = RowOutcomes(engine.generation, origin, work, spending, wake)
 
     # --- life ---
 
     def start(self) -> None:
         """Begins to take rows."""
         self.life.start()
-        self.spawn(self.watchdog.run(self._looked, self.spawn))
+        self.spawn(self._watch())
         self.fill()
 
     def drain(self) -> None:
@@ -175,14 +177,11 @@ class EngineWorker:
         try:
             while request is not None:
                 request.slot = slot
-                await self._send(request)
+                await (self._try(request) if len(request.rows) == 1 else self._try_list(request))
                 request = self._take()
         except Exception as error:
             self.end(error)
         self._end_if_drained()
-
-    async def _send(self, request: Request) -> None:
-        await (self._try(request) if len(request.rows) == 1 else self._try_list(request))
 
     def _fly(self, rows: Sequence[Item], refused: RefusedList | None = None) -> Request:
         """A request for these rows, which are in flight from now on."""
@@ -200,7 +199,7 @@ class EngineWorker:
         if (room := self.spending.room) < free and (free := room) <= 0:
             self._fill_after(MONEY_SECONDS)
             return None
-        if now < self.watchdog.resting_until:
+        if now < self.liveness.resting_until:
             return None
         if self._list_engine is None and (wait := self.window.wait_to_send(now)):
             self._fill_after(wait)
@@ -279,7 +278,8 @@ class EngineWorker:
             return
         finally:
             self._done_reading(request)
-        await self._send(self._cut(request))
+        first = self._cut(request)
+        await (self._try(first) if len(first.rows) == 1 else self._try_list(first))
 
     def _list_failed(self, request: Request, error: EngineError) -> bool:
         """Whether the list itself is refused: its halves are asked for."""
@@ -291,19 +291,20 @@ class EngineWorker:
             return False
         if isinstance(error, Transient):
             self._note(request.refused, None, len(rows))
-            self.failures.failed(rows, error, self._answered(*rows))
+            self.failures.failed(rows, error, self._answered(*rows), len(self.in_flight))
             return False
         if isinstance(error, RequestDenied) and of_account:  # smaller lists would be refused as well
             self._note(request.refused, None, len(rows))
             now = self._answered(*rows)
             for item in rows:
-                self.failures.denied(item, error, now)
+                self.failures.denied(item, error, now, len(self.in_flight))
+                self._judge()
             return False
         return True
 
     def _cut(self, request: Request) -> Request:
         """Sends the second half of a refused list; returns the first."""
-        self.watchdog.answered(self._loop.time())
+        self.liveness.answered(self._loop.time())
         refused = request.refused or RefusedList(len(request.rows))
         first, second = (self._fly(half, refused) for half in halves(request.rows))
         if self.rate is not None:
@@ -314,7 +315,7 @@ class EngineWorker:
 
     def _list_answered(self, rows: Sequence[Item], completions: Sequence[Completion]) -> None:
         now = self._loop.time()
-        self.watchdog.answered(now)
+        self.liveness.answered(now)
         tokens = sum([completion.prompt_tokens for completion in completions])
         size = sum([len(item.row.prompt) for item in rows])
         self._lists.counted(tokens, size)
@@ -329,10 +330,11 @@ class EngineWorker:
                 self._answered(item)
                 self.window.refusals.on_served()
                 self._add_tokens(item, completion)
-                self.outcomes.completed(item, completion)
+                self._note_trial(self.outcomes.completed(item, completion, len(self.in_flight)))
         finally:
             self.outcomes.answered_together = 0
-        self.failures.answered(rows[-1], now)
+        if self.failures.answered(rows[-1], now):
+            self._judge()
 
     def _note(self, refused: RefusedList | None, answer: Sequence[Completion] | EngineError | None, rows: int) -> None:
         """What became of a part of a refused list: answered, refused (alone), or failed (None)."""
@@ -373,15 +375,16 @@ class EngineWorker:
         elif isinstance(error, RowRejected):
             # No proof of life: the API server refuses a row without asking the engine behind it.
             self._note(request.refused, error, 1)
-            self.watchdog.answered(self._answered(item))
+            self.liveness.answered(self._answered(item))
             self.window.refusals.on_served()
-            self.outcomes.rejected(item, error)
+            self._note_trial(self.outcomes.rejected(item, error, len(self.in_flight)))
         elif isinstance(error, Transient):
             self._note(request.refused, None, 1)
-            self.failures.failed((item,), error, self._answered(item))
+            self.failures.failed((item,), error, self._answered(item), len(self.in_flight))
         elif isinstance(error, RequestDenied):
             self._note(request.refused, error, 1)
-            self.failures.denied(item, error, self._answered(item))
+            self.failures.denied(item, error, self._answered(item), len(self.in_flight))
+            self._judge()
         else:
             raise error
 
@@ -390,11 +393,12 @@ class EngineWorker:
             self.rate.on_answer(item, completion.prompt_tokens, completion.completion_tokens, self._loop.time())
         now = self._answered(item)
         self.late.durations.answered(len(item.row.prompt), now - item.sent)
-        self.watchdog.answered(now)
+        self.liveness.answered(now)
         self.window.refusals.on_served()
         self._add_tokens(item, completion)
-        self.outcomes.completed(item, completion)
-        self.failures.answered(item, now)
+        self._note_trial(self.outcomes.completed(item, completion, len(self.in_flight)))
+        if self.failures.answered(item, now):
+            self._judge()
 
     async def _admit(self, request: Request, size: int) -> None:
         """A large answer has come: waits until there is room for it. The engine has done its part meanwhile.
@@ -423,7 +427,7 @@ class EngineWorker:
                     item.read_answer(admitted if item is oldest else 0)
                 request.answered = False
                 self._answered_rows -= len(rows)
-        self.watchdog.answered(self._loop.time())
+        self.liveness.answered(self._loop.time())
 
     def _done_reading(self, request: Request) -> None:
         memory = self.work.memory
@@ -501,14 +505,9 @@ class EngineWorker:
         """Suspects are in flight, and nothing else may be."""
         return self.group is not None
 
-    def _looked(self) -> None:
-        """The watchdog has had its look."""
-        self.late.look(self._loop.time())
-        self._wake()
-
     def may_be_asked(self, rows: int, now: float) -> bool:
         """Whether this engine takes so many rows more, does not refuse them for their number, and they can be paid."""
-        calm = self.window.refusals.cap is None and now >= self.watchdog.resting_until
+        calm = self.window.refusals.cap is None and now >= self.liveness.resting_until
         calm = calm and not self.window.wait_to_send(now)
         room = self._slots_taken + rows <= self.window.most and rows <= self.spending.room
         room = room and (self.rate is None or not self.rate.wait(now))
@@ -563,9 +562,23 @@ class EngineWorker:
         else:
             self._list_answered(rows, completions)
 
-    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
-        """The row becomes a dead letter; `last` as in `RowOutcomes.dead`."""
-        self.outcomes.end_dead(item, code, message, last)
+    # --- failed requests, and suspects ---
+
+    def _judge(self) -> None:
+        """Does what the failures so far say of rows and of the engine."""
+        if self.failures.denials and not self.life.over:
+            self.fill()  # rows to take bring evidence
+        if self.life.over:
+            return
+        verdicts = self.failures.judge(len(self.in_flight))
+        if verdicts.refused is not None:
+            self.end(verdicts.refused)
+        for dead in verdicts.dead:
+            self._note_trial(self.outcomes.end_dead(dead.item, dead.code, dead.message, len(self.in_flight), dead.last))
+
+    def _note_trial(self, over: bool) -> None:
+        if over:
+            self.trial_over()
 
     def trial_over(self) -> None:
         """Every row of the group of suspects has its outcome."""
@@ -574,7 +587,38 @@ class EngineWorker:
             self.work.end_trial(self)
         self._loop.call_soon(self._wake)
 
-    # --- what the watchdog sees and does ---
+    # --- what the watchdog decides ---
+
+    async def _watch(self) -> None:
+        """Looks at the engine every `poll_seconds` until cancelled, and does what is to be done."""
+        try:
+            while True:
+                look = await self.watchdog.look()
+                if look.ticked:
+                    self.window.on_tick(look.load, self.rows_in_flight)
+                if look.lost is not None:
+                    self.end(look.lost)
+                self._judge()
+                orders = self.watchdog.decide(len(self.in_flight), self.rows_in_flight)
+                if orders.canary:
+                    self.spawn(self._send_canary())
+                if orders.lost is not None:
+                    self.end(orders.lost)
+                if orders.abort_before is not None:
+                    self.abort_rows(orders.abort_before)
+                self.late.look(self._loop.time())
+                self._wake()
+                await self.watchdog.rest()
+        except Exception as error:
+            self.end(error)
+
+    async def _send_canary(self) -> None:
+        self.count_request(0, 0)
+        found = await self.watchdog.canary(len(self.in_flight))
+        if found.error is not None:
+            self.end(found.error)
+        if found.judge:
+            self._judge()
 
     @property
     def _slots_taken(self) -> int:
@@ -593,7 +637,7 @@ class EngineWorker:
                 request.broken_off = True
                 request.slot.cancel()
                 error = Transient("timeout", "no answer while others were answered")
-                self.failures.failed((item,), error, self._answered(item))
+                self.failures.failed((item,), error, self._answered(item), len(self.in_flight))
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from gpu_runner.client.protocol import RequestDenied, Transient
-from gpu_runner.inference.engine_monitor import Watchdog
+from gpu_runner.client.protocol import EngineRefused, RequestDenied, Transient
+from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.failures.denials import Denial, Denials, Evidence
 from gpu_runner.inference.failures.retry import backoff, classify_failure
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
 from gpu_runner.inference.windows.concurrency_window import Window
-from gpu_runner.inference.worker_state import WorkerLife
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +32,40 @@ class Failure:
     at: float
 
 
-class Slots(Protocol):
-    """What is needed of the engine worker whose requests failed. `in_flight`: rows that were sent, without these."""
+@dataclass(frozen=True, slots=True)
+class DeadRow:
+    """A row that is to become a dead letter; `last` as in `RowOutcomes.dead`."""
 
-    @property
-    def in_flight(self) -> Sized: ...
-    @property
-    def life(self) -> WorkerLife: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
-    def fill(self) -> None: ...
-    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None: ...
+    item: Item
+    code: str
+    message: str
+    last: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What the engine worker is to do: end rows, or leave the engine. Rows to try again are in the queue already."""
+
+    dead: Sequence[DeadRow] = ()
+    refused: EngineRefused | None = None
 
 
 class FailedRequests:
-    """Those of one engine, oldest first. `wake` is called when rows may move."""
+    """Those of one engine, oldest first. `wake` is called when rows may move.
+
+    `in_flight`, of the methods: rows that were sent to this engine, without these.
+    """
 
     def __init__(
         self,
-        slots: Slots,
+        liveness: EngineLiveness,
         work: Work,
         policy: FeedPolicy,
         rng: random.Random,
         window: Window,
         wake: Callable[[], None],
     ) -> None:
-        self._slots, self._work, self._policy, self._rng, self._window = slots, work, policy, rng, window
+        self._liveness, self._work, self._policy, self._rng, self._window = liveness, work, policy, rng, window
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._undecided: deque[Failure] = deque()
@@ -84,13 +90,13 @@ class FailedRequests:
         """The same, of failures in which the connection was lost or refused."""
         return next((failure.at for failure in self._undecided if failure.error.broken), None)
 
-    def evidence_wanted(self, now: float) -> Evidence | None:
+    def evidence_wanted(self, now: float, in_flight: int) -> Evidence | None:
         """The request that denied rows wait for."""
-        return self.denials.wanted(now, self._window.size, len(self._slots.in_flight))
+        return self.denials.wanted(now, self._window.size, in_flight)
 
     # --- what happened ---
 
-    def failed(self, rows: Sequence[Item], error: Transient, now: float) -> None:
+    def failed(self, rows: Sequence[Item], error: Transient, now: float, in_flight: int) -> None:
         """A request of these rows failed; they are not in flight any more."""
         self._work.failures.failed(error, error.code, error.message, now, rows[0].row.prompt)
         for item in rows:
@@ -98,20 +104,19 @@ class FailedRequests:
             self._work.count_failure()
             self._undecided.append(Failure(item, error, now))
             first = item.tries == 0 and item.voids == 0
-            throttled = error.overload and self._window.on_refused(len(self._slots.in_flight), first=first)
+            throttled = error.overload and self._window.on_refused(in_flight, first=first)
             if throttled and error.retry_after:
                 self._rest_until(now + min(error.retry_after, self._policy.retry.retry_after_max))
         if error.broken:
-            self._slots.watchdog.suspect()
+            self._liveness.suspect()
 
-    def denied(self, item: Item, error: RequestDenied, now: float) -> None:
-        """The row waits until it is known whether it is the row that is not wanted, or we are."""
+    def denied(self, item: Item, error: RequestDenied, now: float, in_flight: int) -> None:
+        """The row waits until it is known whether it is the row that is not wanted, or we are. `judge` is to follow."""
         self._work.count_failure()
         self._work.failures.failed(error, error.code, error.message, now, item.row.prompt)
         self.denials.add(Denial(item, error, now))
-        if self.evidence_wanted(now) is not None:
-            self._slots.watchdog.suspect()
-        self.judge()
+        if self.evidence_wanted(now, in_flight) is not None:
+            self._liveness.suspect()
 
     def canary_failed(self, error: Transient, now: float) -> None:
         """A request that no row needed failed as well."""
@@ -123,78 +128,81 @@ class FailedRequests:
         failing = self._work.failures.failing()
         return "" if failing is None else failing.reason
 
-    def answered(self, item: Item, now: float) -> None:
-        """The engine has answered a request, of this row among others."""
+    def answered(self, item: Item, now: float) -> bool:
+        """The engine has answered a request, of this row among others. Returns whether `judge` is to follow."""
         self._work.failures.answered()
         self.denials.remember(item.row.prompt)
-        if self:
-            self.denials.row_answered(item.sent)
-            self._slots.watchdog.succeeded(item.sent, now)
-            self.judge()
+        if not self:
+            return False
+        self.denials.row_answered(item.sent)
+        self._liveness.succeeded(item.sent, now)
+        return True
 
     def _rest_until(self, until: float) -> None:
-        if self._slots.watchdog.rest_until(until):
+        if self._liveness.rest_until(until):
             self._loop.call_at(until, self._wake)
 
     # --- what becomes of them ---
 
-    def judge(self) -> None:
+    def judge(self, in_flight: int) -> Verdicts:
         """Frees the slots of failures that can be judged now, oldest first."""
-        judged, watchdog = self._judge_denied(), self._slots.watchdog
-        while self._undecided and not self._slots.life.over:
+        size = self._window.size
+        if (refused := self.denials.of_engine(size, in_flight)) is not None:
+            return Verdicts(refused=refused)
+        dead: list[DeadRow] = []
+        judged, liveness = self._judge_denied(in_flight, dead), self._liveness
+        while self._undecided:
             failure = self._undecided[0]
             verdict = classify_failure(
                 self._policy.retry,
                 # A refusal for want of room was written by a server that lives.
-                watchdog.claims if failure.error.overload else watchdog.proof,
+                liveness.claims if failure.error.overload else liveness.proof,
                 failure.at,
                 failure.error,
                 voids=failure.item.voids,
-                outage=failure.at <= watchdog.outage_at,
-                by_chance=self._window.refusals.by_chance(len(self._slots.in_flight)),
-                health_counts=watchdog.canary_useless,
+                outage=failure.at <= liveness.outage_at,
+                by_chance=self._window.refusals.by_chance(in_flight),
+                health_counts=liveness.canary_useless,
             )
             if verdict == "undecided":
                 break
             self._undecided.popleft()
-            self._try_again(failure.item, failure.error, failure.at, charged=verdict == "charged")
+            dead += self._try_again(failure.item, failure.error, failure.at, charged=verdict == "charged")
             judged = True
         if judged:
             self._loop.call_soon(self._wake)
+        return Verdicts(dead)
 
-    def _judge_denied(self) -> bool:
-        """Dead letters for the rows whose denial was their own; ends the worker where the engine denies everything."""
-        if not self.denials or self._slots.life.over:
-            return False
-        self._slots.fill()  # rows to take bring evidence
-        size, in_flight = self._window.size, len(self._slots.in_flight)
-        refused = self.denials.of_engine(size, in_flight)
-        if refused is not None:
-            self._slots.life.end(refused)
+    def _judge_denied(self, in_flight: int, dead: list[DeadRow]) -> bool:
+        """Takes out the rows whose denial was their own. Returns whether there are any."""
+        if not self.denials:
             return False
         now, exhausted = self._loop.time(), self._work.exhausted and not self._work.ready
-        own = self.denials.of_rows(now, size, in_flight, exhausted=exhausted)
+        own = self.denials.of_rows(now, self._window.size, in_flight, exhausted=exhausted)
         for denial in own:
-            self._slots.watchdog.answered(now)
+            self._liveness.answered(now)
             if denial.error.of_account:  # a limit that has passed, or one account of several behind a gateway
                 charged = denial.item.voids >= self._policy.retry.max_voids
-                self._try_again(denial.item, denial.error, now, charged=charged)
+                dead += self._try_again(denial.item, denial.error, now, charged=charged)
             else:
-                self._slots.end_dead(denial.item, denial.error.code, denial.error.message)
+                dead.append(DeadRow(denial.item, denial.error.code, denial.error.message))
         return bool(own)
 
-    def _try_again(self, item: Item, error: Transient | RequestDenied, failed_at: float, *, charged: bool) -> None:
+    def _try_again(
+        self, item: Item, error: Transient | RequestDenied, failed_at: float, *, charged: bool
+    ) -> list[DeadRow]:
+        """Puts the row into the queue, or returns it, where that was its last try."""
         policy = self._policy.retry
         if charged:
             self._work.charge(item)
             if item.tries >= policy.max_tries:
-                self._slots.end_dead(item, error.code, error.message, 0)
-                return
+                return [DeadRow(item, error.code, error.message, 0)]
         else:
             self._work.void(item)
         asked = error.retry_after if isinstance(error, Transient) else None
         wait = backoff(policy, item.tries if charged else item.voids, asked, self._rng)
         self._work.later(item, failed_at + wait)
+        return []
 
     def remove(self, is_gone: Callable[[Item], bool]) -> list[Item]:
         """Takes out rows that are asked for no more; what was seen of the engine stays."""

@@ -7,11 +7,10 @@ schema. One that misses the schema is asked again (`_repair`), with the answer a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from sys import getsizeof
-from typing import Protocol
 
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.client.json_schemas.output_schema import Check, compile_check
@@ -25,78 +24,67 @@ from gpu_runner.rows import Generation, Origin, Outcome, Output
 BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
 
 
-class Slots(Protocol):
-    """What is needed of the engine worker whose rows these are. `in_flight`: rows that have no answer yet."""
-
-    @property
-    def in_flight(self) -> Sized: ...
-    def trial_over(self) -> None: ...
-
-
 class RowOutcomes:
     """Those of one engine. `wake` is called when rows may move.
 
-    `answered_together`: rows in flight whose answers have come with the one that is settled now.
+    `answered_together`: rows in flight whose answers have come with the one that is settled now. `in_flight`, of the
+    methods: rows of this engine that have no answer yet, these among them. Methods return whether a trial is over:
+    every row of its group of suspects has its outcome.
     """
 
     def __init__(
         self,
-        slots: Slots,
         generation: Generation,
         origin: Origin,
         work: Work,
         spending: CostMeter,
         wake: Callable[[], None],
     ) -> None:
-        self._slots, self._origin, self._work, self._spending, self._wake = slots, origin, work, spending, wake
+        self._origin, self._work, self._spending, self._wake = origin, work, spending, wake
         self._loop = asyncio.get_running_loop()
         self._repair_tries = generation.repair_tries
         schema = generation.json_schema
         self._check: Check | None = None if schema is None else compile_check(schema)
         self.answered_together = 0
 
-    def completed(self, item: Item, completion: Completion) -> None:
+    def completed(self, item: Item, completion: Completion, in_flight: int) -> bool:
         """The row's answer has come, and its tokens are counted. Raises EngineRefused for vectors of another length."""
         if not self._work.memory.fits(item.batch.bytes, bytes_of(completion)[1]):
-            self.end_dead(item, "answer_too_large", BATCH_FULL.format(item.batch.bytes.most >> 20))
-            return
-        if isinstance(completion.output, tuple) and (problem := self._check_vector(item, len(completion.output))):
-            self.end_dead(item, "vector_length", problem)
-            return
+            problem = BATCH_FULL.format(item.batch.bytes.most >> 20)
+            return self.end_dead(item, "answer_too_large", problem, in_flight)
+        if isinstance(completion.output, tuple) and (found := self._check_vector(item, len(completion.output))):
+            return self.end_dead(item, "vector_length", found, in_flight)
         if completion.filtered:
-            self.end_dead(
-                item, FILTERED, f"a content filter ended the answer after {len(completion.output):,} characters"
-            )
-            return
+            problem = f"a content filter ended the answer after {len(completion.output):,} characters"
+            return self.end_dead(item, FILTERED, problem, in_flight)
         if self._check is not None and isinstance(completion.output, str):
-            problem = self._check(completion.output)
-            if problem is not None:
+            unlike = self._check(completion.output)
+            if unlike is not None:
                 if completion.finish_reason == "length":
-                    problem += "; the answer was cut at the token limit"
-                self._repair(item, completion.output, problem)
-                return
-        answered = self._outcome(item, completion.output, completion.finish_reason, None, None, item.tries + 1)
+                    unlike += "; the answer was cut at the token limit"
+                return self._repair(item, completion.output, unlike, in_flight)
+        output, reason = completion.output, completion.finish_reason
+        answered = self._outcome(item, output, reason, None, None, item.tries + 1, in_flight)
         if completion.parts is not NO_PARTS:
             answered = replace(answered, parts=completion.parts)
         if completion.model not in (None, self._origin.model):
             answered = replace(answered, origin=_answered_as(self._origin, completion.model))
-        self._settle(item, answered)
+        return self._settle(item, answered)
 
-    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
+    def end_dead(self, item: Item, code: str, message: str, in_flight: int, last: int = 1) -> bool:
         """The row becomes a dead letter; `last` as in `dead`."""
-        self._settle(item, self.dead(item, code, message, last))
+        return self._settle(item, self.dead(item, code, message, last, in_flight))
 
-    def rejected(self, item: Item, error: RowRejected) -> None:
+    def rejected(self, item: Item, error: RowRejected, in_flight: int) -> bool:
         """The engine refuses the row's request for good. A repair that has no room leaves the answer as it was."""
         if item.repair is not None and error.code == CONTEXT_EXCEEDED:
             problem = f"{item.repair.problem}; the request to repair it is longer than the engine's context"
-            self.end_dead(item, "schema_invalid", problem)
-            return
-        self.end_dead(item, error.code, error.message)
+            return self.end_dead(item, "schema_invalid", problem, in_flight)
+        return self.end_dead(item, error.code, error.message, in_flight)
 
-    def dead(self, item: Item, code: str, message: str, last: int) -> Outcome:
+    def dead(self, item: Item, code: str, message: str, last: int, in_flight: int = 0) -> Outcome:
         """A dead letter; `last` counts the requests to charge that are not among the row's tries or repairs yet."""
-        return self._outcome(item, None, None, code, message, item.tries + last)
+        return self._outcome(item, None, None, code, message, item.tries + last, in_flight)
 
     def _check_vector(self, item: Item, length: int) -> str | None:
         try:
@@ -105,20 +93,19 @@ class RowOutcomes:
             self._work.soon(item)
             raise
 
-    def _repair(self, item: Item, answer: str, problem: str) -> None:
+    def _repair(self, item: Item, answer: str, problem: str, in_flight: int) -> bool:
         attempt = 1 if item.repair is None else item.repair.attempt + 1
         if attempt > self._repair_tries:
-            self.end_dead(item, "schema_invalid", problem)
-            return
+            return self.end_dead(item, "schema_invalid", problem, in_flight)
         self._work.repair(item, Repair(answer, problem, attempt), getsizeof(answer))
+        return False
 
-    def _settle(self, item: Item, outcome: Outcome) -> None:
+    def _settle(self, item: Item, outcome: Outcome) -> bool:
         group = item.group
         self._work.settle(item, outcome)
-        if group is not None and self._work.suspects.row_ended(group):
-            self._slots.trial_over()
         if item.batch.left == 0:
             self._loop.call_soon(self._wake)
+        return group is not None and self._work.suspects.row_ended(group)
 
     def _outcome(
         self,
@@ -128,6 +115,7 @@ class RowOutcomes:
         error: str | None,
         message: str | None,
         tries: int,
+        in_flight: int,
     ) -> Outcome:
         repairs = 0 if item.repair is None else item.repair.attempt
         return Outcome(
@@ -143,12 +131,12 @@ class RowOutcomes:
             self._origin,
             item.started_at,
             item.seconds,
-            self._usd(item),
+            self._usd(item, in_flight),
         )
 
-    def _usd(self, item: Item) -> float | None:
+    def _usd(self, item: Item, in_flight: int) -> float | None:
         now, together = self._loop.time(), self.answered_together
-        others = len(self._slots.in_flight) - together
+        others = in_flight - together
         return self._spending.settle(item.prompt_tokens, item.completion_tokens, others, now, together=together)
 
 

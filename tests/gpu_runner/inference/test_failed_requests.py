@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine, Sink, batches
+from support.fake_engine import Sink, batches
 from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineRefused, RequestDenied, Transient
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory
-from gpu_runner.inference.engine_monitor import Watchdog
+from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.failed_requests import FailedRequests
 from gpu_runner.inference.failures.retry import RetryPolicy
 from gpu_runner.inference.policy import FeedPolicy
@@ -27,43 +27,23 @@ POLICY = FeedPolicy(retry=RetryPolicy(max_tries=2))
 
 
 class Worker:
-    """An engine worker that sends nothing by itself: what FailedRequests needs of one, and its rows."""
+    """An engine worker that sends nothing by itself: it does what FailedRequests decides."""
 
     def __init__(self, rows: int = 8) -> None:
         sink = Sink()
         self.work = Work(sink.on_row, AnswerMemory(1 << 20, 1 << 20), VectorLength())
         for batch in batches(rows):
             self.work.open(batch)
-        self.in_flight: dict[Item, None] = {}
         self.life = WorkerLife()
         self.life.start()
         window, rng = Window(POLICY.window, 8), random.Random(0)
-        self.watchdog = Watchdog(FakeEngine(), self, window, POLICY, rng)  # not run: it only listens
+        self.liveness = EngineLiveness(asyncio.get_running_loop().time())
         self.woken = 0
-        self.failures = FailedRequests(self, self.work, POLICY, rng, window, self.wake)
+        self.failures = FailedRequests(self.liveness, self.work, POLICY, rng, window, self.wake)
         self.dead: list[tuple[str, str, int]] = []
 
     def wake(self) -> None:
         self.woken += 1
-
-    def fill(self) -> None:
-        pass
-
-    @property
-    def rows_in_flight(self) -> int:
-        return len(self.in_flight)
-
-    def abort_rows(self, sent_before: float) -> None:
-        raise NotImplementedError
-
-    def count_request(self, prompt_bytes: int, rows: int) -> None:
-        raise NotImplementedError
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.life.end(error)
-
-    def end_dead(self, item: Item, code: str, message: str, last: int = 1) -> None:
-        self.dead.append((item.row.row_id, code, item.tries + last))
 
     def send(self) -> Item:
         item = self.work.take()
@@ -74,16 +54,28 @@ class Worker:
     async def fail(self, error: Transient) -> Item:
         item = self.send()
         await asyncio.sleep(0.1)
-        self.failures.failed((item,), error, asyncio.get_running_loop().time())
+        self.failures.failed((item,), error, asyncio.get_running_loop().time(), 0)
         return item
+
+    def deny(self, item: Item, error: RequestDenied, at: float) -> None:
+        self.failures.denied(item, error, at, 0)
+        self.judge()
+
+    def judge(self) -> None:
+        if self.life.over:
+            return
+        verdicts = self.failures.judge(0)
+        if verdicts.refused is not None:
+            self.life.end(verdicts.refused)
+        self.dead += [(one.item.row.row_id, one.code, one.item.tries + one.last) for one in verdicts.dead]
 
     async def live(self) -> None:
         """A request that is sent now is answered, and the engine is known to be the one of before."""
         await asyncio.sleep(0.1)
         now = asyncio.get_running_loop().time()
-        self.watchdog.succeeded(now, now)
-        self.watchdog.proof.add(self.watchdog.claims)
-        self.failures.judge()
+        self.liveness.succeeded(now, now)
+        self.liveness.proof.add(self.liveness.claims)
+        self.judge()
 
 
 def in_loop(scenario: Callable[[Worker], Any], rows: int = 8) -> None:
@@ -96,7 +88,7 @@ def in_loop(scenario: Callable[[Worker], Any], rows: int = 8) -> None:
 def test_a_failure_keeps_its_slot_until_the_engine_is_known_to_live() -> None:
     async def scenario(worker: Worker) -> None:
         item, failures = await worker.fail(Transient("http_500")), worker.failures
-        failures.judge()
+        worker.judge()
         assert (failures.slots_kept, item.state, bool(failures)) == (1, RowState.UNDECIDED, True)
         assert failures.oldest == pytest.approx(asyncio.get_running_loop().time())
         await worker.live()
@@ -124,7 +116,7 @@ def test_failures_of_an_engine_that_has_ended_are_nobodys_and_are_given_up() -> 
         broken = await worker.fail(Transient("connection_lost"))
         refused = await worker.fail(Transient("connect_failed", taken=False))
         denied = worker.send()
-        worker.failures.denied(denied, RequestDenied("rejected_403", "check the key"), 1.0)
+        worker.deny(denied, RequestDenied("rejected_403", "check the key"), 1.0)
         assert worker.failures.oldest_break == worker.failures.oldest
         worker.life.end()
         await worker.live()
@@ -137,17 +129,18 @@ def test_failures_of_an_engine_that_has_ended_are_nobodys_and_are_given_up() -> 
 
 def test_a_denial_of_all_ends_the_worker_and_one_beside_answered_rows_is_the_rows_own() -> None:
     async def all_denied(worker: Worker) -> None:
-        worker.failures.denied(worker.send(), RequestDenied("rejected_401", "check the key"), 1.0)
-        assert worker.failures.evidence_wanted(2.0) == "canary"
+        worker.deny(worker.send(), RequestDenied("rejected_401", "check the key"), 1.0)
+        assert worker.failures.evidence_wanted(2.0, 0) == "canary"
         worker.failures.denials.canary_denied(EngineRefused("check the key"))
-        worker.failures.judge()
+        worker.judge()
         assert isinstance(worker.life.error, EngineRefused) and worker.dead == []
 
     async def one_denied(worker: Worker) -> None:
         denied, answered = worker.send(), worker.send()
         now = asyncio.get_running_loop().time()
-        worker.failures.denied(denied, RequestDenied("rejected_403", "check the key"), now - 0.1)
-        worker.failures.answered(answered, now)
+        worker.deny(denied, RequestDenied("rejected_403", "check the key"), now - 0.1)
+        assert worker.failures.answered(answered, now)
+        worker.judge()
         assert worker.dead == [(denied.row.row_id, "rejected_403", 1)] and worker.life.serving
 
     in_loop(all_denied)
@@ -159,7 +152,7 @@ def test_a_server_that_names_a_time_is_left_alone_until_then_at_most_as_long_as_
         for _ in range(6):  # so many that the window gives way
             await worker.fail(Transient("http_429", retry_after=3600.0, taken=False))
         now = asyncio.get_running_loop().time()
-        assert worker.watchdog.resting_until == pytest.approx(now + POLICY.retry.retry_after_max)
+        assert worker.liveness.resting_until == pytest.approx(now + POLICY.retry.retry_after_max)
         await asyncio.sleep(POLICY.retry.retry_after_max + 0.1)
         assert worker.woken >= 1
 
