@@ -26,8 +26,14 @@ from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
-from resources.fleet.config import ENDPOINT_VARIABLE
-from resources.fleet.hosted_engines import hosted_engines, hosted_options
+from resources.fleet.config import ENDPOINT_VARIABLE, EngineConfig
+from resources.fleet.hosted_engines import (
+    ASSUMED_SPEED,
+    hosted_engines,
+    hosted_options,
+    unpriced_engines,
+    unpriced_options,
+)
 from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import beliefs, held, options
 from resources.fleet.resource import FleetConfig, GpuFleet
@@ -199,6 +205,38 @@ def with_hosted_engines(
     return replace(asked, options=(*asked.options, *hosted)) if hosted else asked
 
 
+def with_unpriced_engines(
+    asked: PlannerInput, engines: Sequence[EngineConfig], work: Workload, endpoint: str | None
+) -> tuple[PlannerInput, Workload]:
+    """The planner's input with engines of fleet.yaml that have no price, and the work with what is assumed of them.
+
+    Runs take them before anything is rented, so they alone are planned for, unless time presses and something else can
+    be had.
+    """
+    names = ", ".join(engine.name for engine in engines)
+    if (asked.options or asked.held) and not endpoint and time_presses(asked.target):
+        said = f"{names} of fleet.yaml is taken before anything is rented, and is not part of this plan: its speed and "
+        return asked, _assuming(work, Assumption(Subject.SPEEDS, f"{said}price are not known"))
+    said = (
+        f"{names}: {ASSUMED_SPEED:,.0f} tokens/s, as its speed is not measured; without a price it costs nothing here"
+    )
+    options = unpriced_options(engines)
+    return replace(asked, options=options, held=(), measured=True), _assuming(work, Assumption(Subject.SPEEDS, said))
+
+
+def _assuming(work: Workload, *more: Assumption) -> Workload:
+    return replace(work, assumptions=(*work.assumptions, *more))
+
+
+def _unmeasured(plan: Plan, wanted: Target) -> list[Assumption]:
+    """What a budget means where nobody has measured how fast the planned instances are."""
+    names = [option.name for option, _ in plan.fleet if option.is_unmeasured and option.usd_per_hour > 0]
+    if wanted.budget_usd is None or not names:
+        return []
+    said = f"the speed of {', '.join(names)} is estimated, not measured: within this budget a run may begin and pause"
+    return [Assumption(Subject.SPEEDS, f"{said} later")]
+
+
 def time_presses(wanted: Target) -> bool:
     """Whether time does."""
     return wanted.deadline is not None or wanted.objective == "fastest"
@@ -242,8 +280,7 @@ def propose(
     `timing`: of the sensor that will decide. Raises InvalidTag."""
     if not work.rows:
         text = f"nothing is left to do: planned as if all {work.all_rows:,} rows were to be done"
-        assumed = (*work.assumptions, Assumption(Subject.ROWS, text))
-        work = replace(work, rows=work.all_rows, assumptions=assumed)
+        work = replace(_assuming(work, Assumption(Subject.ROWS, text)), rows=work.all_rows)
     spend = fleet_db.spend(spec.name) if request is not None else None
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)
@@ -263,10 +300,13 @@ def propose(
         asked = with_hosted_engines(
             asked, around.config, work, fleet_db.engine_speeds(), model=spec.model, endpoint=endpoint
         )
+    elif standing := unpriced_engines(around.config, spec.model, endpoint):
+        asked, work = with_unpriced_engines(asked, standing, work, endpoint)
     if not asked.held:  # as `gpu_runner.planner.controller.decide` begins
         wanted = replace(wanted, reserve_seconds=timing.reserve)
     plan = make_plan(asked.work, asked.options, asked.held, wanted)
     plan = in_detail(plan, asked.work, asked.options, asked.held, wanted)
+    work = _assuming(work, *_unmeasured(plan, wanted))
     name = request.request if request is not None else ""
     return Proposal(
         spec.name, work, wanted, plan, asked.held, name, spend, around.market.stock().problems, around.clocks

@@ -21,6 +21,7 @@ class Subject(enum.Enum):
 
     ROWS = "rows"
     LENGTHS = "lengths"
+    SPEEDS = "speeds"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Engines of fleet.yaml that are paid by the token, as the planner and the list of offers take them. Pure."""
+"""Engines of fleet.yaml as the planner and the list of offers take them: those that are paid by the token, and those
+without a price. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from gpu_runner.planner.types import PlannedOffer
 from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
 
 ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
+ASSUMED_SPREAD = 0.5  # relative standard deviation of that speed, as of any that is estimated
 SOURCE = "fleet.yaml"
 
 
@@ -23,6 +26,25 @@ def hosted_engines(config: FleetConfig, model: str, endpoint: str | None) -> Seq
     except FleetConfigError:
         return ()
     return engines if all(engine.token_price is not None for engine in engines) else ()
+
+
+def unpriced_engines(config: FleetConfig, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
+    """Engines without a price that a run takes before it rents: those that would serve the model, or the one at
+    `endpoint`.
+    """
+    try:
+        engines = config.engines_for(model, endpoint)
+    except FleetConfigError:
+        return ()
+    return [engine for engine in engines if engine.token_price is None]
+
+
+def unpriced_options(engines: Sequence[EngineConfig]) -> tuple[PlannedOffer, ...]:
+    """As the planner sees them: they cost nothing, and nobody knows how fast they are."""
+    return tuple(
+        PlannedOffer(engine.name, 0.0, ASSUMED_SPEED, 0.0, capacity=1, spread=ASSUMED_SPREAD, row_usd=0.0)
+        for engine in engines
+    )
 
 
 def hosted_options(

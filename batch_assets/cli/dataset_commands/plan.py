@@ -56,6 +56,7 @@ def as_json(found: Proposal) -> dict[str, Any]:
         "earliest": _candidate_json(plan.earliest),
         "next_best": [_candidate_json(one) for one in plan.next_best],
         "curve": [_candidate_json(one) for one in plan.curve],
+        "assumptions": [str(one) for one in found.work.assumptions],
         "problems": list(found.problems),
         "clocks": dict(found.clocks),
     }

@@ -322,3 +322,34 @@ def test_offers_ranks_what_plan_would_take_with_its_figures_and_leaves_out_what_
     assert ranked[0]["usd"] == pytest.approx(chosen["usd"]["p50"])
     (refused,) = found["refused"]
     assert "its boot failed" in refused["reasons"][0]
+
+
+def test_an_endpoint_without_a_price_is_planned_for_as_a_run_takes_it(home: Path) -> None:
+    """Before anything is rented. How fast it is nobody knows, which is said; it costs nothing here."""
+    lab = {"name": "lab", "kind": "endpoint", "url": "http://127.0.0.1:9", "models": [SPEC["model"]]}
+    (home / "fleet.yaml").write_text(yaml.safe_dump({"engines": [lab]}))
+    status, found = plan("--budget-usd", "0.01")
+    assert (status, found["feasible"], found["instances"]) == (0, True, 1)
+    assert found["chosen"]["fleet"] == [{"offer": "lab", "instances": 1}]
+    assert found["chosen"]["usd"] == {"p50": 0.0, "p95": 0.0} and found["chosen"]["finish_seconds"]["p50"] > 0
+    (said,) = [text for text in found["assumptions"] if text.startswith("lab: ")]
+    assert said == "lab: 1,000 tokens/s, as its speed is not measured; without a price it costs nothing here"
+    printed = CliRunner().invoke(app, ["plan", "d"]).stdout
+    assert f"assumed: {said}" in printed and "1 × lab" in printed
+
+
+def test_an_endpoint_without_a_price_is_named_beside_what_a_deadline_rents(home: Path) -> None:
+    document = yaml.safe_load((home / "fleet.yaml").read_text())
+    played = {"name": "lab", "kind": "simulated", "models": [SPEC["model"]]}
+    (home / "fleet.yaml").write_text(yaml.safe_dump({**document, "engines": [played]}))
+    _, found = plan("--deadline", "6h")
+    assert all(one["offer"] != "lab" for one in found["chosen"]["fleet"])
+    assert any(text.startswith("lab of fleet.yaml is taken before anything is rented") for text in found["assumptions"])
+
+
+def test_a_budget_says_that_speeds_that_are_not_measured_may_make_the_run_pause(home: Path) -> None:
+    said = "is estimated, not measured: within this budget a run may begin and pause later"
+    assert not any(said in text for text in plan()[1]["assumptions"])
+    (text,) = [text for text in plan("--budget-usd", "50")[1]["assumptions"] if said in text]
+    assert text.startswith("the speed of sim-one/")
+    assert said in CliRunner().invoke(app, ["plan", "d", "--budget-usd", "50"]).stdout
