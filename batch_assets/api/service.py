@@ -21,7 +21,7 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.capacity.never_served import NeverServed
-from batch_assets.api.execution.batch_lifecycle import Capacity, Site
+from batch_assets.api.execution.batch_lifecycle import Capacity, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
 from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, EndpointSupply, EngineSupply
@@ -72,7 +72,7 @@ class Service:
         check_fleet: Callable[[], None] = lambda: None,
         on_lost: Callable[[str, int, int], None] = lambda model, again, given_up: None,
     ) -> None:
-        """`check_fleet` raises while another service plans for the same fleet. `on_lost`: as `lost` of a `Site`."""
+        """`check_fleet` raises while another service plans for the same fleet. `on_lost`: as WorkerContext.lost."""
         self.records = Records(settings.database)
         self._on_commit = on_commit
         self.objects = open_objects(
@@ -86,7 +86,7 @@ class Service:
         self._catalog = CatalogReports(settings.home, self.batches, self.objects, _open_instance)
         self.ledger = UsageLedger(self.records)
         self._usage = BatchUsage(self.ledger, BatchCharges(settings.prices), SpendingRecords(self.records), time.time)
-        self._site = Site(
+        self._worker_context = WorkerContext(
             self.batches,
             self.files,
             self.objects,
@@ -176,7 +176,7 @@ class Service:
 
     async def _work(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._worker = Worker(self._site)
+        self._worker = Worker(self._worker_context)
         self._started.set()
         await self._worker.run()
 

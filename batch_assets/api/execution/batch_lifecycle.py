@@ -1,7 +1,7 @@
 """The states of a batch that a worker holds: its input is checked, it is over, its files are written.
 
-`Site` is what a worker works with, `Carried` a batch that it holds. What is asked of the store or of the records is
-asked again while they are away.
+`WorkerContext` is what a worker works with, `Carried` a batch that it holds. What is asked of the store or of the
+records is asked again while they are away.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class WorkerContext:
     """What a worker works with. `committed` hears of every batch object, `usage` of what each batch used.
 
     `resolve`: the model behind a name. `reserve`: engines of a model that stay, also without work. `engines_at_once`:
@@ -119,8 +119,8 @@ class Site:
 class BatchLifecycle:
     """Carries held batches from state to state."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._validations = asyncio.Semaphore(VALIDATIONS)
         self._countings = asyncio.Semaphore(COUNTINGS)
         self._store = StoreThreads(STORE_CALLS, "batches-lifecycle")
@@ -134,14 +134,14 @@ class BatchLifecycle:
 
     async def validated(self, carried: Carried) -> bool:
         """Check the input. False: the batch has ended with that."""
-        record, site = carried.record, self._site
+        record, context = carried.record, self._context
         async with self._validations:
-            models = await known_models(site.models)
-            contexts = await known_contexts(site.models)
+            models = await known_models(context.models)
+            contexts = await known_contexts(context.models)
             checked = await self.patiently(lambda: self._check(record, models, contexts))
         checked = await self._counted(await self._servable(checked, record), contexts)
-        now = int(site.clock())
-        if not checked.errors and site.usage.unpriced(record, checked.model or ""):
+        now = int(context.clock())
+        if not checked.errors and context.usage.unpriced(record, checked.model or ""):
             said = f"The model '{(checked.model or '')[:100]}' has no price for batches: a budget cannot be kept."
             checked = Checked([LineError("unsupported_parameter", said, f"metadata.{BUDGET}")])
         if checked.errors:
@@ -151,8 +151,8 @@ class BatchLifecycle:
                     return False
             return False
         await self._move(carried, ACCEPT, now, total=checked.lines, model=checked.model)
-        await self._asked(lambda: site.batches.describe(carried.held, checked.lines, checked.model))
-        current = await self._asked(lambda: site.batches.current(carried.held))
+        await self._asked(lambda: context.batches.describe(carried.held, checked.lines, checked.model))
+        current = await self._asked(lambda: context.batches.current(carried.held))
         if current is None:
             return False
         carried.record = current
@@ -160,14 +160,14 @@ class BatchLifecycle:
 
     async def _servable(self, checked: Checked, record: BatchRecord) -> Checked:
         """The same, refused where nothing can ever serve the model."""
-        model, site = checked.model, self._site
-        if checked.errors or model is None or site.engines.running(model):
+        model, context = checked.model, self._context
+        if checked.errors or model is None or context.engines.running(model):
             return checked
         error = await self._never_served(record.endpoint, model)
         return checked if error is None else Checked([error])
 
     async def _never_served(self, endpoint: str, model: str) -> LineError | None:
-        why = await asyncio.to_thread(self._site.never_served, model, TASKS[endpoint])
+        why = await asyncio.to_thread(self._context.never_served, model, TASKS[endpoint])
         said = f"The model '{model[:100]}' can never be served here. {why}"
         return None if why is None else LineError("model_unavailable", said, "body.model")
 
@@ -179,7 +179,7 @@ class BatchLifecycle:
         error = await self._never_served(record.endpoint, record.model or "")
         if error is None or run is None or run.completed or run.failed:
             return False
-        return await self._move(carried, GIVE_UP, int(self._site.clock()), errors=json.dumps([error.shown()]))
+        return await self._move(carried, GIVE_UP, int(self._context.clock()), errors=json.dumps([error.shown()]))
 
     async def _counted(self, checked: Checked, contexts: Mapping[str, int]) -> Checked:
         """The same, refused where an engine that runs says that prompts are too long.
@@ -189,18 +189,18 @@ class BatchLifecycle:
         if not checked.long_texts or checked.model is None or self._countings.locked():
             return checked
         async with self._countings:
-            engines = self._site.engines.running(checked.model)
+            engines = self._context.engines.running(checked.model)
             errors = await too_long_texts(engines, checked.long_texts, contexts.get(checked.model, 0))
         return Checked(errors) if errors else checked
 
     def _check(self, record: BatchRecord, models: frozenset[str] | None, contexts: Mapping[str, int]) -> Checked:
-        site, path = self._site, content_path(record.input_file_id)
+        context, path = self._context, content_path(record.input_file_id)
         try:
             return check_input(
-                site.objects, path, record.id, record.endpoint, models, site.limits, site.resolve, contexts
+                context.objects, path, record.id, record.endpoint, models, context.limits, context.resolve, contexts
             )
         except FileNotFoundError:
-            if site.files.has(record.input_file_id):  # its record goes last: the store is away, or has lost it
+            if context.files.has(record.input_file_id):  # its record goes last: the store is away, or has lost it
                 raise InputAway(path) from None
             return Checked([LineError("invalid_input_file", "The input file was deleted or has expired.")])
 
@@ -209,7 +209,7 @@ class BatchLifecycle:
 
         They are the same rows, so what is done stays done. False: the file is gone, or is not what it was.
         """
-        record, site = carried.record, self._site
+        record, context = carried.record, self._context
         model = record.model
         if model is None:
             return False
@@ -218,9 +218,11 @@ class BatchLifecycle:
 
         def write() -> bool:
             with contextlib.suppress(FileNotFoundError):
-                limits = replace(site.limits, lines=max(site.limits.lines, record.total))
+                limits = replace(context.limits, lines=max(context.limits.lines, record.total))
                 lines, by_name = record.total, lambda name: model
-                found = check_input(site.objects, path, record.id, record.endpoint, None, limits, by_name, lines=lines)
+                found = check_input(
+                    context.objects, path, record.id, record.endpoint, None, limits, by_name, lines=lines
+                )
                 return not found.errors
             return False
 
@@ -254,7 +256,7 @@ class BatchLifecycle:
         while not done.is_set():
             if carried.record.state is BatchStatus.CANCELLING:
                 return "batch_cancelled"
-            left = carried.record.expires_at - self._site.clock()
+            left = carried.record.expires_at - self._context.clock()
             if left <= 0:
                 return "batch_expired"
             if carried.run is not None and carried.run.lines_damaged:
@@ -278,27 +280,27 @@ class BatchLifecycle:
 
         False: results are lost that can be asked for again; they are left in `run`.
         """
-        site, record = self._site, run.record
+        context, record = self._context, run.record
         if run.done:  # whatever the last look has seen: it may be older than the batch's last move
-            await self._move(carried, FINALIZE, int(site.clock()))
-        now = int(site.clock())
-        life = int(site.limits.batch_file_days * DAY) if record.output_seconds is None else record.output_seconds
+            await self._move(carried, FINALIZE, int(context.clock()))
+        now = int(context.clock())
+        life = int(context.limits.batch_file_days * DAY) if record.output_seconds is None else record.output_seconds
         try:
             found = await self.reading_lines(carried, lambda: self._results(run, rest, now, now + life))
         except ResultsLost as lost:
             again = run.ask_again(lost.keys)
-            site.lost(run, len(again), len(lost.keys) - len(again))
+            context.lost(run, len(again), len(lost.keys) - len(again))
             return False if again else await self.deliver(carried, run, rest)
         used = found.usage
         tokens = Tokens(used.input_tokens, used.cached_tokens, used.output_tokens)
-        settled = site.usage.settle(
+        settled = context.usage.settle(
             run.record, tokens, found.completed, paused=run.budget is not None and run.budget.paused
         )
         for transition in (COMPLETE, END_CANCEL, EXPIRE):
             moved = await self._move(
                 carried,
                 transition,
-                int(site.clock()),
+                int(context.clock()),
                 found.files,
                 also=settled,
                 output_file_id=None if found.output is None else found.output.id,
@@ -322,14 +324,14 @@ class BatchLifecycle:
 
     async def ended_as_it_is(self, carried: Carried) -> bool:
         """End a batch that is being cancelled or whose window is over, without result files."""
-        site = self._site
-        current = await self._asked(lambda: site.batches.current(carried.held))
+        context = self._context
+        current = await self._asked(lambda: context.batches.current(carried.held))
         if current is None:
             return False
-        now = int(site.clock())
+        now = int(context.clock())
         said = "The results of this batch could not be written."
         errors = json.dumps([LineError("server_error", said).shown()])
-        nothing = site.usage.settle(current, Tokens(), 0)  # what is not delivered is not charged
+        nothing = context.usage.settle(current, Tokens(), 0)  # what is not delivered is not charged
         if current.state is BatchStatus.CANCELLING:
             return await self._move(carried, END_CANCEL, now, also=nothing, errors=errors)
         return current.expires_at <= now and await self._move(carried, EXPIRE, now, also=nothing, errors=errors)
@@ -343,7 +345,7 @@ class BatchLifecycle:
         also: Settle | None = None,
         **values: Any,
     ) -> bool:
-        moves = self._site.batches.move
+        moves = self._context.batches.move
         move = partial(moves, carried.held, transition, now, files, also=also, **values)
         return await self._repeated(lambda: self._asked(move))
 

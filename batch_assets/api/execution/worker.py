@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.billing.spending import Spending
-from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, Site
+from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.model_feed import ModelFeed
@@ -51,8 +51,8 @@ P = ParamSpec("P")
 class Worker:
     """`run` works until it is cancelled. `wake` may be called from any thread."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._name = own_name()
         self._carried: dict[str, Carried] = {}
         self._feeds: dict[tuple[str, Task], tuple[ModelFeed, asyncio.Task[None]]] = {}
@@ -61,9 +61,9 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         # One thread to renew, one to look: calls of a store that does not answer may hold all others.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="batches-records")
-        self._lifecycle, self._loads = BatchLifecycle(site), asyncio.Semaphore(LOADS)
+        self._lifecycle, self._loads = BatchLifecycle(context), asyncio.Semaphore(LOADS)
         self._gone: list[str] = []
-        self._left = LeftRows(site.local)
+        self._left = LeftRows(context.local)
         self._failed: dict[str, float] = {}  # when a defect or a damaged object ended the work on a batch
         self._due = {"count": 0.0}
 
@@ -89,14 +89,14 @@ class Worker:
 
     async def run(self) -> None:
         """Until cancelled. Then no more is sent, what is in flight may end, what is finished is kept."""
-        site = self._site
-        sweeper = Sweeper(site.batches, site.files, site.objects, site.clock)
-        for model, engines in self._site.reserve.items():
+        context = self._context
+        sweeper = Sweeper(context.batches, context.files, context.objects, context.clock)
+        for model, engines in self._context.reserve.items():
             if engines:
                 self._feed(model, "chat")
         beside = [asyncio.create_task(one) for one in (self._renew_often(), sweeper.run(), self._give_up_often())]
-        if site.capacity is not None:
-            beside.append(asyncio.create_task(self._plan_often(site.capacity)))
+        if context.capacity is not None:
+            beside.append(asyncio.create_task(self._plan_often(context.capacity)))
         try:
             while True:
                 try:
@@ -118,7 +118,7 @@ class Worker:
 
     async def _renew_often(self) -> None:
         """Say that this worker lives, and see who does not. In a task of its own: it must not wait for other calls."""
-        batches, clock = self._site.batches, self._site.clock
+        batches, clock = self._context.batches, self._context.clock
         while True:
             try:
                 await self._asked(batches.renew, self._name, clock(), HOLD_SECONDS)
@@ -135,7 +135,7 @@ class Worker:
         thread = ThreadPoolExecutor(1, thread_name_prefix="batches-capacity")
 
         def planned(mine: Collection[str]) -> Mapping[tuple[str, Task], int]:
-            return capacity(self._site.batches.open_records(), mine)
+            return capacity(self._context.batches.open_records(), mine)
 
         try:
             while True:
@@ -165,7 +165,7 @@ class Worker:
                     log.warning("batch %s: %s", carried.held.batch_id, type(error).__name__)
 
     def _reserve(self, model: str) -> int:
-        return max(1, self._site.reserve.get(model, 1))
+        return max(1, self._context.reserve.get(model, 1))
 
     async def _end(self) -> None:
         self._ending = True  # no feed is made, and no batch added to one
@@ -178,7 +178,7 @@ class Worker:
         await _cancelled(feeds)
         await _cancelled([one.task for one in self._carried.values() if one.task is not None])
         with contextlib.suppress(Exception):
-            await self._asked(self._site.batches.release, self._name)
+            await self._asked(self._context.batches.release, self._name)
         self._threads.shutdown(wait=False)
         self._lifecycle.close()
 
@@ -191,7 +191,7 @@ class Worker:
 
     async def _look(self) -> None:
         """One look at the records."""
-        batches = self._site.batches
+        batches = self._context.batches
         found = {record.id: record for record in await self._asked(batches.open_batches)}
         if self._left.waiting:
             await self._asked(self._left.settle, open_batches=found)
@@ -199,7 +199,7 @@ class Worker:
             await self._compare(carried, found.get(carried.held.batch_id))
         # What has this worker's name and is not carried was given up by a feed that failed.
         away = [*self._gone, self._name]
-        for batch_id in await self._asked(batches.free, self._site.clock(), away):
+        for batch_id in await self._asked(batches.free, self._context.clock(), away):
             failed_at = self._failed.get(batch_id, float("-inf"))
             rested = self._loop.time() - failed_at >= FAILED_SECONDS
             if rested and batch_id not in self._carried:
@@ -218,21 +218,21 @@ class Worker:
             return
         if now.status == carried.record.status:
             return
-        record = await self._asked(self._site.batches.current, carried.held)
+        record = await self._asked(self._context.batches.current, carried.held)
         if record is not None:  # it may have moved on meanwhile
             carried.record = record
             carried.news.set()
 
     async def _claim(self, batch_id: str, away: Sequence[str]) -> None:
-        batches = self._site.batches
-        held = await self._asked(batches.claim, batch_id, self._name, self._site.clock(), HOLD_SECONDS, away)
+        batches = self._context.batches
+        held = await self._asked(batches.claim, batch_id, self._name, self._context.clock(), HOLD_SECONDS, away)
         record = None if held is None else await self._asked(batches.current, held)
         if held is None or record is None:
             return
         if held.epoch > 1:
             await self._asked(self._left.scan)
         carried = self._carried[batch_id] = Carried(held, record, waiting=(record.waiting_for, record.waiting_since))
-        carried.span = batch_span(self._site.spans, record)
+        carried.span = batch_span(self._context.spans, record)
         carried.task = asyncio.create_task(self._carry(carried))
         carried.task.add_done_callback(lambda task: self._carried_to_end(carried, task))
 
@@ -257,15 +257,15 @@ class Worker:
         for carried in list(self._carried.values()):
             run = carried.run
             if run is not None and (now := (run.completed, run.failed)) != carried.counted:
-                await self._asked(self._site.batches.count, carried.held, *now)
+                await self._asked(self._context.batches.count, carried.held, *now)
                 carried.counted = now
             if run is not None and run.budget is not None:
                 spending = Spending(run.budget.spent, run.paused)
                 if spending != carried.spending:
-                    await self._asked(self._site.usage.spending.write, carried.held, spending)
+                    await self._asked(self._context.usage.spending.write, carried.held, spending)
                     carried.spending = spending
             if run is not None and (waiting := self._waiting(carried.record, run)) != carried.waiting:
-                await self._asked(self._site.batches.wait, carried.held, *waiting)
+                await self._asked(self._context.batches.wait, carried.held, *waiting)
                 carried.waiting = waiting
 
     def _waiting(self, record: BatchRecord, run: BatchRun) -> tuple[str | None, int | None]:
@@ -275,7 +275,7 @@ class Worker:
         if found is None:
             return None, None
         since = max(int(found.since), record.in_progress_at or 0)
-        return (None, None) if self._site.clock() - since < WAITING_SECONDS else (found.what.value, since)
+        return (None, None) if self._context.clock() - since < WAITING_SECONDS else (found.what.value, since)
 
     # one batch
 
@@ -292,9 +292,9 @@ class Worker:
         if carried.record.in_progress_at is None and not await self._lifecycle.validated(carried):
             return
         record = carried.record
-        contexts = await known_contexts(self._site.models) if record.metadata else {}
-        budget = self._site.usage.budget(record, contexts.get(record.model or ""))
-        run = BatchRun(self._site.objects, record, carried.held, self._name, budget)
+        contexts = await known_contexts(self._context.models) if record.metadata else {}
+        budget = self._context.usage.budget(record, contexts.get(record.model or ""))
+        run = BatchRun(self._context.objects, record, carried.held, self._name, budget)
         async with self._loads:
             await self._lifecycle.reading_lines(carried, lambda: run.load(self._left.of(record.id)))
         if self._left.waiting:
@@ -335,13 +335,13 @@ class Worker:
         found = self._feeds.get(key)
         if found is not None and not found[1].done():
             return found[0]
-        local = LocalJournal(self._site.local, self._name, self._loop.call_soon)
-        site, most = self._site, max(self._site.engines_at_once, self._reserve(model))
-        feed = ModelFeed(model, task, site.engines, site.committed, local, site.spans, most)
+        local = LocalJournal(self._context.local, self._name, self._loop.call_soon)
+        context, most = self._context, max(self._context.engines_at_once, self._reserve(model))
+        feed = ModelFeed(model, task, context.engines, context.committed, local, context.spans, most)
         serving = asyncio.create_task(feed.serve())
         serving.add_done_callback(lambda ended: self._feed_ended(key, ended))
         self._feeds[key] = (feed, serving)
-        if task == "chat" and site.reserve.get(model):
+        if task == "chat" and context.reserve.get(model):
             feed.keep(math.inf)
         return feed
 

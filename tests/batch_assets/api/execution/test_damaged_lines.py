@@ -18,7 +18,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
 from batch_assets.api.execution import batch_lifecycle, batch_queue
-from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, Site
+from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.worker import Worker
@@ -58,13 +58,13 @@ def content() -> bytes:
 
 
 @contextlib.contextmanager
-def answering(site: Site) -> Iterator[Site]:
+def answering(site: WorkerContext) -> Iterator[WorkerContext]:
     with simulated_engine("--speed", "50", "--output-tokens", "fixed:2") as engine:
         yield replace(site, engines=EndpointSupply(engine.url, None))
 
 
 @contextlib.asynccontextmanager
-async def working(site: Site) -> AsyncIterator[Worker]:
+async def working(site: WorkerContext) -> AsyncIterator[Worker]:
     worker = Worker(site)
     task = asyncio.create_task(worker.run())
     try:
@@ -74,7 +74,7 @@ async def working(site: Site) -> AsyncIterator[Worker]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def becomes(site: Site, batch_id: str, found: Callable[[BatchRecord], bool]) -> BatchRecord:
+async def becomes(site: WorkerContext, batch_id: str, found: Callable[[BatchRecord], bool]) -> BatchRecord:
     async with asyncio.timeout(20 * PATIENCE):
         while (record := site.batches.get("t", batch_id)) is None or not found(record):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -88,7 +88,7 @@ def test_lines_that_a_worker_has_finished_are_delivered_although_its_batch_s_lin
 ) -> None:
     passed = [0.0]
 
-    async def works(site: Site) -> None:
+    async def works(site: WorkerContext) -> None:
         batch = added(site, content())
         async with working(site) as worker:
             before = await becomes(site, batch.id, lambda found: found.completed >= ANSWERED)
@@ -114,7 +114,7 @@ def test_lines_that_a_worker_has_finished_are_delivered_although_its_batch_s_lin
 def test_a_batch_under_way_goes_on_when_its_lines_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Lose, name: str
 ) -> None:
-    async def works(site: Site, record: BatchRecord) -> None:
+    async def works(site: WorkerContext, record: BatchRecord) -> None:
         async with working(site):
             found = await becomes(site, record.id, lambda found: found.status in ENDED)
         assert (found.status, found.completed, found.failed) == ("completed", LINES, 0)
@@ -131,7 +131,7 @@ def test_a_batch_under_way_goes_on_when_its_lines_are_damaged(
 def test_damaged_lines_are_written_again_once_a_lost_input_file_is_there_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def works(site: Site, record: BatchRecord) -> None:
+    async def works(site: WorkerContext, record: BatchRecord) -> None:
         async with working(site):
             while "restore" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -153,7 +153,7 @@ def test_lines_that_cannot_be_mended_are_written_again_less_and_less_often(
     """Of a disk that damages whatever is written."""
     now, written = [0.0], []
 
-    async def works(site: Site, carried: Carried, run: BatchRun) -> None:
+    async def works(site: WorkerContext, carried: Carried, run: BatchRun) -> None:
         lifecycle = BatchLifecycle(site)
 
         async def write(_: Carried) -> bool:

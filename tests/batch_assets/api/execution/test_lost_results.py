@@ -20,7 +20,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.execution import batch_lifecycle, worker
-from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, Site
+from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import missing
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
@@ -180,7 +180,7 @@ def test_once_a_batch_is_over_lines_of_a_lost_object_are_errors(tmp_path: Path, 
 
 
 @contextlib.contextmanager
-def under_way(folder: Path, window: int = 3_600, **body: object) -> Iterator[tuple[Site, BatchRecord, Held]]:
+def under_way(folder: Path, window: int = 3_600, **body: object) -> Iterator[tuple[WorkerContext, BatchRecord, Held]]:
     """A batch of 251 lines that was accepted, in a store that fails as it is told."""
     with site_of(folder) as made:
         site = replace(made, objects=FailingObjects(folder / "store"))
@@ -193,19 +193,19 @@ def under_way(folder: Path, window: int = 3_600, **body: object) -> Iterator[tup
         yield site, record, held
 
 
-def finished(site: Site, record: BatchRecord, held: Held, parts: int = 2) -> BatchRun:
+def finished(site: WorkerContext, record: BatchRecord, held: Held, parts: int = 2) -> BatchRun:
     run = BatchRun(site.objects, record, held, "me")
     run.load()
     commit(run, list(run.batches())[:parts])
     return run
 
 
-def ids(site: Site, file_id: str | None) -> list[str]:
+def ids(site: WorkerContext, file_id: str | None) -> list[str]:
     lines = b"" if file_id is None else site.objects.get(content_path(file_id))
     return [orjson.loads(one)["custom_id"] for one in lines.splitlines()]
 
 
-async def carry(site: Site, carried: Carried) -> None:
+async def carry(site: WorkerContext, carried: Carried) -> None:
     worker = Worker(site)
     try:
         await worker._carry(carried)
@@ -272,7 +272,7 @@ def test_results_that_are_lost_are_asked_for_again_after_longer_and_longer_pause
 ) -> None:
     monkeypatch.setattr(worker, "LOST_SECONDS", (1.0, 4.0))
 
-    async def carries(site: Site, record: BatchRecord, held: Held) -> list[float]:
+    async def carries(site: WorkerContext, record: BatchRecord, held: Held) -> list[float]:
         working, pauses, rounds = Worker(site), [], iter([False] * 5 + [True])
         monkeypatch.setattr(working, "_loop", loop := Soon(asyncio.get_running_loop(), pauses))
 
@@ -309,7 +309,7 @@ class TornFirst(LocalObjects):
 
 
 def test_a_worker_asks_its_engine_again_for_what_the_store_has_lost(tmp_path: Path) -> None:
-    async def works(site: Site) -> BatchRecord:
+    async def works(site: WorkerContext) -> BatchRecord:
         batch = added(site, jsonl([line(f"{number}", max_tokens=2) for number in range(LINES)]))
         working = asyncio.create_task(Worker(site).run())
         try:

@@ -27,7 +27,7 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.prices import PriceList
 from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.execution import batch_lifecycle, model_feed, worker
-from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, Site
+from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply, ServingEngine, Waits, for_ever
 from batch_assets.api.execution.engines.engine_wait import Awaited
@@ -51,11 +51,11 @@ KEY = "00000"
 
 
 @contextlib.contextmanager
-def site_of(folder: Path) -> Iterator[Site]:
+def site_of(folder: Path) -> Iterator[WorkerContext]:
     """Records and a store of their own, and no engine."""
     records = Records(f"sqlite:///{folder}/api.db")
     try:
-        yield Site(
+        yield WorkerContext(
             BatchRecords(records),
             FileRecords(records),
             LocalObjects(folder / "store"),
@@ -69,7 +69,7 @@ def site_of(folder: Path) -> Iterator[Site]:
         records.close()
 
 
-def added(site: Site, content: bytes, window: int = 3_600) -> BatchRecord:
+def added(site: WorkerContext, content: bytes, window: int = 3_600) -> BatchRecord:
     """A batch whose input file is in the store."""
     now = int(site.clock())
     file = FileRecord("file-1", "t", "batch", "in.jsonl", len(content), now)
@@ -78,21 +78,21 @@ def added(site: Site, content: bytes, window: int = 3_600) -> BatchRecord:
     return site.batches.create(BatchRecord("batch_1", "t", CHAT, file.id, "1h", now, now + window, "d"))
 
 
-def claimed(site: Site, batch: BatchRecord, holder: str, now: float = 0.0) -> Held:
+def claimed(site: WorkerContext, batch: BatchRecord, holder: str, now: float = 0.0) -> Held:
     """Taken, if nobody has it at this time."""
     held = site.batches.claim(batch.id, holder, now, 5.0)
     assert held is not None
     return held
 
 
-def checked(site: Site, batch: BatchRecord) -> Checked:
+def checked(site: WorkerContext, batch: BatchRecord) -> Checked:
     async def check() -> Checked:
         return BatchLifecycle(site)._check(batch, None, {})
 
     return asyncio.run(check())
 
 
-def held_until(site: Site, batch: BatchRecord) -> float | None:
+def held_until(site: WorkerContext, batch: BatchRecord) -> float | None:
     with site.batches._records.reading() as connection:
         return connection.scalar(sa.select(BATCHES.c.held_until).where(BATCHES.c.id == batch.id))
 
@@ -102,7 +102,7 @@ def answered(name: str) -> Outcome:
 
 
 def test_a_worker_that_lost_its_batch_leaves_the_journal_to_the_next(tmp_path: Path) -> None:
-    async def lost(site: Site) -> int:
+    async def lost(site: WorkerContext) -> int:
         batch = added(site, jsonl([line("a"), line("b")]))
         held = claimed(site, batch, "old")
         assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
@@ -122,7 +122,7 @@ def test_a_worker_that_lost_its_batch_leaves_the_journal_to_the_next(tmp_path: P
 
 
 def test_a_batch_that_is_done_completes_whatever_an_older_look_has_seen(tmp_path: Path) -> None:
-    async def delivered(site: Site) -> None:
+    async def delivered(site: WorkerContext) -> None:
         batch = added(site, jsonl([line("a")]))
         held = claimed(site, batch, "me")
         assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
@@ -148,7 +148,7 @@ def test_a_batch_whose_validation_raises_ends_when_it_is_cancelled_or_expires(
     def defect(*arguments: object) -> None:
         raise TypeError("defect")
 
-    async def carried(site: Site) -> None:
+    async def carried(site: WorkerContext) -> None:
         batch = added(site, jsonl([line("a")]), window=0 if end == "expire" else 3_600)
         held = claimed(site, batch, "me")
         if end == "cancel":
@@ -178,7 +178,7 @@ def test_a_batch_waits_for_a_store_that_is_away_and_is_refused_once_its_file_is_
 
 
 def test_a_feed_in_place_of_one_that_failed_keeps_the_reserve_of_its_model(tmp_path: Path) -> None:
-    async def fails(site: Site) -> None:
+    async def fails(site: WorkerContext) -> None:
         working = Worker(replace(site, reserve={"tiny": 1}))
         first = working._feed("tiny", "chat")
         working._feeds["tiny", "chat"][1].cancel()
@@ -204,7 +204,7 @@ def test_feeds_follow_the_plan_and_keep_it_while_it_cannot_be_made(
             raise StoreError("away")
         return {("tiny", "chat"): 3} if mine else {}
 
-    async def works(site: Site) -> list[int]:
+    async def works(site: WorkerContext) -> list[int]:
         working = Worker(replace(site, capacity=planned, reserve={"tiny": 2}))
         seen, running = [2], asyncio.create_task(working.run())
         try:
@@ -235,7 +235,7 @@ def test_a_worker_shows_that_it_lives_while_its_look_and_its_plan_wait_for_the_r
         waiting[number].set()
         go.wait()
 
-    async def works(site: Site) -> set[float | None]:
+    async def works(site: WorkerContext) -> set[float | None]:
         batch = added(site, jsonl([line("a")]))
         working = Worker(replace(site, capacity=lambda found, mine: {}, clock=itertools.count(1_000).__next__))
         assert site.batches.claim(batch.id, working._name, 0.0, 5.0) is not None
@@ -266,7 +266,7 @@ def test_a_worker_shows_that_it_lives_while_calls_of_the_store_hold_all_threads(
     monkeypatch.setattr(worker, "RENEW_SECONDS", 0.01)
     go = threading.Event()
 
-    async def works(site: Site) -> set[float | None]:
+    async def works(site: WorkerContext) -> set[float | None]:
         batch = added(site, jsonl([line("a")]))
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
@@ -293,7 +293,7 @@ def test_a_batch_that_is_cancelled_while_its_files_are_written_ends_as_cancelled
 ) -> None:
     written = batch_lifecycle.write_results
 
-    async def delivered(site: Site) -> None:
+    async def delivered(site: WorkerContext) -> None:
         batch = added(site, jsonl([line("a")]))
         held = claimed(site, batch, "me")
         assert check_input(site.objects, content_path("file-1"), batch.id, CHAT, None, site.limits).errors == []
@@ -329,7 +329,7 @@ def test_rows_that_finished_last_are_in_the_journal_when_requests_outlast_the_en
     monkeypatch.setattr(worker, "KEEP_SECONDS", 0.05 if store == "hangs" else 60.0)
     go = threading.Event()
 
-    async def ends(site: Site) -> BatchRecord:
+    async def ends(site: WorkerContext) -> BatchRecord:
         batch = added(site, jsonl([line("short", max_tokens=1), line("long", max_tokens=3_000)]))
         working = Worker(site)
         running = asyncio.create_task(working.run())
@@ -358,7 +358,7 @@ def test_rows_that_finished_last_are_in_the_journal_when_requests_outlast_the_en
 def test_the_records_of_a_batch_are_written_while_the_store_hangs(tmp_path: Path) -> None:
     go = threading.Event()
 
-    async def moves(site: Site) -> BatchRecord | None:
+    async def moves(site: WorkerContext) -> BatchRecord | None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         batch = added(site, jsonl([line("a")]))
         held, lifecycle = claimed(site, batch, "me"), BatchLifecycle(site)
@@ -379,7 +379,7 @@ def test_the_records_of_a_batch_are_written_while_the_store_hangs(tmp_path: Path
 
 
 def test_a_batch_of_a_model_that_nothing_can_ever_serve_fails_with_the_reason(tmp_path: Path) -> None:
-    async def validated(site: Site) -> None:
+    async def validated(site: WorkerContext) -> None:
         batch = added(site, jsonl([line("a")]))
         carried = Carried(claimed(site, batch, "me"), batch)
         assert not await BatchLifecycle(site).validated(carried)
@@ -417,7 +417,7 @@ def test_a_batch_under_way_fails_when_it_is_found_that_nothing_can_ever_serve_it
         monkeypatch.setattr(worker, name, 0.0)
     known = threading.Event()
 
-    async def works(site: Site) -> None:
+    async def works(site: WorkerContext) -> None:
         working = Worker(
             replace(site, engines=NoOffer(), never_served=lambda *_: "No GPU." if known.is_set() else None)
         )
