@@ -6,14 +6,13 @@ every call goes through: callers, bounds, bodies, errors. `files/` and `batches/
 `records/` what is known of files and batches, `execution/` brings batches on, `capacity/` plans how many engines they
 have, `billing/` says who used what and what it costs, `openapi/` describes all calls. `front_door` puts around it who
 may do what (`access/`), single requests to engines (`interactive/`), requests that are submitted and asked for later
-(`online/`), and what operators see (`telemetry/`, `health`, `drain`).
+(`online/`), and what operators see (`telemetry/`, `health`).
 """
 
 __all__ = [
     "access",
     "app",
     "billing",
-    "drain",
     "front_door",
     "health",
     "interactive",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self
 
 import sqlalchemy as sa
 from fastapi import FastAPI
@@ -33,7 +34,6 @@ from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
 from batch_assets.api.billing.journal import UsageJournal, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Tokens
-from batch_assets.api.endpoint_watch import EndpointWatch
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
 from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds
@@ -47,7 +47,7 @@ from batch_assets.api.interactive.replica_engines import ReplicaEngines
 from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply, first_token_policy
 from batch_assets.api.interactive.streams.event_stream import Usage
-from batch_assets.api.models import EndpointModels, known_models, served_models
+from batch_assets.api.models import EndpointModels, ServedModel, known_models, served_models
 from batch_assets.api.online import routes as online_routes
 from batch_assets.api.online.dispatcher import ProxyDispatcher
 from batch_assets.api.online.figures import OnlineFigures
@@ -74,6 +74,59 @@ from gpu_runner.http.tls_files import ssl_of
 _DIRECT_ROUTES = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
 _LINES_LOST = ("batch_assets_audit_lines_lost", "Lines of the audit log that could not be written.")
 _ANSWERS_LOST = ("batch_assets_usage_answers_lost", "Answers whose usage could not be written down.")
+
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 10.0
+
+
+class ModelsServer(Protocol):
+    """One engine; `EndpointModels` is one."""
+
+    async def ask(self) -> Sequence[ServedModel] | None:
+        """Its models now; None: it gives no list of models, or does not answer."""
+
+
+class EndpointWatch:
+    """Whether the configured engines answer: a context, in which `servers` (by address) are asked every `seconds`.
+
+    It lives on one event loop. The log and `/readyz` tell what it finds. An engine that is away takes nothing from the
+    service's own readiness: batches are taken, and their lines wait for it.
+    """
+
+    def __init__(self, servers: Mapping[str, ModelsServer], seconds: float = LOOK_SECONDS) -> None:
+        self._servers, self._seconds = servers, seconds
+        self._looked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.away: tuple[str, ...] = ()  # addresses, as of the last look
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._look_often())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def first_look(self) -> None:
+        """Wait until all were looked at once."""
+        await self._looked.wait()
+
+    async def _look_often(self) -> None:
+        while True:
+            said = await asyncio.gather(*(server.ask() for server in self._servers.values()))
+            away = tuple(url for url, models in zip(self._servers, said, strict=True) if models is None)
+            for url in away:
+                if url not in self.away:
+                    log.warning("engine %s gives no list of models: what is asked of it waits until it does", url)
+            for url in self.away:
+                if url not in away:
+                    log.warning("engine %s answers again", url)
+            self.away = away
+            self._looked.set()
+            await asyncio.sleep(self._seconds)
 
 
 @dataclass(frozen=True, slots=True)

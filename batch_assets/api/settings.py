@@ -7,20 +7,68 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batch_assets import settings
 from batch_assets.api.billing.prices import FILE as PRICES_FILE
 from batch_assets.api.billing.prices import PriceList, read_prices
-from batch_assets.api.model_settings import FILE as MODELS_FILE
-from batch_assets.api.model_settings import ModelSettings, read_model_settings
 from batch_assets.settings import SettingError
+from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.engine_tls import tls_of_environment
+from resources.yaml_files import read_settings
 
 GIB = 1 << 30
 REGION_WORDS = "letters, digits, dots, dashes and underscores, 63 at most"
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 TLS_CERTIFICATE, TLS_KEY = "BATCH_ASSETS_TLS_CERTIFICATE", "BATCH_ASSETS_TLS_KEY"
+
+
+MODELS_FILE = "models.yaml"
+MOST_ENTRIES = 10_000
+
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+Reserve = Annotated[int, Field(ge=0, le=1000, strict=True)]
+
+
+class ModelSettingsError(UserFacingError):
+    """The file of models cannot be used."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
+
+
+class ModelSettings(BaseModel):
+    """What `models.yaml` says. `aliases`: the model behind a name. `reserve`: engines of a model that stay leased, also
+    without work.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    aliases: dict[ModelName, ModelName] = Field(default={}, max_length=MOST_ENTRIES)
+    reserve: dict[ModelName, Annotated[int, Field(ge=0, le=1000, strict=True)]] = Field(
+        default={}, max_length=MOST_ENTRIES
+    )
+
+    @model_validator(mode="after")
+    def _one_step(self) -> ModelSettings:
+        for alias, model in self.aliases.items():
+            if model in self.aliases:
+                raise ValueError(f"aliases.{alias[:80]}: expected a model, found the alias {model[:80]!r}")
+        for model in self.reserve:
+            if model in self.aliases:
+                raise ValueError(f"reserve.{model[:80]}: expected a model, found an alias")
+        return self
+
+    def resolve(self, name: str) -> str:
+        """The model behind a name; a name that is no alias stands for itself."""
+        return self.aliases.get(name, name)
+
+
+def read_model_settings(path: Path) -> ModelSettings:
+    """The settings of a file, none where there is no file. Raises ModelSettingsError."""
+    return read_settings(path, ModelSettings, ModelSettingsError)
 
 
 @dataclass(frozen=True, slots=True)

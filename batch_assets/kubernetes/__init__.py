@@ -2,7 +2,7 @@
 
 `run_launcher` is what dagster.yaml names: Dagster's own K8sRunLauncher with another answer to "does the worker live",
 and with a sweep of Jobs that are left over. What it decides is pure: `worker_health` of one run's worker, `leftovers`
-of all Jobs. `observation` reads both from the API server, `run_fences` the run's heartbeat from the fleet's database.
+of all Jobs. `observation` reads both from the API server, `RunFences` the run's heartbeat from the fleet's database.
 `rights` has the verbs that each service account needs and asks for them. `run_workers` is what a run worker gets of
 CPU and memory, by the size of its range.
 """

@@ -17,17 +17,25 @@ import dagster as dg
 from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import UNFINISHED
+from batch_assets.catalog.ledger import will_be_retried
 from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
+from batch_assets.catalog.run_errors import failure_text
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
-from batch_assets.monitoring.refresh_failure import RefreshFailure, refresh_failure
 from batch_assets.orchestration.reconcile import empty_store
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
 from batch_assets.orchestration.store_check import listed_differences
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_versions
 from batch_assets.snapshot.left_out import rejects_path
-from batch_assets.tags import PARTITION_TAG, PUBLISH_VOID_TAG, RANGE_END_TAG, RANGE_START_TAG
+from batch_assets.tags import (
+    PARTITION_TAG,
+    PUBLISH_VOID_TAG,
+    RANGE_END_TAG,
+    RANGE_START_TAG,
+    REFRESH_TAG,
+    RETRY_RUN_TAG,
+)
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
 from resources.objects.health import is_store_trouble
@@ -37,6 +45,26 @@ from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 OBSERVE_SECONDS = 8.0  # after which the store is said not to answer
 CHECK_SECONDS = 60.0  # between two listings of the store, while somebody watches
 _NOTHING = Figures(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshFailure:
+    """A refresh that failed: its run, when it ended (Unix seconds), and why. The snapshot before it stays."""
+
+    run_id: str
+    failed_at: float
+    reason: str
+
+
+def refresh_failure(instance: dg.DagsterInstance, dataset: str, now: float) -> RefreshFailure | None:
+    """The newest refresh if it failed and is not tried again by itself; else None. `now`: Unix seconds."""
+    for record in instance.get_run_records(dg.RunsFilter(tags={REFRESH_TAG: dataset}), limit=1):
+        run = record.dagster_run
+        if run.status != dg.DagsterRunStatus.FAILURE or RETRY_RUN_TAG in run.tags or will_be_retried(record, now):
+            return None
+        ended = record.end_time or record.update_timestamp.timestamp()
+        return RefreshFailure(run.run_id, ended, failure_text(instance, run.run_id))
+    return None
 
 
 @dataclass(frozen=True, slots=True)

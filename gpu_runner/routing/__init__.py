@@ -7,7 +7,7 @@ rules. `FORGETTING` of `latency_model` was chosen on seeds 1 and 2 of that bench
 Pure, clock and randomness are arguments. `router` decides; `latency_model` predicts first tokens and the time of each
 token of one engine, learned online with `least_squares`; `engine_view` is what the router knows of an engine now;
 `prefix_index` guesses how much of a prompt an engine has cached; `output_length` how long an answer will be;
-`latency_target` is what a caller asks for; `round_trips` how far away engines are.
+`latency_target` is what a caller asks for; `router` knows how far away engines are, too.
 """
 
-__all__ = ["engine_view", "latency_model", "latency_target", "output_length", "prefix_index", "round_trips", "router"]
+__all__ = ["engine_view", "latency_model", "latency_target", "output_length", "prefix_index", "router"]

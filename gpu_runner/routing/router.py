@@ -6,7 +6,7 @@ it is the engine with the fewest requests. An engine that was not heard of for l
 in `explore_seconds`, and only where its prediction is not far worse than the best: exploration is bounded in number and
 in cost. Routers of several replicas agree as far as they read the same reports; each knows its own requests exactly.
 
-The way to an engine is measured (`round_trips`) and added to its prediction: models learn what engines take, without
+The way to an engine is measured (`RoundTrips`) and added to its prediction: models learn what engines take, without
 it, so a model is as good in another region. Where no model is followed, the way counts as so many requests more as are
 served in its time; engines that are so passed over get one in `TEACH_EVERY` requests until enough is known of them.
 """
@@ -14,7 +14,7 @@ served in its time; engines that are so passed over get one in `TEACH_EVERY` req
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,11 +22,68 @@ from gpu_runner.routing.engine_view import EngineReport, EngineView, Routed
 from gpu_runner.routing.latency_model import ENOUGH, HardwarePrior, LatencyModel, Prediction
 from gpu_runner.routing.latency_target import ANY_LATENCY, LatencyTarget
 from gpu_runner.routing.prefix_index import PrefixIndex
-from gpu_runner.routing.round_trips import RoundTrips
 
 MOST_HARDWARE = 100  # kinds of which the last model is kept
 MOST_TRIED = 2 * ENOUGH  # requests to an engine that is still to be known: one that only fails gets no more for it
 TEACH_EVERY = 10
+
+
+ASSUMED_SECONDS = 0.05  # to another region, until something there was measured
+KEPT_TRIPS = 30  # measurements of an engine: half a minute of them
+MOST_REGIONS = 100
+
+
+class RoundTrips:
+    """How far away engines are, as measured, by engine and by region. `region`: the service's own; empty: not named.
+
+    What is measured of an engine is the time of a small request to it on an open connection; the least of the last
+    ones is its round trip, because load only adds to it. An engine that was not measured yet counts as far away as the
+    nearest one of its region; where nobody there was measured either, an engine of the service's own region (or of
+    none that is named) counts as near, one of another region as `ASSUMED_SECONDS` away.
+    """
+
+    def __init__(self, region: str = "") -> None:
+        self._own = region
+        self._engines: dict[str, str] = {}  # the region of each engine
+        self._measured: dict[str, deque[float]] = {}
+        self._least: dict[str, float] = {}
+        self._regions: OrderedDict[str, float] = OrderedDict()  # the last measurement in each
+
+    def known(self, engine: str, region: str) -> None:
+        """This engine is in this region; empty: not named."""
+        self._engines[engine] = region
+
+    def measured(self, engine: str, seconds: float) -> None:
+        """A small request to it took so long."""
+        kept = self._measured.setdefault(engine, deque(maxlen=KEPT_TRIPS))
+        kept.append(seconds)
+        self._least[engine] = min(kept)
+        if region := self._engines.get(engine, ""):
+            self._regions[region] = min(
+                self._least[name] for name, where in self._engines.items() if where == region and name in self._least
+            )
+            self._regions.move_to_end(region)
+            if len(self._regions) > MOST_REGIONS:
+                self._regions.popitem(last=False)
+
+    def seconds(self, engine: str) -> float:
+        """The round trip to this engine."""
+        if engine in self._least:
+            return self._least[engine]
+        region = self._engines.get(engine, "")
+        if region in self._regions:
+            return self._regions[region]
+        return ASSUMED_SECONDS if region and self._own and region != self._own else 0.0
+
+    def regions(self) -> dict[str, float]:
+        """The round trip to each region in which an engine was measured. May be called in any thread."""
+        return dict(self._regions)
+
+    def forget(self, engine: str) -> None:
+        """Forget an engine that is gone. What is known of its region stays."""
+        self._engines.pop(engine, None)
+        self._measured.pop(engine, None)
+        self._least.pop(engine, None)
 
 
 class Rule(enum.Enum):

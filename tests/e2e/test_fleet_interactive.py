@@ -18,7 +18,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api import service
 from batch_assets.api.front_door import FrontDoor, build_front_door
-from batch_assets.api.model_settings import ModelSettings
+from batch_assets.api.settings import ModelSettings
 from batch_assets.settings import fleet_database
 from gpu_runner.fleet.database import FleetDatabase
 

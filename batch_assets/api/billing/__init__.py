@@ -2,7 +2,7 @@
 
 `prices` is the price list, `ledger` keeps who used how many tokens of which model and class on which day.
 `interactive_usage` writes what an answer used into a `journal`, which brings it there behind the requests,
-`batch_usage` brings that of batches (`answer_usage`: of one line; `settlement`: at the end). `spending` keeps the
+`batch_usage` brings that of batches (`answer_usage`: of one line). `spending` keeps the
 budget of a batch. `routes` shows tenants their own usage, `margin` sets it beside the bills of the fleet.
 """
 
@@ -15,7 +15,6 @@ __all__ = [
     "margin",
     "prices",
     "routes",
-    "settlement",
     "spending",
     "usage",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from batch_assets.api.billing.settlement import settlement
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
 from batch_assets.api.records.amounts import (
     MILLION_DOLLARS,
@@ -35,6 +35,38 @@ TASK_SECONDS = 2 * 86_400  # a request lives for an hour at the most; the rest i
 REST = "rest"  # of a batch: what its parts did not say
 TOGETHER = 500  # ids in one query
 COUNTS = tuple(Used.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """`rest`: what the whole batch has beyond its parts. `lines`: the same by heading, as it is to be added."""
+
+    rest: Used
+    lines: dict[UsageKey, Used]
+
+
+def settlement(whole: Used, parts: Sequence[tuple[UsageKey, Used]], today: UsageKey) -> Settlement:
+    """What brings the lines of a batch to `whole` at its end: what its parts did not say is added, what they said too
+    much is taken back. `parts`: what it has added so far, the oldest first.
+
+    More is of today. Less is taken from where it was added, from the newest part on: a heading loses no more of
+    anything than the batch gave it, so none falls below 0.
+    """
+    said = Used()
+    for _, used in parts:
+        said = said.plus(used)
+    rest = whole.plus(said, -1)
+    lines: defaultdict[UsageKey, dict[str, int]] = defaultdict(dict)
+    for name in Used.__dataclass_fields__:
+        left = getattr(rest, name)
+        for key, used in reversed(parts):
+            back = max(0, min(-left, getattr(used, name)))
+            if back:
+                lines[key][name] = lines[key].get(name, 0) - back
+                left += back
+        if left:
+            lines[today][name] = lines[today].get(name, 0) + left
+    return Settlement(rest, {key: Used(**changes) for key, changes in lines.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,38 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from gpu_runner.market.offers import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
-from gpu_runner.providers.ec2.hardware import GPUS_OF
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
+# As `GpuInfo` of EC2's DescribeInstanceTypes has them; a test compares with moto's copy.
+GPUS_OF: dict[str, tuple[str, int, float]] = {}  # instance type: GPU, how many, GiB of each as marketed
+
+
+def _add_family(family: str, gpu: str, memory: float, counts: dict[str, int]) -> None:
+    GPUS_OF.update({f"{family}.{size}": (gpu, gpus, memory) for size, gpus in counts.items()})
+
+
+_ONE_TO_EIGHT = {
+    "xlarge": 1,
+    "2xlarge": 1,
+    "4xlarge": 1,
+    "8xlarge": 1,
+    "16xlarge": 1,
+    "12xlarge": 4,
+    "24xlarge": 4,
+    "48xlarge": 8,
+}
+_add_family("g4dn", "T4", 16, {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1, "12xlarge": 4})
+_add_family("g5", "A10G", 24, _ONE_TO_EIGHT)
+_add_family("g6", "L4", 24, _ONE_TO_EIGHT)
+_add_family("g6e", "L40S", 48, _ONE_TO_EIGHT)
+_add_family("p4d", "A100", 40, {"24xlarge": 8})
+_add_family("p4de", "A100", 80, {"24xlarge": 8})
+_add_family("p5", "H100", 80, {"4xlarge": 1, "48xlarge": 8})
+_add_family("p5e", "H200", 141, {"48xlarge": 8})
+_add_family("p5en", "H200", 141, {"48xlarge": 8})
 
 
 class _Strict(BaseModel):

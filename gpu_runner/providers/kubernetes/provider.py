@@ -21,9 +21,9 @@ from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engi
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.kubernetes.api import ApiAway, ApiRefused, CredentialsError, Json, Verb, inside
 from gpu_runner.providers.kubernetes.config import DNS_LABEL, KubernetesOffer, KubernetesProviderConfig
-from gpu_runner.providers.kubernetes.diagnosis import describe_loss, describe_silence
 from gpu_runner.providers.kubernetes.inspection import inspect
 from gpu_runner.providers.kubernetes.manifests import pod_manifest, secret_manifest
+from gpu_runner.providers.kubernetes.node_health import NodeState
 from gpu_runner.providers.kubernetes.node_prices import Listed, NodePrice, no_list
 from gpu_runner.providers.kubernetes.pod_status import Obstacle, PodState, as_machine, is_ours, read_pod
 from gpu_runner.providers.kubernetes.pod_watch import PodWatch, shared_watch
@@ -37,6 +37,39 @@ UNSEEN_SECONDS = 120.0  # after an outage of the API server a scheduler was seen
 
 _API = (ApiRefused, ApiAway, CredentialsError)
 _NAME = re.compile(DNS_LABEL)
+
+
+LONGEST_DIAGNOSIS = 400
+
+
+def describe_loss(pod: PodState | None, machine: Machine | None, node: NodeState | None, tunnel: str) -> str:
+    """Describe the loss of a pod that could be asked for; None: there is none. `tunnel`: the last trouble of the way
+    to it.
+    """
+    if pod is None or machine is None:
+        return "there is no such pod any more"
+    if machine.state == "ended":
+        return f"its pod has ended: {machine.describe_end()}"[:LONGEST_DIAGNOSIS]
+    if machine.notice_seconds is not None:
+        return f"its pod ends in {machine.notice_seconds:.0f} s: {machine.detail}"[:LONGEST_DIAGNOSIS]
+    parts = [f"its pod runs on {pod.node}" + (", not ready" if pod.unready else "")]
+    if node is None:
+        parts.append("of that node nothing is known (no right to read nodes)")
+    else:
+        parts.append(node.trouble() or "that node reports itself ready; a lost one is noticed after about 40 s")
+    if tunnel:
+        parts.append(f"kubectl says: {tunnel}")
+    return "; ".join(parts)[:LONGEST_DIAGNOSIS]
+
+
+def describe_silence(error: ProviderError | ProviderUnclear, *, tunnelled: bool) -> str:
+    """Describe the silence of a pod that cannot be asked for. `tunnelled`: engines are reached through the API
+    server.
+    """
+    if isinstance(error, ProviderUnclear):
+        ways = ", and the way to its engines leads through it" if tunnelled else ""
+        return f"{error}{ways}; what has become of the engine shows when it answers again"[:LONGEST_DIAGNOSIS]
+    return str(error)[:LONGEST_DIAGNOSIS]
 
 
 class KubernetesProvider:

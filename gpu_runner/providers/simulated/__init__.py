@@ -2,10 +2,9 @@
 
     config.py    what stands in fleet.yaml
     default.py   the embedded default: three competing providers
-    engines.py   the engine simulator's arguments for a GPU and a model
     faults.py    what the API and the machines do wrong, seeded or injected
     market.py    which offers stand at a moment
-    provider.py  the five calls
+    provider.py  the five calls, and the engine simulator's arguments for a GPU and a model
     cloud.py     all providers of one home, and the hands of a test in it
     meter.py     the cloud's own bill
 

@@ -23,10 +23,10 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.access.rate_limits import duration, read_limits
 from batch_assets.api.access.request_access import trace_of
-from batch_assets.api.drain import DrainingServer, drain_seconds
 from batch_assets.api.front_door import FrontDoor, build_front_door
 from batch_assets.api.health import Readiness
 from batch_assets.api.requests.callers import Scope, embedded_caller
+from batch_assets.api.server import DrainingServer, drain_seconds
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.metrics import MOST_MODELS, ServiceMetrics
 from batch_assets.settings import SettingError

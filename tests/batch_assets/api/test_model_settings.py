@@ -9,7 +9,7 @@ import pytest
 from support.api_site import api_site, line
 from support.simulated_engine import simulated_engine
 
-from batch_assets.api.model_settings import ModelSettings, ModelSettingsError, read_model_settings
+from batch_assets.api.settings import ModelSettings, ModelSettingsError, read_model_settings
 
 SETTINGS = ModelSettings(aliases={"fast": "tiny", "gone": "nobody"})
 

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from support.front_doors import front_door_alone
 
-from batch_assets.api.endpoint_watch import EndpointWatch
+from batch_assets.api.front_door import EndpointWatch
 from batch_assets.api.models import FleetModels, ServedModel, known_models
+from batch_assets.api.server import Start, start_report
 from batch_assets.api.service import _fleet_models
 from batch_assets.api.settings import ApiSettings
-from batch_assets.api.start_report import Start, start_report
 from resources.fleet.resource import FleetConfigError, GpuFleet
 
 DEAD, ALIVE = "http://127.0.0.1:9", "http://127.0.0.1:8000"

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 
 from gpu_runner.routing.engine_view import EngineReport
 from gpu_runner.routing.latency_target import LatencyTarget
-from gpu_runner.routing.round_trips import ASSUMED_SECONDS, KEPT, RoundTrips
-from gpu_runner.routing.router import TEACH_EVERY, Choice, Reason, RoutedRequest, Router, RoutingPolicy
+from gpu_runner.routing.router import (
+    ASSUMED_SECONDS,
+    KEPT_TRIPS,
+    TEACH_EVERY,
+    Choice,
+    Reason,
+    RoundTrips,
+    RoutedRequest,
+    Router,
+    RoutingPolicy,
+)
 
 WAYS = {"here": 0.001, "there": 0.101}
 PLACES = 16
@@ -20,7 +29,7 @@ def test_the_round_trip_is_the_least_of_the_last_measurements() -> None:
     for seconds in (0.5, 0.1, 0.3):
         trips.measured("a", seconds)
     assert trips.seconds("a") == 0.1
-    for _ in range(KEPT):
+    for _ in range(KEPT_TRIPS):
         trips.measured("a", 0.2)
     assert trips.seconds("a") == 0.2, "it has moved away"
     assert trips.regions() == {}

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from resources.store.outcome_columns import OUTCOME_COLUMNS, PART_COLUMNS
-from resources.store.outcome_tables import outcome_schema
-from resources.store.part_columns import PART_FIELDS
+from resources.store.outcome_tables import PART_FIELDS, outcome_schema
 
 
 def test_the_names_of_columns_are_those_of_the_tables():

@@ -8,7 +8,7 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_assets.api.billing.settlement import settlement
+from batch_assets.api.billing.ledger import settlement
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
 
 KEYS = [

@@ -22,9 +22,8 @@ from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.interactive.streams.response_stream import ResponseStream
-from batch_assets.api.model_settings import ModelSettings
 from batch_assets.api.records.database import Records
-from batch_assets.api.settings import ApiSettings
+from batch_assets.api.settings import ApiSettings, ModelSettings
 
 RESPONSES = "/v1/responses"
 ASK = {"model": "short", "input": "hi", "max_output_tokens": 10}

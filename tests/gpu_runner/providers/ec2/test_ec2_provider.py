@@ -22,7 +22,7 @@ from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, Pr
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.cloud.tunnels import TunnelTarget
 from gpu_runner.providers.ec2.api import Clients
-from gpu_runner.providers.ec2.hardware import GPUS_OF
+from gpu_runner.providers.ec2.config import GPUS_OF
 from gpu_runner.providers.ec2.provider import Ec2Provider
 from gpu_runner.providers.engine_process import EngineStartError
 
