@@ -4,7 +4,7 @@
 and `engine_liveness` is what is known of it; `row_state` the states of a row and
 their transitions; `row_request` a request for rows; `row_queue` the rows that are left; `row_outcomes` what becomes of
 those that were answered; `failed_requests` those whose request failed, until it is known why: `failures/` says what a
-failure means. `hedging/` asks once more for rows that are late.
+failure means. `hedging/` says which rows are late, and `second_requests` asks once more for them.
 `engine_death` gives the rows of an engine back when it ends, `poison_rows` finds those that end engines. `windows/`
 says how many rows are in flight.
 """

@@ -3,7 +3,7 @@
 A freed slot takes its next row at once, in the task that freed it. Where the engine takes lists, a slot takes several
 rows for one request; they are counted, judged and kept one by one. A list that is refused is cut in halves until the
 rows at fault are alone (micro_batches/bisection.py). Rows that are late are asked for once more, here or elsewhere
-(hedging/late_rows.py). What becomes of rows: row_outcomes.py of those that were
+(second_requests.py). What becomes of rows: row_outcomes.py of those that were
 answered, failed_requests.py of those whose request failed, engine_death.py of those that the engine still had at its
 end.
 """
@@ -33,7 +33,8 @@ from gpu_runner.inference.engine_death import return_rows
 from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog
 from gpu_runner.inference.failed_requests import FailedRequests
-from gpu_runner.inference.hedging.late_rows import LateRows
+from gpu_runner.inference.hedging.late_rows import LateRequest, late_requests
+from gpu_runner.inference.hedging.request_durations import RequestDurations
 from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_outcomes import RowOutcomes
@@ -62,8 +63,8 @@ _NO_CONTEXT = nullcontext()
 class EngineWorker:
     """One `serve` call. `wake` is called when rows may move: something became ready, or complete.
 
-    `peers`: all workers of the feed, this one among them. `rate`: None where the engine takes any number of requests.
-    `context`: entered around each request.
+    `ask_again` is called for a late request whose rows are to be asked for once more. `rate`: None where the engine
+    takes any number of requests. `context`: entered around each request.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EngineWorker:
         window: Window,
         wake: Callable[[], None],
         spending: CostMeter,
-        peers: Callable[[], Sequence[EngineWorker]],
+        ask_again: Callable[[LateRequest], None],
         rate: RateLimit | None = None,
         context: RequestContext | None = None,
     ) -> None:
@@ -96,7 +97,9 @@ class EngineWorker:
         self._paced: asyncio.TimerHandle | None = None
         self._list_engine = engine if isinstance(engine, ListEngine) and engine.takes_lists else None
         self._lists = ListSize(policy.lists)
-        self.late = LateRows(self, work, policy.hedging, peers)
+        self._ask_again, self._durations = ask_again, RequestDurations(policy.hedging)
+        self.late_rows = 0  # at the last look
+        self._guests = 0  # rows of second requests to this engine
         self.outcomes = RowOutcomes(engine.generation, origin, work, spending, wake)
 
     # --- life ---
@@ -132,8 +135,9 @@ class EngineWorker:
             lost = self.life.error
             innocent = isinstance(lost, EngineLost) and lost.never_answered
             blamed = [] if innocent else [*self.in_flight, *taken]
+            for request in self.in_flight.values():
+                request.cancel_second()
             self.in_flight.clear()
-            self.late.close()
             self.spending.fly(0)
             return_rows(self.work, self.policy, self.outcomes, self.life.error, self.group, held, blamed)
             self.group = None
@@ -248,7 +252,7 @@ class EngineWorker:
         """Whether suspects may be sent now: they wait until nothing else is in flight."""
         self.work.begin_trial(self)
         if self.group is None:
-            if self.in_flight or self.failures or self.late.guests:
+            if self.in_flight or self.failures or self._guests:
                 self.work.memory.let_all_in()
                 return False
             self.group = self.work.next_group()
@@ -304,6 +308,7 @@ class EngineWorker:
 
     def _cut(self, request: Request) -> Request:
         """Sends the second half of a refused list; returns the first."""
+        request.cancel_second()
         self.liveness.answered(self._loop.time())
         refused = request.refused or RefusedList(len(request.rows))
         first, second = (self._fly(half, refused) for half in halves(request.rows))
@@ -319,7 +324,7 @@ class EngineWorker:
         tokens = sum([completion.prompt_tokens for completion in completions])
         size = sum([len(item.row.prompt) for item in rows])
         self._lists.counted(tokens, size)
-        self.late.durations.answered(size, now - rows[0].sent, len(rows))
+        self._durations.answered(size, now - rows[0].sent, len(rows))
         if self.rate is not None:
             completion_tokens = sum([completion.completion_tokens for completion in completions])
             self.rate.on_answer(rows[0], tokens, completion_tokens, now, len(rows))
@@ -392,7 +397,7 @@ class EngineWorker:
         if self.rate is not None:
             self.rate.on_answer(item, completion.prompt_tokens, completion.completion_tokens, self._loop.time())
         now = self._answered(item)
-        self.late.durations.answered(len(item.row.prompt), now - item.sent)
+        self._durations.answered(len(item.row.prompt), now - item.sent)
         self.liveness.answered(now)
         self.window.refusals.on_served()
         self._add_tokens(item, completion)
@@ -407,8 +412,7 @@ class EngineWorker:
         """
         rows = request.rows
         oldest = min(rows, key=_order)
-        if self.late.hedges:
-            self.late.answered(rows)
+        request.cancel_second()
         for item in rows:
             item.wait_for_room()
         request.answered = True
@@ -448,6 +452,7 @@ class EngineWorker:
             self._answered_rows -= len(request.rows)
         self._read(request)
         request.broken_off = True
+        request.cancel_second()
         for item in request.rows:
             del self.in_flight[item]
         self.spending.give_up(len(request.rows))
@@ -463,7 +468,6 @@ class EngineWorker:
     def end_jobs(self) -> None:
         """Rows of jobs that have ended leave; other rows of their requests are to be asked for again."""
         for request in dict.fromkeys(one for item, one in self.in_flight.items() if item.batch.ended):
-            self.late.answered(request.rows)
             self._break_off(request)
             self._note(request.refused, None, len(request.rows))
             for item in request.rows:
@@ -486,11 +490,11 @@ class EngineWorker:
     def _answered(self, *rows: Item) -> float:
         now = self._loop.time()
         for item in rows:
-            del self.in_flight[item]
+            request = self.in_flight.pop(item)
+            if request.second is not None:
+                request.cancel_second()
             item.add_seconds(now)
             self.window.on_answer(now - item.sent)
-        if self.late.hedges:
-            self.late.answered(rows)
         self.count_flying()
         if self.rate is not None:
             self.rate.on_end(rows[0])
@@ -500,18 +504,23 @@ class EngineWorker:
 
     # --- late rows ---
 
-    @property
-    def in_trial(self) -> bool:
-        """Suspects are in flight, and nothing else may be."""
-        return self.group is not None
-
     def may_be_asked(self, rows: int, now: float) -> bool:
-        """Whether this engine takes so many rows more, does not refuse them for their number, and they can be paid."""
+        """Whether this engine takes so many late rows more, does not refuse for their number, and they can be paid.
+
+        The rows beside which they are asked for keep their places: a few more are in flight.
+        """
+        most = max(1, int(self.policy.hedging.share * self.window.size))
+        free = not self._guests or self._guests + rows <= most
         calm = self.window.refusals.cap is None and now >= self.liveness.resting_until
         calm = calm and not self.window.wait_to_send(now)
         room = self._slots_taken + rows <= self.window.most and rows <= self.spending.room
         room = room and (self.rate is None or not self.rate.wait(now))
-        return self.life.serving and not self.in_trial and calm and room
+        return free and self.life.serving and self.group is None and calm and room
+
+    def take_guests(self, rows: int) -> None:
+        """A second request for so many rows is sent to this engine; `asked_too` follows."""
+        self._guests += rows
+        self.count_flying()
 
     async def ask_too(self, rows: Sequence[Item], admit: Admit) -> Sequence[Completion]:
         """A second request for late rows. Raises as `Engine.generate`."""
@@ -533,11 +542,13 @@ class EngineWorker:
 
     def count_flying(self) -> None:
         """The rows with the engine have changed: so many are to be paid."""
-        self.spending.fly(len(self.in_flight) + self.late.guests)
+        self.spending.fly(len(self.in_flight) + self._guests)
 
-    def asked_too(self, given_up: int) -> None:
-        """Tell that a request has ended; `given_up`: rows of it where it was broken off."""
-        self.spending.give_up(given_up)
+    def asked_too(self, rows: int, *, given_up: bool) -> None:
+        """A second request has ended; `given_up`: it was broken off."""
+        self._guests -= rows
+        if given_up:
+            self.spending.give_up(rows)
         self.count_flying()
         if not self.in_flight:
             self.spending.rest(self._loop.time())
@@ -606,11 +617,20 @@ class EngineWorker:
                     self.end(orders.lost)
                 if orders.abort_before is not None:
                     self.abort_rows(orders.abort_before)
-                self.late.look(self._loop.time())
+                self._look_for_late_rows()
                 self._wake()
                 await self.watchdog.rest()
         except Exception as error:
             self.end(error)
+
+    def _look_for_late_rows(self) -> None:
+        late: list[LateRequest] = []
+        if self.group is None:
+            late = late_requests(self.in_flight, self._durations, self.policy.hedging, self._loop.time())
+        self.late_rows = sum(len(one.rows) for one in late)
+        for one in late:
+            if one.asks:
+                self._ask_again(one)
 
     async def _send_canary(self) -> None:
         self.count_request(0, 0)
@@ -622,7 +642,7 @@ class EngineWorker:
 
     @property
     def _slots_taken(self) -> int:
-        return self.rows_in_flight + self.failures.slots_kept + self.late.guests
+        return self.rows_in_flight + self.failures.slots_kept + self._guests
 
     @property
     def rows_in_flight(self) -> int:

@@ -30,6 +30,7 @@ from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Counts, Work, end_tasks
 from gpu_runner.inference.row_request import RequestContext
 from gpu_runner.inference.row_state import OpenBatch
+from gpu_runner.inference.second_requests import SecondRequests
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
 from gpu_runner.inference.windows.rate_limit import RateLimit
@@ -113,6 +114,7 @@ class Feed:
         self._work.call_below(self._policy.ahead)
         self._failure: BaseException | None = None
         self._workers: list[EngineWorker] = []
+        self._second_requests = SecondRequests(self._work, lambda: self._workers)
         self._reading: Future[Batch | None] | None = None
         self._ended_since: set[str] = set()  # jobs that ended while this batch is read
         self._reader: ThreadPoolExecutor | None = None
@@ -161,7 +163,7 @@ class Feed:
             ok=counts.ok,
             dead=counts.dead,
             in_flight=sum(len(worker.in_flight) for worker in self._workers),
-            late=sum(worker.late.count for worker in self._workers),
+            late=sum(worker.late_rows for worker in self._workers),
             hedges=counts.hedges,
             queued=work.queued,
             open_batches=work.open_batches,
@@ -226,7 +228,7 @@ class Feed:
             window,
             self._wake,
             spending or CostMeter(),
-            lambda: self._workers,
+            lambda late: self._second_requests.ask(worker, late),
             RateLimit(limits, engine.generation.most_tokens) if limited else None,
             context,
         )

@@ -20,7 +20,8 @@ class Request:
 
     `refused`: the list of which these rows are a part, where that was refused. `slot`: the task that waits for the
     answer. `answered`: the answer has come, and waits for room. `broken_off`: nobody wants the answer any more, nor
-    what else comes of it; the rows are elsewhere, or are over.
+    what else comes of it; the rows are elsewhere, or are over. `second`: a request for the same rows, as this one is
+    late (second_requests.py).
     """
 
     rows: Sequence[Item]
@@ -28,6 +29,13 @@ class Request:
     slot: asyncio.Task[None] | None = None
     answered: bool = False
     broken_off: bool = False
+    second: asyncio.Task[None] | None = None
+
+    def cancel_second(self) -> None:
+        """This one has ended, or its answer is being read: the second one is not waited for."""
+        second, self.second = self.second, None
+        if second is not None and second is not asyncio.current_task():
+            second.cancel()
 
     @property
     def jobs(self) -> list[str]:

@@ -121,7 +121,7 @@ class Item:
     `tries` are charged failures, `voids` failures that nobody charged, `deaths` engine deaths it was in
     flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests. `kept` are the
     bytes of an answer that is to be repaired, `reading` those of one that is being read. `sent` is a time of the loop,
-    `started_at` one of the clock. `repeats`: further requests for it since `sent` (hedging/late_rows.py). `group` is
+    `started_at` one of the clock. `repeats`: further requests for it since `sent` (hedging/). `group` is
     the trial that the row takes part in, in whatever state.
     """
 

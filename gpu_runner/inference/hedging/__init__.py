@@ -1,7 +1,7 @@
-"""Requests that take much longer than others: when one is late, and the second request for its rows.
+"""Requests that take much longer than others: when one is late.
 
-`request_durations` learns how long requests take; `late_rows` sends the second request, whose answer counts if it is
-the first one.
+`request_durations` learns how long requests take; `late_rows` says which are late. `second_requests`, a floor above,
+asks once more for their rows.
 """
 
 __all__ = ["late_rows", "request_durations"]

@@ -20,8 +20,9 @@ from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.http.bounded_read import FREE_BYTES
 from gpu_runner.inference.answer_memory import ROW_BYTES, AnswerMemory
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.inference.hedging.late_rows import LateRows
-from gpu_runner.inference.hedging.request_durations import HedgePolicy
+from gpu_runner.inference.hedging.late_rows import LateRequest
+from gpu_runner.inference.row_request import Request
+from gpu_runner.inference.second_requests import SecondRequests, _Second
 from gpu_runner.rows import Batch
 from gpu_runner.token_price import TokenPrice
 
@@ -187,10 +188,11 @@ def test_a_second_answer_of_a_list_waits_for_room_as_its_oldest_row_does() -> No
         first, second = memory.open(1), memory.open(1)
         memory.keep(first, ROW_BYTES)
         assert memory.full
-        late = LateRows(worker, SimpleNamespace(memory=memory), HedgePolicy(), list)  # type: ignore[arg-type]
+        seconds = SecondRequests(SimpleNamespace(memory=memory), list)  # type: ignore[arg-type]
         rows = (Row(1, SimpleNamespace(bytes=second)), Row(0, SimpleNamespace(bytes=first)))
         async with asyncio.timeout(5):
-            await late.serve(SimpleNamespace(rows=rows, first=object()), late)  # type: ignore[arg-type]
+            late = LateRequest(Request(rows), rows, True)  # type: ignore[arg-type]
+            await seconds._serve(_Second(late, worker, worker))  # type: ignore[arg-type]
         assert len(worker.paid) == 2 and worker.ended is None and memory.reading == 0
 
     run(main)
