@@ -34,7 +34,7 @@ import uvloop
 from benchmarks.cpu_quota import cpu_quotas
 from benchmarks.lean_http import LeanHttp
 from benchmarks.online_kills import CALL_SECONDS, Seen, load, ready
-from benchmarks.online_site import Plan, Site, cpu_seconds, fixed_engine
+from benchmarks.online_processes import OnlineProcesses, Plan, cpu_seconds, fixed_engine
 from gpu_runner.client.connections import allow_open_files
 
 GOAL_SECONDS = 0.5
@@ -101,7 +101,7 @@ async def climb(processes: int, options: Options, folder: Path) -> list[Rung]:
     with contextlib.ExitStack() as stack:
         engine, engine_pid = stack.enter_context(fixed_engine(options.engines))
         quotas = stack.enter_context(cpu_quotas(processes if options.cores else 0, options.cores))
-        site = Site(plan, folder, engine)
+        site = OnlineProcesses(plan, folder, engine)
         stack.callback(site.end)
         site.start()
         fronts, stats = [LeanHttp(port) for port in site.fronts], LeanHttp(int(engine.rpartition(":")[2]))

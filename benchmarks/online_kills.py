@@ -39,7 +39,7 @@ import orjson
 import uvloop
 
 from benchmarks.lean_http import LeanHttp, NoAnswer
-from benchmarks.online_site import Plan, Process, Site, cpu_seconds, simulator
+from benchmarks.online_processes import OnlineProcesses, Plan, Process, cpu_seconds, simulator
 from gpu_runner.client.connections import allow_open_files
 
 RECOVERY_SECONDS = 10.0
@@ -175,7 +175,7 @@ def _pause(tries: int, retry_after: float = 0.0) -> float:
     return max(min(LONGEST_PAUSE, 0.2 * 2.0 ** min(tries, 10)), retry_after) * (1.0 + random.random())
 
 
-async def kill_now_and_then(site: Site, plan: Plan, seen: Seen) -> None:
+async def kill_now_and_then(site: OnlineProcesses, plan: Plan, seen: Seen) -> None:
     """Kill one at a random moment, and start it again; each once before any is killed again."""
     draw, left = random.Random(plan.seed), list[Process]()
     while True:
@@ -195,7 +195,7 @@ async def play(plan: Plan, folder: Path) -> Report:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     seen = Seen()
     with simulator() as (engine, pid):
-        site = Site(plan, folder, engine)
+        site = OnlineProcesses(plan, folder, engine)
         fronts = [LeanHttp(port) for port in site.fronts]
 
         def used() -> dict[str, float]:
@@ -224,7 +224,7 @@ async def prompt_tokens(engine: str) -> int:
     return int(orjson.loads(stats.body)["prompt_tokens"])
 
 
-async def load(servers: list[LeanHttp], site: Site, plan: Plan, seen: Seen, first: int = 0) -> float:
+async def load(servers: list[LeanHttp], site: OnlineProcesses, plan: Plan, seen: Seen, first: int = 0) -> float:
     """Requests at random until the time is over, then their results. Returns the seconds of the load. `first`: number
     of the first request; one that was sent before is answered at once, by its Idempotency-Key.
     """

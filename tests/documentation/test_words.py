@@ -10,32 +10,7 @@ from support.documents import REPOSITORY
 
 PRODUCT = ("batch_assets", "resources", "gpu_runner")
 MOST_WORDS = 40
-GIVEN_UP = {"shift", "hire", "crew", "heart", "site"}
-# Where one of them still stands, by the name of the class, module or folder. A name that is gone leaves this list.
-KNOWN = {
-    "ApiSite",
-    "DashboardSite",
-    "DatasetSite",
-    "Ec2Site",
-    "HealedSite",
-    "OnlineSite",
-    "ProviderSite",
-    "RunPodSite",
-    "Site",
-    "api_site",
-    "capacity_site",
-    "dashboard_site",
-    "dataset_site",
-    "ec2_site",
-    "healed_site",
-    "kubernetes_site",
-    "market_site",
-    "online_site",
-    "runpod_site",
-    "sensor_site",
-    "ssh_site",
-    "tenant_site",
-}
+GIVEN_UP = {"shift", "hire", "crew", "heart", "renter", "site"}
 
 
 @cache
@@ -67,11 +42,10 @@ def test_the_glossary_is_short_and_names_what_exists() -> None:
     assert [(word, name) for word, names in words for name in names if name.rstrip("/") not in known] == []
 
 
-def test_a_word_that_was_given_up_names_nothing_new() -> None:
+def test_a_word_that_was_given_up_names_nothing() -> None:
     found = {
         name: place
         for name, place in named(*PRODUCT, "tests", "benchmarks").items()
         if GIVEN_UP & {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
     }
-    assert {name: place for name, place in found.items() if name not in KNOWN} == {}, "docs/glossary.md has our words"
-    assert KNOWN - found.keys() == set(), "take what was renamed out of KNOWN"
+    assert found == {}, "docs/glossary.md has our words"

@@ -87,7 +87,7 @@ class Command:
 
 
 @dataclass
-class Site:
+class CommandProject:
     """A home, a store and a dataset of 1,000 rows in 20 batches."""
 
     folder: Path
@@ -159,12 +159,12 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(folder: Path) -> Iterator[Site]:
+def site(folder: Path) -> Iterator[CommandProject]:
     """A site; whatever was started on it is ended afterwards."""
     names = {"DAGSTER_HOME": "home", "BATCH_ASSETS_STORE": "store", "BATCH_ASSETS_DEFS": "defs"}
     environment = {name: str(folder / value) for name, value in names.items()}
     environment["BATCH_ASSETS_FLEET"] = str(folder / "fleet.yaml")
-    found = Site(folder, environment)
+    found = CommandProject(folder, environment)
     found.declare(SPEC)
     found.engine(speed=20.0)
     try:

@@ -1,7 +1,7 @@
 """Pictures of deploy/monitoring/dashboard.json: `PYTHONPATH=tests python -m e2e.dashboard_pictures FOLDER [SECONDS]`.
 
 Grafana is not at hand, so dashboard_page.html draws the panels from the dashboard's JSON and a Prometheus' answers. The
-services that it looks at are real (dashboard_site.py), and so are their callers (dashboard_traffic.py). Engines are
+services that it looks at are real (dashboard_sources.py), and so are their callers (dashboard_traffic.py). Engines are
 simulated.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from playwright.sync_api import Page, sync_playwright
 
 from e2e.browser import ARGUMENTS, CHROMIUM
-from e2e.dashboard_site import MONITORING, SCRAPE_SECONDS, dashboard_site
+from e2e.dashboard_sources import MONITORING, SCRAPE_SECONDS, dashboard_sources
 from e2e.dashboard_traffic import play
 from e2e.small_png import shoot
 
@@ -97,7 +97,7 @@ def pictures(prometheus: str, times: tuple[float, float], folder: Path) -> list[
 def main() -> None:
     """Take them."""
     seconds = float(sys.argv[2]) if len(sys.argv) > 2 else SECONDS
-    with tempfile.TemporaryDirectory() as folder, dashboard_site(Path(folder)) as site:
+    with tempfile.TemporaryDirectory() as folder, dashboard_sources(Path(folder)) as site:
         began = time.time()
         print("answers by status:", asyncio.run(play(site, seconds)))
         for panel in pictures(site.prometheus, (began, time.time()), Path(sys.argv[1])):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 
-from e2e.dashboard_site import BATCH_MODEL, CHAT_MODEL, FAULTS, POISON, UNLUCKY, DashboardSite
+from e2e.dashboard_sources import BATCH_MODEL, CHAT_MODEL, FAULTS, POISON, UNLUCKY, DashboardSources
 
 EMBEDDINGS = "/v1/embeddings"
 TIMEOUT = aiohttp.ClientTimeout(total=60)
@@ -27,7 +27,7 @@ CLOSE_SECONDS = 1.0  # aiohttp closes connections with TLS in the background, an
 class Traffic:
     """For `seconds`. What is refused or lost is part of the play: nobody here asks twice."""
 
-    site: DashboardSite
+    site: DashboardSources
     seconds: float
     session: aiohttp.ClientSession
     seed: int = 7
@@ -134,7 +134,7 @@ def _says(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
 
 
-async def play(site: DashboardSite, seconds: float) -> dict[int, int]:
+async def play(site: DashboardSources, seconds: float) -> dict[int, int]:
     """Use the services for so long; returns how many answers of each status there were."""
     context = ssl.create_default_context(cadata=site.authority)
     connector = aiohttp.TCPConnector(ssl=context, limit=0)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.ec2_site import HOME_REGION, Ec2Site, Orders, Vm, ec2_site, moto_server
+from support.fake_ec2 import HOME_REGION, FakeEc2, Orders, Vm, fake_ec2, moto_server
+from support.fake_runpod import FakeRunPod, engine_words, fake_runpod
 from support.machines import SIMULATOR
 from support.rented_engine import RentedEngine
-from support.runpod_site import RunPodSite, engine_words, runpod_site
-from support.ssh_site import Hosts, ssh_hosts
+from support.ssh_hosts import Hosts, ssh_hosts
 from support.vm_sshd import VmSshd
 
 from e2e.witness import left_running
@@ -82,8 +82,8 @@ class EveryProvider:
 
     home: Path
     hosts: Hosts
-    ec2: Ec2Site
-    runpod: RunPodSite
+    ec2: FakeEc2
+    runpod: FakeRunPod
 
     def __post_init__(self) -> None:
         self._engines: dict[str, dict[int, Lifetime]] = {}
@@ -192,8 +192,8 @@ def every_provider(folder: Path) -> Iterator[EveryProvider]:
     with (
         ssh_hosts(folder, 1) as hosts,
         moto_server() as url,
-        ec2_site(url, folder) as ec2,
-        runpod_site(folder) as runpod,
+        fake_ec2(url, folder) as ec2,
+        fake_runpod(folder) as runpod,
     ):
         ec2.boot, ec2.most, ec2.spot_usd = _vm_maker(vms, home), 1, PRICES["aws"]
         runpod.boot = lambda body: RentedEngine(

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from support.api_site import ENDED, jsonl, line
+from support.api_service import ENDED, jsonl, line
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 

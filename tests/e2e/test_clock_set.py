@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Site, site
+from e2e.command_line import BATCHES, NAME, ROWS, SPEC, CommandProject, site
 from e2e.harness import eventually
 
 COMPILER = shutil.which("cc")
@@ -53,7 +53,7 @@ def wall_clock(tmp_path: Path) -> Iterator[WallClock]:
         yield WallClock({"LD_PRELOAD": str(library), "SHIFTED_CLOCK_FILE": str(shift)}, page)
 
 
-def rented(here: Site, seconds: int) -> None:
+def rented(here: CommandProject, seconds: int) -> None:
     """One simulated provider, whose engine needs about so many seconds for the dataset."""
     offer = {"instance_type": "l40s", "gpu": "L40S", "price_per_hour": PRICE}
     tokens = ["--output-tokens", f"fixed:{seconds * 12}"]
@@ -63,7 +63,7 @@ def rented(here: Site, seconds: int) -> None:
     here.declare({**SPEC, "model": "Qwen/Qwen3-8B", "sampling": {"temperature": 0.7, "max_tokens": 2048}})
 
 
-def ticks(here: Site) -> dict[str, int]:
+def ticks(here: CommandProject) -> dict[str, int]:
     """How many ticks each sensor has had."""
     with here.instance() as instance:
         states = instance.all_instigator_state()

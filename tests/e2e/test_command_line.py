@@ -16,7 +16,7 @@ import pytest
 from batch_assets.catalog.ledger import rows_key
 from batch_assets.tags import REQUEST_TAG
 from batch_assets.webserver import token as web_token
-from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Command, Site
+from e2e.command_line import BATCHES, NAME, ROWS, SPEC, Command, CommandProject
 from e2e.command_line import site as new_site
 from e2e.harness import Simulator, eventually
 from gpu_runner.providers.engine_process import free_port
@@ -32,13 +32,13 @@ def dagster(command: Command) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[CommandProject]:
     with new_site(tmp_path) as found:
         yield found
 
 
 @pytest.mark.soak("dagster")
-def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damaged(site: Site):
+def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damaged(site: CommandProject):
     command = site.start("run", NAME, "--json")
     status, output = command.end()
     assert status == 0, command.said()
@@ -68,7 +68,7 @@ def test_run_ends_with_a_table_that_verify_agrees_with_until_an_object_is_damage
 
 
 @pytest.mark.soak("dagster")
-def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_verify_does(site: Site):
+def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_verify_does(site: CommandProject):
     assert site.ask("run", NAME)[0] == 0
     damaged = sorted((site.folder / "store" / NAME / "batches").glob("*/*.parquet"))[3]
     data = bytearray(damaged.read_bytes())
@@ -87,7 +87,7 @@ def test_run_sees_a_flipped_bit_has_the_batch_made_again_and_ends_with_0_when_ve
 
 
 @pytest.mark.soak("dagster")
-def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: Site):
+def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: CommandProject):
     assert site.ask("run", NAME, "--no-progress")[0] == 0
     site.home.rename(site.folder / "lost")
     assert site.status()["batches_done"] == 0
@@ -97,7 +97,9 @@ def test_the_ledger_is_rebuilt_from_the_store_when_the_home_is_lost(site: Site):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak("dagster"))])
-def test_an_interrupted_run_is_canceled_and_the_next_one_goes_on_from_there(site: Site, number: signal.Signals):
+def test_an_interrupted_run_is_canceled_and_the_next_one_goes_on_from_there(
+    site: CommandProject, number: signal.Signals
+):
     site.engine(speed=0.3)
     command = site.start("run", NAME)
     site.working(command)
@@ -124,7 +126,7 @@ def test_an_interrupted_run_is_canceled_and_the_next_one_goes_on_from_there(site
 
 
 @pytest.mark.soak("dagster")
-def test_a_second_signal_stops_at_once_and_leaves_no_process(site: Site):
+def test_a_second_signal_stops_at_once_and_leaves_no_process(site: CommandProject):
     site.engine(speed=0.3)
     command = site.start("run", NAME)
     site.working(command)
@@ -137,7 +139,7 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_a_signal_while_dagster_starts_leaves_no_process(site: Site):
+def test_a_signal_while_dagster_starts_leaves_no_process(site: CommandProject):
     command = site.start("run", NAME)
     eventually(lambda: len(command.find("code_server")) >= 2, 30, "the code server to start", every=0.05)
     command.interrupt()
@@ -147,7 +149,7 @@ def test_a_signal_while_dagster_starts_leaves_no_process(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_a_source_that_cannot_be_used_is_named_with_its_line(site: Site):
+def test_a_source_that_cannot_be_used_is_named_with_its_line(site: CommandProject):
     source = site.folder / "questions.jsonl"
     source.write_text('{"q": "one"}\n{"q": \n')
     site.declare({**SPEC, "source": {"path": str(source)}, "prompt": {"user": "{{ q }}"}, "keep_columns": []})
@@ -159,7 +161,7 @@ def test_a_source_that_cannot_be_used_is_named_with_its_line(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: Site):
+def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: CommandProject):
     site.engine(kind="process", command=["false"])
     command = site.start("run", NAME)
     assert command.end()[0] == 1
@@ -170,7 +172,7 @@ def test_an_engine_that_does_not_start_fails_the_work_with_its_log(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
+def test_any_server_serves_with_its_key_and_says_so_without_it(site: CommandProject):
     simulator = Simulator(site.folder, ["--speed", "30", "--api-key-env", "SIMULATOR_KEY"])
     os.environ["SIMULATOR_KEY"] = "right"
     simulator.start()
@@ -191,7 +193,7 @@ def test_any_server_serves_with_its_key_and_says_so_without_it(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_a_proxy_in_the_environment_is_never_asked_for_loopback(site: Site):
+def test_a_proxy_in_the_environment_is_never_asked_for_loopback(site: CommandProject):
     dead = f"http://127.0.0.1:{free_port()}"
     proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy"), dead)
     command = site.start("run", NAME, "--json", **proxies, no_proxy="", NO_PROXY="")
@@ -200,7 +202,7 @@ def test_a_proxy_in_the_environment_is_never_asked_for_loopback(site: Site):
     assert json.loads(output)["ok"] == ROWS
 
 
-def test_ui_serves_on_loopback_and_ends_with_everything_it_started(site: Site):
+def test_ui_serves_on_loopback_and_ends_with_everything_it_started(site: CommandProject):
     port = free_port()
     ui = site.start("ui", "--port", str(port))
     eventually(lambda: "Dagster's UI" in ui.output.read_text(), 60, "the UI to be ready")
@@ -220,7 +222,7 @@ def test_ui_serves_on_loopback_and_ends_with_everything_it_started(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
+def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: CommandProject):
     site.engine(speed=1.0)
     port = free_port()
     ui = site.start("ui", "--port", str(port))
@@ -239,7 +241,7 @@ def test_run_uses_the_dagster_that_runs_and_goes_on_when_that_ends(site: Site):
 
 
 @pytest.mark.soak("dagster")
-def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: Site):
+def test_canceling_in_the_ui_ends_the_command_with_what_is_missing(site: CommandProject):
     site.engine(speed=0.05)
     command = site.start("run", NAME)
     site.working(command)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e.dashboard_pictures import dashboard, pictures
-from e2e.dashboard_site import dashboard_site, needs_site
+from e2e.dashboard_sources import dashboard_sources, needs_site
 from e2e.dashboard_traffic import play
 
 pytestmark = [pytest.mark.soak("online"), pytest.mark.timeout(240), needs_site]
@@ -23,7 +23,7 @@ MAYBE_NOTHING = {("Alerts that fire", "A"), ("Online requests per second", "B"),
 def test_every_panel_shows_data_and_its_words_fit(tmp_path: Path) -> None:
     site_folder, folder = tmp_path / "site", tmp_path / "pictures"
     site_folder.mkdir()
-    with dashboard_site(site_folder) as site:
+    with dashboard_sources(site_folder) as site:
         began = time.time()
         statuses = asyncio.run(play(site, SECONDS))
         found = pictures(site.prometheus, (began, time.time()), folder)

@@ -13,7 +13,7 @@ import pytest
 from batch_assets.cli.demos.demo import CPU_MODEL, GPU_MODEL, choose, weights_file
 from batch_assets.cli.demos.demo_fleet import CLOCK
 from batch_assets.local_dagster.home import StackError
-from e2e.command_line import Site
+from e2e.command_line import CommandProject
 from e2e.command_line import site as new_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -28,7 +28,7 @@ os.execv(sys.executable, [sys.executable, "-m", "gpu_runner.simulator", "--model
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[CommandProject]:
     """A site with the project's own datasets and no fleet.yaml."""
     with new_site(tmp_path) as found:
         del found.environment["BATCH_ASSETS_DEFS"], found.environment["BATCH_ASSETS_FLEET"]
@@ -37,7 +37,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_without_a_gpu_a_real_model_writes_the_small_example_and_the_second_time_costs_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: CommandProject, monkeypatch: pytest.MonkeyPatch
 ):
     if weights_file() is None:
         pytest.skip("needs the weights: make weights")
@@ -78,7 +78,7 @@ def test_without_a_gpu_and_without_llama_cpp_the_demo_says_what_to_install(
 
 @pytest.mark.soak("fleet")
 def test_the_fleet_demo_adds_machines_for_its_deadline_loses_one_and_rolls_over_to_a_cheaper_provider(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: CommandProject, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("BATCH_ASSETS_DEFS", raising=False)
     command = site.start("demo-fleet", PATH="/usr/bin:/bin")
@@ -108,7 +108,9 @@ def machines_wanted(line: str) -> int:
 
 
 @pytest.mark.soak("dagster")
-def test_with_a_gpu_and_vllm_the_demo_starts_vllm_with_a_real_model(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_with_a_gpu_and_vllm_the_demo_starts_vllm_with_a_real_model(
+    site: CommandProject, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("BATCH_ASSETS_DEFS", raising=False)
     tools = site.folder / "tools"
     tools.mkdir()

@@ -73,7 +73,7 @@ def image_or_stand_in(name: str, stand_in: str) -> str:
 
 
 @dataclass(frozen=True)
-class Site:
+class Deployment:
     """The platform as compose.yaml brings it up."""
 
     folder: Path
@@ -112,7 +112,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     from gpu_runner.providers.engine_process import free_port
 
     folder = tmp_path_factory.mktemp("site") / "compose"
@@ -136,7 +136,7 @@ def site(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
     with (folder / ".env").open("a") as file:
         file.writelines(f"{name}={value}\n" for name, value in chosen.items())
     (folder / "fleet.env").write_text("BATCH_ASSETS_CAPACITY_SECONDS=5\n")
-    made = Site(folder, f"ba{os.getpid()}", f"http://127.0.0.1:{port}", said.split("the password ")[1].split()[0])
+    made = Deployment(folder, f"ba{os.getpid()}", f"http://127.0.0.1:{port}", said.split("the password ")[1].split()[0])
     try:
         made.compose("up", "-d")
         yield made
@@ -154,7 +154,7 @@ def test_the_image_is_small_and_not_root(image: str) -> None:
     assert "Commands" in docker(*confined, image, "--help").stdout
 
 
-def test_compose_comes_up_from_nothing_to_a_green_dataset(site: Site) -> None:
+def test_compose_comes_up_from_nothing_to_a_green_dataset(site: Deployment) -> None:
     wait_answer(site)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         site.ask("{ version }", password="wrong")
@@ -166,14 +166,14 @@ def test_compose_comes_up_from_nothing_to_a_green_dataset(site: Site) -> None:
     assert "80 rows, 80 ok, 0 dead" in said
 
 
-def test_the_code_server_comes_back_after_it_was_killed(site: Site) -> None:
+def test_the_code_server_comes_back_after_it_was_killed(site: Deployment) -> None:
     site.compose("kill", "code")
     site.compose("up", "-d", "code")
     wait_answer(site)
     assert "80 rows, 80 ok" in site.compose("exec", "-T", "code", "batch-assets", "verify", "small_example")
 
 
-def wait_answer(site: Site, seconds: float = 90) -> None:
+def wait_answer(site: Deployment, seconds: float = 90) -> None:
     """Until the webserver answers and has loaded the definitions."""
     query = "{ workspaceOrError { ... on Workspace { locationEntries { locationOrLoadError { __typename } } } } }"
     deadline, found = time.monotonic() + seconds, "no answer"

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from support.ssh_site import missing
+from support.ssh_hosts import missing
 from support.timing import PATIENCE
 
 from e2e.customer import Customer

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.api_site import CHAT, jsonl, line, no_instance, settings_of
+from support.api_service import CHAT, jsonl, line, no_instance, settings_of
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 

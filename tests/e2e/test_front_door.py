@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.api_site import ENDED, api_site, jsonl, line
+from support.api_service import ENDED, api_service, jsonl, line
 from support.served_door import ServedDoor
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE, SOAK
@@ -155,7 +155,7 @@ def test_an_engine_that_is_away_fails_no_line(tmp_path: Path) -> None:
 
 def test_a_store_that_is_away_fails_no_line(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path / "home", url) as site:
+        async with api_service(tmp_path / "home", url) as site:
             batch = await site.create([line(f"r{number}") for number in range(400)])
             while (await site.get(batch["id"]))["request_counts"]["completed"] < 50:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -177,7 +177,7 @@ def test_batches_run_on_engines_that_are_leased_from_the_fleet(tmp_path: Path, m
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
 
     async def steps() -> None:
-        async with api_site(tmp_path, None) as site:
+        async with api_service(tmp_path, None) as site:
             assert "tiny" in [model["id"] for model in (await site.client.get("/v1/models")).json()["data"]]
             batch = await site.until((await site.create([line(str(number)) for number in range(20)]))["id"])
             assert batch["status"] == "completed" and batch["request_counts"]["completed"] == 20

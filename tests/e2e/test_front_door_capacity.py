@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import sqlalchemy as sa
 import yaml
-from support.api_site import api_site, line
+from support.api_service import api_service, line
 from support.timing import PATIENCE
 
 from batch_assets.api import service
@@ -85,7 +85,7 @@ def test_a_short_window_rents_three_instances_and_gives_them_back(
 
     async def steps(fleet_db: FleetDatabase) -> None:
         lines = [line(str(number), model=MODEL, max_tokens=1024) for number in range(LINES)]
-        async with api_site(tmp_path, None) as site:
+        async with api_service(tmp_path, None) as site:
             began = time.monotonic()
             batch = await site.create(lines, window=f"{window}s")
             await until(lambda: of_model(fleet_db) >= 3, 60)

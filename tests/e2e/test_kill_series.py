@@ -19,7 +19,7 @@ from support.timing import PATIENCE, SOAK
 
 from batch_assets.local_dagster import first_server
 from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
-from e2e.command_line import NAME, SPEC, Command, Site, site
+from e2e.command_line import NAME, SPEC, Command, CommandProject, site
 from e2e.harness import Simulator, eventually
 
 pytestmark = [pytest.mark.soak("losses"), pytest.mark.timeout(600)]
@@ -84,7 +84,7 @@ def of_home(home: Path) -> list[psutil.Process]:
 class Series:
     """One command after the other on a site, and what is killed of them."""
 
-    here: Site
+    here: CommandProject
     rng: random.Random
     command: Command
     engine: Simulator

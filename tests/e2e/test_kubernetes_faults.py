@@ -67,7 +67,7 @@ class Row:
 
 
 @dataclass
-class Site:
+class ClusterDataset:
     """A dataset in the making on a cluster."""
 
     cluster: RealCluster
@@ -113,7 +113,7 @@ def first(check: Callable[[], Any], seconds: float, what: str) -> Any:
     return eventually(check, seconds, what, every=0.1)
 
 
-def strike(site: Site, fault: Fault) -> Row:
+def strike(site: ClusterDataset, fault: Fault) -> Row:
     """One fault, from a settled state to a settled state."""
     one = first(site.in_use, 120, f"an engine at work before {fault.name}")
     node = next(life.node for life in site.meter.lives.values() if life.name == one.name)
@@ -144,11 +144,11 @@ def strike(site: Site, fault: Fault) -> Row:
     return Row(fault.name, detected - began, recovered, gone - began, said)
 
 
-def ended(site: Site, name: str) -> bool:
+def ended(site: ClusterDataset, name: str) -> bool:
     return any(one.name == name and one.state == "ended" for one in site.instances())
 
 
-def record(site: Site, fault: Fault, since: float) -> None:
+def record(site: ClusterDataset, fault: Fault, since: float) -> None:
     """Keep what was said, for whoever looks closer."""
     if file := os.environ.get("KUBERNETES_FAULTS_LOG"):
         with Path(file).open("a") as out:
@@ -157,7 +157,7 @@ def record(site: Site, fault: Fault, since: float) -> None:
             out.writelines(f"   books  {one.name} {one.state}: {one.reason}\n" for one in site.instances())
 
 
-def boots(site: Site) -> Iterator[Row]:
+def boots(site: ClusterDataset) -> Iterator[Row]:
     """What the first offers came to, which cannot be had: their image does not exist, no node is so large."""
     first(site.in_use, 120, "the first engine at work")
     lines = site.lines(0.0)
@@ -188,7 +188,7 @@ def dataset(rows: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> Iterator[Site]:
+def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> Iterator[ClusterDataset]:
     """A cluster, and a dataset of one run on it."""
     with real_cluster() as cluster:
         monkeypatch.setenv("PATH", f"{cluster.kubectl.parent}{os.pathsep}{os.environ['PATH']}")
@@ -207,7 +207,7 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> Itera
             platform(tmp_path, monkeypatch, dataset(rows), simulator=None, fleet=fleet) as site,
         ):
             site.launch_job("rhymes_refresh")
-            yield Site(cluster, site, meter, logs)
+            yield ClusterDataset(cluster, site, meter, logs)
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -240,7 +240,7 @@ def only_ended_pods(cluster: RealCluster) -> bool:
     return set(pods.values()) <= {"Failed"} and secrets <= pods.keys()
 
 
-def complete(site: Site) -> None:
+def complete(site: ClusterDataset) -> None:
     """The table is whole, and nothing is left. Only rows that a fault strikes in flight are asked again."""
     eventually(site.platform.store.current_published, 240, "the published table")
     eventually(lambda: all(one.state == "ended" for one in site.instances()), 90, "books without an instance")

@@ -57,7 +57,7 @@ class Way:
             return web.Response(body=await answer.read())
 
 
-class Site:
+class RoutedService:
     """The service, and the ways to two engines, a fast and a slow one or a near and a far one."""
 
     def __init__(self, door: FrontDoor, fast: Way, slow: Way, targets: list[EngineTarget]) -> None:
@@ -96,7 +96,7 @@ class Site:
 @contextlib.asynccontextmanager
 async def site_of(
     home: Path, quick: Sequence[str] = QUICK, slow: Sequence[str] = SLOW, regions: Sequence[str] = ("", "")
-) -> AsyncIterator[Site]:
+) -> AsyncIterator[RoutedService]:
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         ways, urls = [], []
@@ -112,7 +112,7 @@ async def site_of(
         for target in targets:
             door.inner.state.proxy.directory.announce(target)
         await stack.enter_async_context(door.inner.router.lifespan_context(door.inner))
-        yield Site(door, ways[0], ways[1], targets)
+        yield RoutedService(door, ways[0], ways[1], targets)
 
 
 def test_two_engines_of_different_speed_behind_the_service(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.ssh_site import Hosts, missing, ssh_hosts
+from support.ssh_hosts import Hosts, missing, ssh_hosts
 from support.timing import PATIENCE
 
 from e2e.harness import Platform, eventually, platform

@@ -8,7 +8,7 @@ from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome
 from resources.objects.opening import LocalObjects
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 
 ORIGIN = Origin("tiny", "e", "p", "i", False, "r")
 KEY = "00000"

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import CHAT, ApiSite, api_site, line
+from support.api_service import CHAT, ApiService, api_service, line
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import Objects
 
-Steps = Callable[[ApiSite], Coroutine[Any, Any, None]]
+Steps = Callable[[ApiService], Coroutine[Any, Any, None]]
 BATCH_FIELDS = {
     "id",
     "object",
@@ -58,7 +58,7 @@ def slow_engine() -> Iterator[SimulatedEngine]:
 
 def on_site(tmp_path: Path, endpoint: str, steps: Steps, limits: ApiLimits | None = None) -> None:
     async def run() -> None:
-        async with api_site(tmp_path, endpoint, limits) as site:
+        async with api_service(tmp_path, endpoint, limits) as site:
             await steps(site)
 
     asyncio.run(run())
@@ -74,7 +74,7 @@ def check_sums(batch: Any, lines: int, output: list[Any], errors: list[Any]) -> 
 
 
 def test_a_batch_goes_from_lines_to_an_output_file(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = await site.create([line(f"r{number}") for number in range(260)], metadata={"who": "me"})
         assert set(made) == BATCH_FIELDS and made["object"] == "batch" and made["id"].startswith("batch_")
         assert made["status"] == "validating" and made["completion_window"] == "24h"
@@ -118,7 +118,7 @@ def test_a_batch_goes_from_lines_to_an_output_file(tmp_path: Path, engine: Simul
 def test_each_endpoint_answers_with_its_own_body(
     tmp_path: Path, engine: SimulatedEngine, endpoint: str, kind: str
 ) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create([line("a", endpoint), line("b", endpoint)], endpoint))["id"])
         output, errors = await site.results(batch)
         check_sums(batch, 2, output, errors)
@@ -135,7 +135,7 @@ def test_lines_of_one_text_for_vectors_go_out_as_lists_and_a_refused_one_is_foun
     lines[40]["body"]["input"] = ["two", "texts"]
     lines[50]["body"]["encoding_format"] = "base64"
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create(lines, url))["id"])
         output, errors = await site.results(batch)
         check_sums(batch, 300, output, errors)
@@ -159,7 +159,7 @@ def test_lines_for_vectors_that_differ_in_more_than_their_text_go_alone(tmp_path
     refusal = json.dumps([{"kind": "too_long", "match": {"contains": "oops"}}])
     lines = [line("oops" if number == 7 else f"text {number}", url, user=f"u{number}") for number in range(64)]
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create(lines, url))["id"])
         output, errors = await site.results(batch)
         check_sums(batch, 64, output, errors)
@@ -182,7 +182,7 @@ def received(log: Path, least: int) -> int:
 def test_lines_that_the_engine_refuses_are_in_the_error_file(tmp_path: Path, engine: SimulatedEngine) -> None:
     long = [{"role": "user", "content": "word " * 1_000}]
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         mixed = await site.until((await site.create([line("good"), line("long", messages=long)]))["id"])
         output, errors = await site.results(mixed)
         assert mixed["status"] == "completed"
@@ -201,7 +201,7 @@ def test_lines_that_the_engine_refuses_are_in_the_error_file(tmp_path: Path, eng
 def test_a_number_out_of_range_costs_its_own_line_only(tmp_path: Path, engine: SimulatedEngine) -> None:
     out_of_range = [{"max_tokens": 0}, {"max_tokens": -1}, {"n": 0}, {"max_completion_tokens": -5}]
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         lines = [line("good"), *(line(str(number), **body) for number, body in enumerate(out_of_range))]
         batch = await site.until((await site.create(lines))["id"])
         output, errors = await site.results(batch)
@@ -245,7 +245,7 @@ WRONG: list[tuple[str, list[Any], str, int | None]] = [
 def test_a_wrong_input_fails_the_batch_with_code_and_line(
     tmp_path: Path, engine: SimulatedEngine, lines: list[Any], code: str, number: int | None
 ) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create(lines))["id"])
         assert batch["status"] == "failed" and batch["failed_at"] is not None and batch["in_progress_at"] is None
         assert batch["errors"]["object"] == "list"
@@ -259,7 +259,7 @@ def test_a_wrong_input_fails_the_batch_with_code_and_line(
 
 
 def test_all_errors_of_a_file_are_told_at_once_up_to_a_limit(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         lines = [line("a"), b"x", {**line("a"), "method": "PUT"}, line("b", model="c"), *[b"y"] * 10]
         batch = await site.until((await site.create(lines))["id"])
         found = [(error["code"], error["line"]) for error in batch["errors"]["data"]]
@@ -275,7 +275,7 @@ def test_all_errors_of_a_file_are_told_at_once_up_to_a_limit(tmp_path: Path, eng
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_lines(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         first = b"\xef\xbb\xbf" + json.dumps(line("a")).encode()
         batch = await site.until((await site.create([first, b"", line("b"), b"  ", b"\n"]))["id"])
         assert (batch["status"], batch["request_counts"]["total"]) == ("completed", 2)
@@ -305,7 +305,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 
 
 def test_a_wrong_create_is_status_400_and_names_the_parameter(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         right = {"input_file_id": await site.upload([line("a")]), "endpoint": CHAT, "completion_window": "24h"}
         for change, param in REFUSED:
             body = {name: value for name, value in {**right, **change}.items() if value is not None}
@@ -319,7 +319,7 @@ def test_a_wrong_create_is_status_400_and_names_the_parameter(tmp_path: Path, en
 
 
 def test_an_output_file_is_no_input(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create([line("a")]))["id"])
         body = {"input_file_id": batch["output_file_id"], "endpoint": CHAT, "completion_window": "24h"}
         answer = await site.client.post("/v1/batches", json=body)
@@ -330,7 +330,7 @@ def test_an_output_file_is_no_input(tmp_path: Path, engine: SimulatedEngine) -> 
 
 @pytest.mark.parametrize(("window", "seconds"), [("90s", 90), ("7d", 604_800), ("1h", 3600)])
 def test_the_window_is_any_time(tmp_path: Path, engine: SimulatedEngine, window: str, seconds: int) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.create([line("a")], window=window)
         assert batch["expires_at"] - batch["created_at"] == seconds and batch["completion_window"] == window
 
@@ -338,7 +338,7 @@ def test_the_window_is_any_time(tmp_path: Path, engine: SimulatedEngine, window:
 
 
 def test_output_files_live_as_long_as_it_is_said(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         after = {"anchor": "created_at", "seconds": 3600}
         batch = await site.until((await site.create([line("a")], output_expires_after=after))["id"])
         file = (await site.client.get(f"/v1/files/{batch['output_file_id']}")).json()
@@ -348,7 +348,7 @@ def test_output_files_live_as_long_as_it_is_said(tmp_path: Path, engine: Simulat
 
 
 def test_a_create_that_is_repeated_makes_one_batch(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         body = {"input_file_id": await site.upload([line("a")]), "endpoint": CHAT, "completion_window": "24h"}
 
         async def create(**headers: str) -> Any:
@@ -373,7 +373,7 @@ def test_a_create_that_is_repeated_makes_one_batch(tmp_path: Path) -> None:
 
 
 def test_lists_go_newest_first_and_page_by_the_id_of_the_last_batch(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = [(await site.create([line("a")]))["id"] for _ in range(5)]
         seen: list[str] = []
         after: dict[str, Any] = {}
@@ -394,7 +394,7 @@ def test_lists_go_newest_first_and_page_by_the_id_of_the_last_batch(tmp_path: Pa
 
 
 def test_a_batch_of_another_tenant_is_not_there(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.create([line("a")])
         other = {"x-tenant": "b"}
         for method, path in (("GET", ""), ("POST", "/cancel")):
@@ -408,15 +408,15 @@ def test_a_batch_of_another_tenant_is_not_there(tmp_path: Path, engine: Simulate
 
 @pytest.mark.slow
 def test_a_tenant_with_many_lines_does_not_hold_up_another(tmp_path: Path) -> None:
-    async def create(site: ApiSite, tenant: dict[str, str], lines: int) -> str:
+    async def create(site: ApiService, tenant: dict[str, str], lines: int) -> str:
         file = await site.upload([line(str(number)) for number in range(lines)], **tenant)
         asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         return str((await site.client.post("/v1/batches", json=asked, headers=tenant)).json()["id"])
 
-    async def counts(site: ApiSite, tenant: dict[str, str], name: str) -> Any:
+    async def counts(site: ApiService, tenant: dict[str, str], name: str) -> Any:
         return (await site.client.get(f"/v1/batches/{name}", headers=tenant)).json()["request_counts"]
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         many, few = {"x-tenant": "many"}, {"x-tenant": "few"}
         large = await create(site, many, 10_000)
         while (await counts(site, many, large))["completed"] < 50:  # noqa: ASYNC110
@@ -432,7 +432,7 @@ def test_a_tenant_with_many_lines_does_not_hold_up_another(tmp_path: Path) -> No
 
 
 def test_a_cancelled_batch_delivers_what_is_finished(tmp_path: Path, slow_engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = await site.create([line(str(number)) for number in range(600)])
         before = 0
         while not before:
@@ -457,7 +457,7 @@ def test_a_cancelled_batch_delivers_what_is_finished(tmp_path: Path, slow_engine
 
 
 def test_a_finished_batch_cannot_be_cancelled(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         for lines in ([line("a")], [b"x"]):
             batch = await site.until((await site.create(lines))["id"])
             answer = await site.client.post(f"/v1/batches/{batch['id']}/cancel")
@@ -469,7 +469,7 @@ def test_a_finished_batch_cannot_be_cancelled(tmp_path: Path, engine: SimulatedE
 
 
 def test_at_the_end_of_the_window_what_is_finished_is_delivered(tmp_path: Path, slow_engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         batch = await site.until((await site.create([line(str(number)) for number in range(600)], window="3s"))["id"])
         assert batch["status"] == "expired" and batch["expired_at"] >= batch["expires_at"]
         output, errors = await site.results(batch)
@@ -480,7 +480,7 @@ def test_at_the_end_of_the_window_what_is_finished_is_delivered(tmp_path: Path, 
 
 
 def test_without_an_engine_a_batch_waits_and_can_be_cancelled(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = await site.create([line("a"), line("b")])
         assert (await site.until(made["id"], "in_progress"))["status"] == "in_progress"
         await site.client.post(f"/v1/batches/{made['id']}/cancel")
@@ -493,7 +493,7 @@ def test_without_an_engine_a_batch_waits_and_can_be_cancelled(tmp_path: Path) ->
 
 
 def test_the_input_may_be_deleted_while_its_batch_runs(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = await site.create([line(str(number)) for number in range(50)])
         assert (await site.client.delete(f"/v1/files/{made['input_file_id']}")).status_code == 200
         assert (await site.until(made["id"]))["request_counts"] == {"total": 50, "completed": 50, "failed": 0}
@@ -503,7 +503,7 @@ def test_the_input_may_be_deleted_while_its_batch_runs(tmp_path: Path, engine: S
 
 @pytest.mark.slow
 def test_many_small_batches_share_one_engine(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = [await site.create([line(f"{n}-{m}") for m in range(3)]) for n in range(30)]
         for one in made:
             batch = await site.until(one["id"])
@@ -515,7 +515,7 @@ def test_many_small_batches_share_one_engine(tmp_path: Path, engine: SimulatedEn
 
 
 def test_models_are_those_of_the_engine(tmp_path: Path, engine: SimulatedEngine) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         listed = (await site.client.get("/v1/models")).json()
         assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["tiny"]
         one = (await site.client.get("/v1/models/tiny")).json()
@@ -529,7 +529,7 @@ def test_models_are_those_of_the_engine(tmp_path: Path, engine: SimulatedEngine)
 @pytest.mark.slow
 def test_on_s3_a_batch_is_the_same(tmp_path: Path, engine: SimulatedEngine, s3_objects: Objects) -> None:
     async def run() -> None:
-        async with api_site(tmp_path, engine.url, store_root=s3_objects.root) as site:
+        async with api_service(tmp_path, engine.url, store_root=s3_objects.root) as site:
             data = [line(f"r{number}", user="x" * 5_000) for number in range(600)]
             batch = await site.until((await site.create(data))["id"])
             output, errors = await site.results(batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import CHAT, ApiSite, api_site, line
+from support.api_service import CHAT, ApiService, api_service, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.billing.prices import PriceList
@@ -27,7 +27,7 @@ def cost(answers: list[Any]) -> Decimal:
     return Decimal(micro) / 10**6
 
 
-async def paused(site: ApiSite, batch_id: str) -> Any:
+async def paused(site: ApiService, batch_id: str) -> Any:
     while (batch := await site.get(batch_id))["metadata"].get("budget_state") != "paused":
         assert batch["status"] in ("validating", "in_progress"), batch
         await asyncio.sleep(0.02)
@@ -36,7 +36,7 @@ async def paused(site: ApiSite, batch_id: str) -> Any:
 
 def test_a_batch_waits_at_its_budget_and_ends_with_its_window(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path, url, prices=PRICES) as site:
+        async with api_service(tmp_path, url, prices=PRICES) as site:
             made = await site.create(lines(), window="15m", metadata={"budget_usd": "0.004"})
             seen = await paused(site, made["id"])
             spent = Decimal(seen["metadata"]["spent_usd"])
@@ -59,7 +59,7 @@ def test_a_batch_waits_at_its_budget_and_ends_with_its_window(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_window_that_ends_while_the_budget_holds_expires_the_rest(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path, url, prices=PRICES) as site:
+        async with api_service(tmp_path, url, prices=PRICES) as site:
             made = await site.create(lines(), window="6s", metadata={"budget_usd": "0.002"})
             ended = await site.until(made["id"])
             output, errors = await site.results(ended)
@@ -73,7 +73,7 @@ def test_a_window_that_ends_while_the_budget_holds_expires_the_rest(tmp_path: Pa
 
 def test_a_batch_within_its_budget_completes_and_is_charged_by_its_window(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path, url, prices=PRICES) as site:
+        async with api_service(tmp_path, url, prices=PRICES) as site:
             made = await site.create(lines(), window="1h", metadata={"budget_usd": "5", "a": "b"})
             ended = await site.until(made["id"])
             output, _ = await site.results(ended)
@@ -90,7 +90,7 @@ def test_a_batch_within_its_budget_completes_and_is_charged_by_its_window(tmp_pa
 
 def test_a_budget_without_a_price_is_refused_with_the_input(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path, url) as site:
+        async with api_service(tmp_path, url) as site:
             ended = await site.until((await site.create(lines(2), metadata={"budget_usd": "5"}))["id"])
             (error,) = ended["errors"]["data"]
             assert ended["status"] == "failed" and error["param"] == "metadata.budget_usd" and error["line"] is None
@@ -102,7 +102,7 @@ def test_a_budget_without_a_price_is_refused_with_the_input(tmp_path: Path) -> N
 @pytest.mark.parametrize("budget", ["0", "-1", "lots", "nan"])
 def test_what_is_no_budget_is_refused_at_once(tmp_path: Path, budget: str) -> None:
     async def steps() -> None:
-        async with api_site(tmp_path, "http://127.0.0.1:9") as site:
+        async with api_service(tmp_path, "http://127.0.0.1:9") as site:
             file_id = await site.upload(lines(1))
             asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "1h"}
             answer = await site.client.post("/v1/batches", json={**asked, "metadata": {"budget_usd": budget}})

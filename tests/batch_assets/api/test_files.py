@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import ApiSite, api_site, line
+from support.api_service import ApiService, api_service, line
 
 from batch_assets.api.files.routes import attachment
 from batch_assets.api.settings import ApiLimits
@@ -28,17 +28,17 @@ FILE_FIELDS = {
 
 
 def on_site(
-    tmp_path: Path, steps: Callable[[ApiSite], Coroutine[Any, Any, None]], limits: ApiLimits | None = None
+    tmp_path: Path, steps: Callable[[ApiService], Coroutine[Any, Any, None]], limits: ApiLimits | None = None
 ) -> None:
     async def run() -> None:
-        async with api_site(tmp_path, NOBODY, limits) as site:
+        async with api_service(tmp_path, NOBODY, limits) as site:
             await steps(site)
 
     asyncio.run(run())
 
 
 def test_an_uploaded_file_can_be_read_listed_and_deleted(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         data = b'{"a": 1}\n' * 200_000
         form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
         answer = await site.client.post("/v1/files", files={"file": ("in.jsonl", data)}, data=form)
@@ -62,7 +62,7 @@ def test_an_uploaded_file_can_be_read_listed_and_deleted(tmp_path: Path) -> None
 
 
 def test_a_file_lives_thirty_days_unless_it_is_said(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         file = (await site.client.get(f"/v1/files/{await site.upload([line('a')])}")).json()
         assert file["expires_at"] - file["created_at"] == 30 * 86_400
 
@@ -97,7 +97,7 @@ def test_a_file_lives_thirty_days_unless_it_is_said(tmp_path: Path) -> None:
 def test_a_wrong_upload_is_status_400_and_names_the_parameter(
     tmp_path: Path, name: str | None, form: dict[str, str], param: str
 ) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         files = {"file": (name, b"{}")} if name else {"other": (None, "x")}
         answer = await site.client.post("/v1/files", files=files, data=form)  # type: ignore[arg-type]
         error = answer.json()["error"]
@@ -110,7 +110,7 @@ def test_a_wrong_upload_is_status_400_and_names_the_parameter(
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "multipart/form-data; boundary=xyz"])
 def test_a_body_that_is_no_form_is_status_400(tmp_path: Path, kind: str) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         answer = await site.client.post("/v1/files", content=b"--abc\r\nnonsense", headers={"Content-Type": kind})
         assert answer.status_code == 400
 
@@ -136,7 +136,7 @@ def test_a_file_above_the_limit_is_refused_while_it_comes_and_nothing_is_left(tm
         for _ in range(40):
             yield b" " * 100_000
 
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         content = b"".join([part async for part in parts()]) if told else parts()
         headers = {"Content-Type": "multipart/form-data; boundary=x"}
         answer = await site.client.post("/v1/files", content=content, headers=headers)
@@ -147,7 +147,7 @@ def test_a_file_above_the_limit_is_refused_while_it_comes_and_nothing_is_left(tm
 
 
 def test_lists_go_newest_first_and_page_by_the_id_of_the_last_file(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         made = [await site.upload([line(str(number))]) for number in range(5)]
         first = (await site.client.get("/v1/files", params={"limit": 2})).json()
         assert first["object"] == "list" and first["has_more"] is True
@@ -166,7 +166,7 @@ def test_lists_go_newest_first_and_page_by_the_id_of_the_last_file(tmp_path: Pat
 
 @pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 10_001}, {"order": "random"}, {"purpose": "poetry"}])
 def test_a_wrong_query_is_status_400(tmp_path: Path, query: dict[str, Any]) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         answer = await site.client.get("/v1/files", params=query)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(query))
 
@@ -174,7 +174,7 @@ def test_a_wrong_query_is_status_400(tmp_path: Path, query: dict[str, Any]) -> N
 
 
 def test_a_file_of_another_tenant_is_not_there(tmp_path: Path) -> None:
-    async def steps(site: ApiSite) -> None:
+    async def steps(site: ApiService) -> None:
         file = await site.upload([line("a")], **{"x-tenant": "a"})
         other = {"x-tenant": "b"}
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.api_site import api_site, line
+from support.api_service import api_service, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.settings import ModelSettings, ModelSettingsError, read_model_settings
@@ -16,7 +16,7 @@ SETTINGS = ModelSettings(aliases={"fast": "tiny", "gone": "nobody"})
 
 def test_a_batch_may_name_an_alias(tmp_path: Path) -> None:
     async def steps(url: str) -> None:
-        async with api_site(tmp_path, url, models=SETTINGS) as site:
+        async with api_service(tmp_path, url, models=SETTINGS) as site:
             names = [one["id"] for one in (await site.client.get("/v1/models")).json()["data"]]
             assert names == ["tiny", "fast"], "an alias of what nobody serves is not there"
             assert (await site.client.get("/v1/models/fast")).json()["id"] == "fast"

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.api_site import jsonl, line, no_instance
+from support.api_service import jsonl, line, no_instance
 from support.front_doors import front_door_alone
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE

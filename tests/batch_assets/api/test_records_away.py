@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from support.api_site import CHAT, ApiSite, api_site, line
+from support.api_service import CHAT, ApiService, api_service, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.records.batches import BatchRecords
@@ -34,7 +34,7 @@ ROUTES = [
 class Database:
     """The file of the records, which may be away: then a folder has its name, and nothing can be opened there."""
 
-    def __init__(self, site: ApiSite, home: Path) -> None:
+    def __init__(self, site: ApiService, home: Path) -> None:
         self._records: Records = site.app.state.batches._records
         self._path, self._kept = home / "api.db", home / "kept"
 
@@ -53,7 +53,9 @@ class Database:
         self._kept.rename(self._path)
 
 
-async def ask(site: ApiSite, method: str, path: str, options: dict[str, Any], names: dict[str, str]) -> httpx.Response:
+async def ask(
+    site: ApiService, method: str, path: str, options: dict[str, Any], names: dict[str, str]
+) -> httpx.Response:
     for word, name in names.items():
         path = path.replace(word, name)
         if "json" in options:
@@ -63,7 +65,7 @@ async def ask(site: ApiSite, method: str, path: str, options: dict[str, Any], na
 
 def test_every_route_says_so_and_goes_on_afterwards(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with api_site(tmp_path, "http://127.0.0.1:9") as site:
+        async with api_service(tmp_path, "http://127.0.0.1:9") as site:
             made = await site.create([line("a")])
             names = {"FILE": made["input_file_id"], "BATCH": made["id"]}
             database = Database(site, tmp_path)
@@ -95,7 +97,7 @@ def test_a_create_whose_commit_had_no_answer_makes_one_batch(
 
     async def scenario() -> None:
         with simulated_engine("--speed", "20") as engine:
-            async with api_site(tmp_path, engine.url) as site:
+            async with api_service(tmp_path, engine.url) as site:
                 body = {"input_file_id": await site.upload([line("a")]), **BATCH}
                 first = {key: value for key, value in header.items() if key != "x-stainless-retry-count"}
                 with monkeypatch.context() as patched:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.api_site import ApiSite, api_site, line
+from support.api_service import ApiService, api_service, line
 from support.front_doors import NamedModels
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
@@ -45,7 +45,7 @@ class Said:
 
 @pytest.mark.slow
 def test_lines_go_to_all_endpoints_of_the_model_and_one_that_ends_does_not_stop_the_others(tmp_path: Path) -> None:
-    async def scenario(site: ApiSite, first: SimulatedEngine, second: SimulatedEngine) -> None:
+    async def scenario(site: ApiService, first: SimulatedEngine, second: SimulatedEngine) -> None:
         whole = await site.create([line(f"a{number}") for number in range(300)])
         done = await site.until(whole["id"])
         assert done["request_counts"] == {"total": 300, "completed": 300, "failed": 0}
@@ -62,7 +62,7 @@ def test_lines_go_to_all_endpoints_of_the_model_and_one_that_ends_does_not_stop_
     async def run() -> None:
         slots = ("--max-num-seqs", "4", "--weights-ms", "5", "--output-tokens", "fixed:4")
         with simulated_engine(*slots) as first, simulated_engine(*slots) as second:
-            async with api_site(tmp_path, (first.url, NOBODY, second.url)) as site:
+            async with api_service(tmp_path, (first.url, NOBODY, second.url)) as site:
                 await scenario(site, first, second)
 
     asyncio.run(run())

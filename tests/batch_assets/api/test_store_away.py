@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import httpx
 import pytest
-from support.api_site import api_site, line
+from support.api_service import api_service, line
 from support.timing import PATIENCE
 
 from batch_assets.api.files import contents
@@ -60,7 +60,7 @@ def check(answer: httpx.Response) -> None:
 @pytest.mark.parametrize("failure", [StoreError, OSError, FileNotFoundError])
 def test_uploads_and_contents_say_so_and_go_on_afterwards(tmp_path: Path, failure: type[Exception]) -> None:
     async def scenario() -> None:
-        async with api_site(tmp_path, "http://127.0.0.1:9") as site:
+        async with api_service(tmp_path, "http://127.0.0.1:9") as site:
             file_id = await site.upload([line("a")])
             objects = AwayObjects(tmp_path / "store")
             objects.failure, there = failure("away: secret-bucket"), site.app.state.objects
@@ -103,7 +103,7 @@ def test_calls_that_do_not_need_the_store_are_answered_while_it_hangs(
 
     async def scenario() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-        async with api_site(tmp_path, "http://127.0.0.1:9") as site:
+        async with api_service(tmp_path, "http://127.0.0.1:9") as site:
             file_id, threads = await site.upload([line("a")]), StoreThreads(4, "few")
             batch = await site.create([line("a")])
             objects = site.app.state.objects = HungObjects(tmp_path / "store")
@@ -130,7 +130,7 @@ def test_calls_that_do_not_need_the_store_are_answered_while_it_hangs(
 
 def test_a_store_that_fails_at_the_first_byte_is_said_before_the_answer_begins(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with api_site(tmp_path, "http://127.0.0.1:9") as site:
+        async with api_service(tmp_path, "http://127.0.0.1:9") as site:
             file_id = await site.upload([line("a")])
             objects = AwayObjects(tmp_path / "store")
             objects.content = _Breaking()

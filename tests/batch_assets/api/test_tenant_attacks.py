@@ -18,8 +18,8 @@ import orjson
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from support.api_site import jsonl, line
-from support.tenant_site import AUDIENCE, ISSUER, SECRET, Site, bearer, tenant_site
+from support.api_service import jsonl, line
+from support.tenant_service import AUDIENCE, ISSUER, SECRET, TenantService, bearer, tenant_service
 
 BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 SCOPES = "files.read files.write batches.read batches.write models.read inference"
@@ -27,8 +27,8 @@ ATTACKER = "attacker"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with tenant_site(tmp_path_factory.mktemp("attacks")) as made:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantService]:
+    with tenant_service(tmp_path_factory.mktemp("attacks")) as made:
         yield made
 
 
@@ -38,7 +38,7 @@ class Attack:
 
     method: str
     path: str
-    headers: Callable[[Site], dict[str, str]] | None = None
+    headers: Callable[[TenantService], dict[str, str]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     allowed: tuple[int, ...] = ()  # of what does something harmless with the attacker's own things
 
@@ -56,7 +56,7 @@ def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in claims().items() if key != name}
 
 
-def signed(site: Site, found: dict[str, Any], **headers: Any) -> dict[str, str]:
+def signed(site: TenantService, found: dict[str, Any], **headers: Any) -> dict[str, str]:
     return bearer(jwt.encode(found, site.private, "RS256", headers={"kid": "one", **headers}))
 
 
@@ -64,7 +64,7 @@ def own_key() -> rsa.RSAPrivateKey:
     return rsa.generate_private_key(65537, 2048)
 
 
-def confused(site: Site) -> dict[str, str]:
+def confused(site: TenantService) -> dict[str, str]:
     """HMAC with the public key as its secret."""
     import hashlib
     import hmac
@@ -77,17 +77,17 @@ def confused(site: Site) -> dict[str, str]:
     return bearer(f"{text}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}")
 
 
-def tampered(site: Site) -> dict[str, str]:
+def tampered(site: TenantService) -> dict[str, str]:
     head, _, signature = jwt.encode(claims(tenant=ATTACKER), site.private, "RS256", headers={"kid": "one"}).split(".")
     return bearer(f"{head}.{segment(claims())}.{signature}")
 
 
-def cut(site: Site) -> dict[str, str]:
+def cut(site: TenantService) -> dict[str, str]:
     return {"Authorization": signed(site, claims())["Authorization"][:-3]}
 
 
 now = time.time
-PROOFS: dict[str, Callable[[Site], dict[str, str]]] = {
+PROOFS: dict[str, Callable[[TenantService], dict[str, str]]] = {
     "token that has ended": lambda s: signed(s, claims(exp=int(now()) - 31)),
     "token that ended long ago, sent again": lambda s: signed(s, claims(exp=1_700_000_000, iat=1_699_999_000)),
     "token that never ends": lambda s: signed(s, without("exp")),
@@ -243,7 +243,7 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def filled(found: Any, site: Site) -> Any:
+def filled(found: Any, site: TenantService) -> Any:
     """The same with the victim's ids."""
     if isinstance(found, dict):
         return {key: filled(value, site) for key, value in found.items()}
@@ -259,12 +259,12 @@ def test_there_are_more_than_a_hundred_attacks() -> None:
     assert len(ATTACKS) >= 100, len(ATTACKS)
 
 
-def test_what_is_forged_here_would_let_somebody_in_if_it_were_right(site: Site) -> None:
+def test_what_is_forged_here_would_let_somebody_in_if_it_were_right(site: TenantService) -> None:
     assert site.ask("GET", f"/v1/files/{site.file_id}/content", signed(site, claims())).status_code == 200
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_shows_and_changes_nothing(site: Site, name: str) -> None:
+def test_an_attack_shows_and_changes_nothing(site: TenantService, name: str) -> None:
     attack, before = ATTACKS[name], site.kept()
     headers = (attack.headers or (lambda s: bearer(s.keys[ATTACKER])))(site)
     raw = {key.encode(): value.encode() for key, value in headers.items()}
@@ -277,8 +277,8 @@ def test_an_attack_shows_and_changes_nothing(site: Site, name: str) -> None:
     assert site.kept() == before
 
 
-def multipart(parts: bytes, boundary: str = "b", **headers: str) -> Callable[[Site], httpx.Response]:
-    def send(site: Site) -> httpx.Response:
+def multipart(parts: bytes, boundary: str = "b", **headers: str) -> Callable[[TenantService], httpx.Response]:
+    def send(site: TenantService) -> httpx.Response:
         kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         return site.ask("POST", "/v1/files", {**bearer(site.keys[ATTACKER]), **kind, **headers}, content=parts)
 
@@ -291,7 +291,7 @@ def part(name: str, value: bytes, more: str = "") -> bytes:
 
 PURPOSE, END = part("purpose", b"batch"), b"--b--\r\n"
 FILE = part("file", b"{}", '; filename="f"')
-UPLOADS: dict[str, Callable[[Site], httpx.Response]] = {
+UPLOADS: dict[str, Callable[[TenantService], httpx.Response]] = {
     "two files": multipart(PURPOSE + FILE + FILE + END),
     "no file": multipart(PURPOSE + END),
     "no purpose": multipart(FILE + END),
@@ -306,7 +306,7 @@ UPLOADS: dict[str, Callable[[Site], httpx.Response]] = {
 
 
 @pytest.mark.parametrize("name", UPLOADS)
-def test_an_upload_that_is_not_one_makes_nothing(site: Site, name: str) -> None:
+def test_an_upload_that_is_not_one_makes_nothing(site: TenantService, name: str) -> None:
     before = site.kept()
     own = site.ask("GET", "/v1/files", bearer(site.keys[ATTACKER])).json()["data"]
     answer = UPLOADS[name](site)
@@ -315,7 +315,7 @@ def test_an_upload_that_is_not_one_makes_nothing(site: Site, name: str) -> None:
     assert site.kept() == before
 
 
-def test_fields_that_name_the_victim_are_refused(site: Site) -> None:
+def test_fields_that_name_the_victim_are_refused(site: TenantService) -> None:
     before = site.kept()
     for name, value in (("tenant", "victim"), ("id", site.file_id), ("created_at", "1")):
         answer = multipart(PURPOSE + part(name, value.encode()) + FILE + END)(site)
@@ -323,7 +323,7 @@ def test_fields_that_name_the_victim_are_refused(site: Site) -> None:
     assert site.kept() == before
 
 
-def test_a_name_of_a_file_that_is_a_path_is_only_a_name(site: Site) -> None:
+def test_a_name_of_a_file_that_is_a_path_is_only_a_name(site: TenantService) -> None:
     before = site.kept()
     for number, name in enumerate(("../../api.db", "/etc/passwd", f"../files/{site.file_id}", "a\x00b")):
         body = PURPOSE + part("file", jsonl([line("a")]), f'; filename="{name}"') + END

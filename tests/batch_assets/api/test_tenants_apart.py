@@ -15,17 +15,17 @@ from typing import Any
 
 import orjson
 import pytest
-from support.api_site import jsonl, line
-from support.tenant_site import AUDIENCE, ISSUER, SECRET, Site, bearer, tenant_site
+from support.api_service import jsonl, line
+from support.tenant_service import AUDIENCE, ISSUER, SECRET, TenantService, bearer, tenant_service
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with tenant_site(tmp_path_factory.mktemp("tenants")) as made:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantService]:
+    with tenant_service(tmp_path_factory.mktemp("tenants")) as made:
         yield made
 
 
-def operations(site: Site) -> list[tuple[str, str, dict[str, Any]]]:
+def operations(site: TenantService) -> list[tuple[str, str, dict[str, Any]]]:
     """Every call that names the victim's file or batch, spelled in several ways."""
     batch = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     return [
@@ -44,7 +44,7 @@ def operations(site: Site) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-FORGED: dict[str, Callable[[Site], Any]] = {
+FORGED: dict[str, Callable[[TenantService], Any]] = {
     "another tenant's key": lambda site: bearer(site.keys["attacker"]),
     "another tenant's token": lambda site: bearer(site.token()),
     "headers that name the victim": lambda site: {
@@ -101,12 +101,12 @@ def changed_tenant(token: str) -> str:
     return f"{head}.{changed}.{signature}"
 
 
-def test_there_are_more_than_a_hundred_tries(site: Site) -> None:
+def test_there_are_more_than_a_hundred_tries(site: TenantService) -> None:
     assert len(FORGED) * len(operations(site)) > 100
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_no_try_reads_or_changes_anything(site: Site, name: str) -> None:
+def test_no_try_reads_or_changes_anything(site: TenantService, name: str) -> None:
     before = site.state()
     for method, path, options in operations(site):
         answer = site.ask(method, path, FORGED[name](site), **options)
@@ -119,14 +119,14 @@ def test_no_try_reads_or_changes_anything(site: Site, name: str) -> None:
     assert site.state() == before
 
 
-def test_lists_have_the_callers_own_things_only(site: Site) -> None:
+def test_lists_have_the_callers_own_things_only(site: TenantService) -> None:
     for headers in (bearer(site.keys["attacker"]), bearer(site.token())):
         for path in ("/v1/files", "/v1/batches", "/v1/files?limit=100&purpose=batch", "/v1/batches?limit=100"):
             answer = site.ask("GET", path, headers)
             assert answer.status_code == 200 and answer.json()["data"] == []
 
 
-def test_what_is_not_there_and_what_is_anothers_look_the_same(site: Site) -> None:
+def test_what_is_not_there_and_what_is_anothers_look_the_same(site: TenantService) -> None:
     key = bearer(site.keys["attacker"])
     for kind, name in (("files", site.file_id), ("batches", site.batch_id)):
         missing = name[:-4] + ("aaaa" if name[-4:] != "aaaa" else "bbbb")
@@ -134,7 +134,7 @@ def test_what_is_not_there_and_what_is_anothers_look_the_same(site: Site) -> Non
         assert (theirs.status_code, theirs.text.replace(name, "X")) == (404, nothing.text.replace(missing, "X"))
 
 
-def test_a_key_that_may_read_changes_nothing(site: Site) -> None:
+def test_a_key_that_may_read_changes_nothing(site: TenantService) -> None:
     key, before = bearer(site.keys["reader"]), site.state()
     for method, path, options in operations(site):
         if method in ("POST", "DELETE"):
@@ -143,7 +143,7 @@ def test_a_key_that_may_read_changes_nothing(site: Site) -> None:
     assert site.state() == before
 
 
-def test_a_key_of_one_tenant_sent_again_to_another_does_nothing_there(site: Site) -> None:
+def test_a_key_of_one_tenant_sent_again_to_another_does_nothing_there(site: TenantService) -> None:
     """The same Idempotency-Key of two tenants makes two batches: neither sees the other's."""
     body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     mine = site.ask(
@@ -177,12 +177,12 @@ def test_a_key_of_one_tenant_sent_again_to_another_does_nothing_there(site: Site
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
-def test_oversized_and_deep_bodies_are_refused(site: Site, path: str, body: bytes) -> None:
+def test_oversized_and_deep_bodies_are_refused(site: TenantService, path: str, body: bytes) -> None:
     headers = {**bearer(site.keys["attacker"]), "Content-Type": "application/json"}
     assert 400 <= site.ask("POST", path, headers, content=body).status_code < 500
 
 
-def test_quotas_refuse_one_tenant_and_not_the_others(site: Site) -> None:
+def test_quotas_refuse_one_tenant_and_not_the_others(site: TenantService) -> None:
     small = bearer(site.keys["small"])
     big = {"file": ("in.jsonl", b"x" * 5000)}
     answer = site.ask("POST", "/v1/files", small, files=big, data={"purpose": "batch"})
@@ -199,7 +199,7 @@ def test_quotas_refuse_one_tenant_and_not_the_others(site: Site) -> None:
     assert site.ask("POST", "/v1/files", bearer(site.keys["attacker"]), files=big, data={"purpose": "batch"}).is_success
 
 
-def test_a_repeat_is_answered_when_the_quota_is_used_up_and_a_new_batch_is_not(site: Site) -> None:
+def test_a_repeat_is_answered_when_the_quota_is_used_up_and_a_new_batch_is_not(site: TenantService) -> None:
     key = bearer(site.keys["single"])
     files = {"file": ("in.jsonl", jsonl([line("a")]))}
     own = site.ask("POST", "/v1/files", key, files=files, data={"purpose": "batch"}).json()["id"]
@@ -215,7 +215,7 @@ def test_a_repeat_is_answered_when_the_quota_is_used_up_and_a_new_batch_is_not(s
     assert len(site.ask("GET", "/v1/batches", key).json()["data"]) == 1
 
 
-def test_a_file_that_comes_in_chunks_is_cut_off_at_the_quota_of_its_tenant(site: Site) -> None:
+def test_a_file_that_comes_in_chunks_is_cut_off_at_the_quota_of_its_tenant(site: TenantService) -> None:
     sent = []
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -233,7 +233,7 @@ def test_a_file_that_comes_in_chunks_is_cut_off_at_the_quota_of_its_tenant(site:
     assert site.ask("POST", "/v1/files", headers, content=chunks()).status_code == 200 and len(sent) > 50
 
 
-def test_a_batch_counts_with_all_its_lines_from_its_creation(site: Site) -> None:
+def test_a_batch_counts_with_all_its_lines_from_its_creation(site: TenantService) -> None:
     key = bearer(site.keys["queue"])
     form = {"files": {"file": ("in.jsonl", jsonl([line(name) for name in "abc"]))}, "data": {"purpose": "batch"}}
     file = site.ask("POST", "/v1/files", key, **form).json()
@@ -247,7 +247,7 @@ def test_a_batch_counts_with_all_its_lines_from_its_creation(site: Site) -> None
     assert "queued lines: limit 5, held 3, requested 3" in refused.json()["error"]["message"]
 
 
-def test_the_audit_log_names_the_refused_and_no_secret(site: Site) -> None:
+def test_the_audit_log_names_the_refused_and_no_secret(site: TenantService) -> None:
     audit = Path(site.run(_audit_path(site))).read_text()
     events = [orjson.loads(one) for one in audit.splitlines()]
     assert {401, 403, 404} <= {event["status"] for event in events}
@@ -269,7 +269,7 @@ def test_the_audit_log_names_the_refused_and_no_secret(site: Site) -> None:
     ],
 )
 def test_why_a_token_is_refused_is_in_the_audit_log_and_not_in_the_answer(
-    site: Site, claims: dict[str, Any], reason: str
+    site: TenantService, claims: dict[str, Any], reason: str
 ) -> None:
     answer = site.ask("GET", "/v1/batches", bearer(site.token(**claims)))
     assert answer.status_code == 401 and answer.json()["error"]["message"] == "Incorrect API key provided."
@@ -280,7 +280,7 @@ def test_why_a_token_is_refused_is_in_the_audit_log_and_not_in_the_answer(
     ("key", "reason"), [("expired", "is expired"), ("revoked", "is revoked"), (None, "neither a key"), ("", "Bearer")]
 )
 def test_why_a_key_is_refused_is_in_the_audit_log_and_not_in_the_answer(
-    site: Site, key: str | None, reason: str
+    site: TenantService, key: str | None, reason: str
 ) -> None:
     headers = bearer(site.keys[key] if key else "sk-nobody") if key != "" else {"Authorization": "Basic x"}
     answer = site.ask("GET", "/v1/batches", headers)
@@ -288,11 +288,11 @@ def test_why_a_key_is_refused_is_in_the_audit_log_and_not_in_the_answer(
     assert reason in last_reason(site)
 
 
-def last_reason(site: Site) -> str:
+def last_reason(site: TenantService) -> str:
     events = [orjson.loads(one) for one in Path(site.run(_audit_path(site))).read_bytes().splitlines()]
     return str(events[-1]["reason"])
 
 
-async def _audit_path(site: Site) -> str:
+async def _audit_path(site: TenantService) -> str:
     transport: Any = site.client._transport
     return str(transport.app._audit._path)

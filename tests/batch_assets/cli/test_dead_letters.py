@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 from support.http_server import Handler, http_server
-from support.online_site import OnlineSite, online_site
+from support.online_calls import OnlineCalls, online_calls
 from support.timing import PATIENCE
 
 from batch_assets.api.access.key_store import KeyStore
@@ -37,7 +37,7 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def service(home: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> AsyncIterator[OnlineSite]:
+async def service(home: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> AsyncIterator[OnlineCalls]:
     """The service at an address of loopback, named by the environment with a key for operators."""
     keys = KeyStore(f"sqlite:///{home}/api.db", time.time)
     with contextlib.closing(keys):
@@ -45,7 +45,7 @@ async def service(home: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine) -
     headers = {"Authorization": f"Bearer {secrets[Scope.INFERENCE]}"}
     async with (
         http_server({CHAT: engine.answer}) as url,
-        online_site(home, [url], monkeypatch, headers=headers) as site,
+        online_calls(home, [url], monkeypatch, headers=headers) as site,
     ):
         server = uvicorn.Server(uvicorn.Config(site.door.app, port=0, lifespan="off", log_level="error"))
         task = asyncio.create_task(server._serve())  # `serve` would take the signals of this process
@@ -62,7 +62,7 @@ async def service(home: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine) -
             await task
 
 
-async def given_up(site: OnlineSite) -> str:
+async def given_up(site: OnlineCalls) -> str:
     task_id = await site.accepted({"input": "secret words", "model": "tiny"})
     assert (await site.ended(task_id))["status"] == "FAILED"
     return task_id

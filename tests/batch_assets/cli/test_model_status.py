@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.api_site import CHAT
+from support.api_service import CHAT
 from support.fleet_databases import ready
 
 from batch_assets.api.records.batches import BatchRecord, BatchRecords

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.capacity_site import SPEC, fleet_yaml
+from support.capacity_fleet import SPEC, fleet_yaml
 from typer.testing import CliRunner
 
 from batch_assets.cli.main import app

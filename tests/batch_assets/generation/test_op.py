@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.errors import DagsterExecutionInterruptedError
-from support.dataset_site import BATCH, MODEL, DatasetSite, dataset_site
+from support.dataset_project import BATCH, MODEL, DatasetProject, dataset_project
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 import batch_assets.generation.op
@@ -45,14 +45,16 @@ def engine(shared_engine: SimulatedEngine) -> SimulatedEngine:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[DatasetSite]:
-    with dataset_site(tmp_path) as site:
+def site(tmp_path: Path) -> Iterator[DatasetProject]:
+    with dataset_project(tmp_path) as site:
         site.source(QUESTIONS)
         assert site.materialize("prompts").success
         yield site
 
 
-def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site: DatasetSite, engine: SimulatedEngine):
+def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(
+    site: DatasetProject, engine: SimulatedEngine
+):
     assert site.run_rows("00001", "00003", engine.url).success
     events = site.events()
     assert sorted(key for key, _, _ in events) == ["00001", "00002", "00003"]
@@ -70,7 +72,7 @@ def test_a_range_run_writes_one_entry_per_batch_with_the_five_version_tags(site:
 
 @pytest.mark.slow
 def test_the_page_of_a_run_has_rows_and_rate(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(progress_report, "FIRST_SECONDS", 0.0)
     assert site.run_rows("00000", "00005", engine.url).success
@@ -83,7 +85,7 @@ def test_the_page_of_a_run_has_rows_and_rate(
     assert str(told[-1].description).startswith("60 of 60 rows, ")
 
 
-def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite, engine: SimulatedEngine):
+def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetProject, engine: SimulatedEngine):
     assert site.run_rows("00000", "00002", engine.url).success
     first = {key: tags["dagster/data_version"] for key, tags, _ in site.events()}
     nobody = "http://127.0.0.1:9"  # were an engine needed, this run would fail
@@ -95,7 +97,9 @@ def test_committed_batches_are_reported_again_and_cost_nothing(site: DatasetSite
 
 
 @pytest.mark.slow
-def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: DatasetSite, engine: SimulatedEngine):
+def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(
+    site: DatasetProject, engine: SimulatedEngine
+):
     assert site.run_rows("00000", "00001", engine.url).success
     (site.folder / "fleet.yaml").write_text("engines: [{name: e, kind: process, command: ['false']}]\n")
     result = site.run_rows("00000", "00003", None)
@@ -107,7 +111,7 @@ def test_a_failure_names_the_missing_batches_and_keeps_the_committed_ones(site: 
     assert site.fleet_db.runs() == []
 
 
-def test_a_run_whose_engine_refuses_every_request_says_so_to_the_launcher(site: DatasetSite):
+def test_a_run_whose_engine_refuses_every_request_says_so_to_the_launcher(site: DatasetProject):
     asked = {RANGE_START_TAG: "00000", RANGE_END_TAG: "00003", REQUEST_TAG: "r"}
     with simulated_engine(model="another") as engine:
         allow(site.folder, engine.url, None)
@@ -119,7 +123,7 @@ def test_a_run_whose_engine_refuses_every_request_says_so_to_the_launcher(site: 
 
 @pytest.mark.slow
 def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_asked_again(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     """Dagster raises in the main thread, wherever that is: here in its wait for the engine."""
     released: list[bool] = []
@@ -151,7 +155,7 @@ def test_an_interrupt_gives_the_lease_back_once_and_what_was_journaled_is_not_as
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_somebody_ends_says_so_without_a_traceback(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
 ):
     """An interrupt that nobody asked for, as when a machine goes down, keeps its traceback."""
 
@@ -179,7 +183,7 @@ def test_a_run_that_somebody_ends_says_so_without_a_traceback(
 
 
 @pytest.mark.slow
-def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetSite, engine: SimulatedEngine):
+def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetProject, engine: SimulatedEngine):
     """At the same time and with one engine: the second run waits for the engine, or for the first one's batches."""
     before = engine.get("/simulator/stats")["requests"]
     ended: list[bool] = []
@@ -198,7 +202,7 @@ def test_two_materializations_of_one_range_ask_for_each_row_once(site: DatasetSi
     assert engine.get("/simulator/stats")["requests"] - before <= 60 + 2  # a canary of each run
 
 
-def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetSite, engine: SimulatedEngine):
+def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetProject, engine: SimulatedEngine):
     assert site.run_rows("00000", "00001", engine.url).success
     result = site.run_rows("00000", "00001", engine.url, config={"regenerate": True})
     assert result.success
@@ -209,7 +213,7 @@ def test_regenerate_writes_the_next_generation_of_every_batch(site: DatasetSite,
         assert {o.origin.run_id for o in site.store.outcomes(objects[1])} == {result.run_id}
 
 
-def test_a_redrive_asks_for_dead_rows_only(site: DatasetSite, engine: SimulatedEngine):
+def test_a_redrive_asks_for_dead_rows_only(site: DatasetProject, engine: SimulatedEngine):
     engine.set_faults({"kind": "too_long", "match": {"contains": "What is 7 plus 7?"}})
     first = site.run_rows("00000", "00001", engine.url)
     assert first.success
@@ -225,7 +229,9 @@ def test_a_redrive_asks_for_dead_rows_only(site: DatasetSite, engine: SimulatedE
 
 
 @pytest.mark.slow
-def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(site: DatasetSite, engine: SimulatedEngine):
+def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(
+    site: DatasetProject, engine: SimulatedEngine
+):
     site.source(QUESTIONS[:50])
     assert site.materialize("prompts").success
     assert site.run_rows("00004", "00005", engine.url).success
@@ -234,7 +240,7 @@ def test_a_batch_without_rows_is_reported_so_that_a_backfill_over_it_ends(site: 
 
 
 def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
-    site: DatasetSite, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, monkeypatch: pytest.MonkeyPatch
 ):
     """The watchdog's word, while the worker was stopped: its successor has the range, so it must spend nothing."""
     report = batch_assets.generation.op._report
@@ -253,7 +259,9 @@ def test_a_run_that_was_declared_dead_stands_down_and_leases_no_engine_again(
 
 
 @pytest.mark.slow
-def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch):
+def test_runs_that_lease_nothing_beat_too(
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+):
     assert site.run_rows("00000", "00005", engine.url).success
     seen: list[str] = []
     begin_run = type(site.fleet_db).begin_run
@@ -271,7 +279,7 @@ def test_runs_that_lease_nothing_beat_too(site: DatasetSite, engine: SimulatedEn
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_publication_that_was_declared_dead_deletes_no_journal(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, dead: bool
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, dead: bool
 ):
     """Cut off from all while it published, it wakes up when its successor has done that, and more is under way."""
     assert site.run_rows("00000", "00005", engine.url).success

@@ -33,7 +33,7 @@ SILENT = 10.0
 WHOLE = ("00000", f"{ROWS // BATCH - 1:05d}")
 
 
-class Site:
+class SharedDataset:
     """A dataset, the fleet's database with a clock of its own, and one engine for all runs."""
 
     def __init__(self, folder: Path, fleet_db: FleetDatabase, clock: Clock, engine: SimulatedEngine) -> None:
@@ -97,14 +97,14 @@ def engine() -> Iterator[SimulatedEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, engine: SimulatedEngine) -> Iterator[Site]:
+def site(tmp_path: Path, engine: SimulatedEngine) -> Iterator[SharedDataset]:
     clock = Clock()
     with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db", now=clock)) as fleet_db:
-        yield Site(tmp_path, fleet_db, clock, engine)
+        yield SharedDataset(tmp_path, fleet_db, clock, engine)
 
 
 @contextlib.contextmanager
-def asking_at_most(site: Site, rows: int) -> Iterator[None]:
+def asking_at_most(site: SharedDataset, rows: int) -> Iterator[None]:
     """What the engine is asked meanwhile; two requests may be canaries."""
     before = site.asked
     yield
@@ -113,7 +113,7 @@ def asking_at_most(site: Site, rows: int) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("intent", [{}, {"regenerate": True}])
-def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: Site, intent: dict[str, bool]) -> None:
+def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: SharedDataset, intent: dict[str, bool]) -> None:
     runs = [site.begin(name, intent=Intent(name, **intent)) for name in ("one", "two")]
 
     async def both() -> None:
@@ -127,7 +127,7 @@ def test_two_runs_of_one_range_at_once_ask_for_each_row_once(site: Site, intent:
 
 
 def test_runs_do_not_wait_for_each_other_when_each_has_committed_what_the_other_waits_for(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SharedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim ends when its batch is committed, also when its run has no engine any more, and writes no journal."""
     monkeypatch.setattr(range_run, "LINGER_SECONDS", 0.1)
@@ -154,7 +154,7 @@ def test_runs_do_not_wait_for_each_other_when_each_has_committed_what_the_other_
     assert site.committed_by().keys() == {"one", "two"}
 
 
-def test_a_run_looks_again_when_it_gets_its_engine(site: Site) -> None:
+def test_a_run_looks_again_when_it_gets_its_engine(site: SharedDataset) -> None:
     """Both had planned the whole range; the second waited for the only engine all the while."""
 
     async def one_after_the_other() -> None:
@@ -170,7 +170,7 @@ def test_a_run_looks_again_when_it_gets_its_engine(site: Site) -> None:
     assert site.committed_by() == {"one": ROWS // BATCH}
 
 
-def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: Site) -> None:
+def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: SharedDataset) -> None:
     keys = ("00000", "00001")
 
     async def beside() -> None:
@@ -187,7 +187,7 @@ def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: S
         asyncio.run(beside())
 
 
-def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_flight(site: Site) -> None:
+def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_flight(site: SharedDataset) -> None:
     lost, written = 0, 70
 
     async def a_death() -> None:
@@ -213,7 +213,7 @@ def test_a_run_goes_on_with_what_a_dead_one_left_and_asks_only_for_what_was_in_f
     assert site.committed_by()["two"] > 0
 
 
-def journaled_or_committed(site: Site) -> int:
+def journaled_or_committed(site: SharedDataset) -> int:
     """Rows that are safe."""
     entries = site.store.entries(site.manifest.snapshot)
     done = {footer.key for footer in plan_range(site.store, entries, Intent("x")).done}
@@ -222,7 +222,7 @@ def journaled_or_committed(site: Site) -> int:
     return len(done) * BATCH + len(waiting)
 
 
-def test_a_regenerate_and_an_ordinary_run_are_distinct_work(site: Site) -> None:
+def test_a_regenerate_and_an_ordinary_run_are_distinct_work(site: SharedDataset) -> None:
     asyncio.run(site.work(site.begin("zero")))
     ordinary, again = site.begin("one"), site.begin("two", intent=Intent("two", regenerate=True))
 
@@ -234,7 +234,7 @@ def test_a_regenerate_and_an_ordinary_run_are_distinct_work(site: Site) -> None:
     assert {batch.generation for found in site.store.objects_by_batch().values() for batch in found} == {0, 1}
 
 
-def test_an_adopted_batch_is_the_newest_generation_that_another_run_wrote(site: Site) -> None:
+def test_an_adopted_batch_is_the_newest_generation_that_another_run_wrote(site: SharedDataset) -> None:
     keys = ("00000", "00000")
     late = site.begin("late", keys)
     asyncio.run(site.work(site.begin("one", keys)))
@@ -244,7 +244,7 @@ def test_an_adopted_batch_is_the_newest_generation_that_another_run_wrote(site: 
     assert [late.committed.get_nowait().generation] == [1]
 
 
-def test_a_run_gives_its_engine_back_while_another_one_holds_what_is_left(site: Site) -> None:
+def test_a_run_gives_its_engine_back_while_another_one_holds_what_is_left(site: SharedDataset) -> None:
     """The other one may wait for this very engine: were it kept, both would wait for ever."""
     held = BatchObject("00003", site.store.entries(site.manifest.snapshot)[3].data_version, 0).name
     site.fleet_db.begin_run("holder", "d", *WHOLE)
@@ -271,7 +271,7 @@ def test_a_run_gives_its_engine_back_while_another_one_holds_what_is_left(site: 
 # --- the fleet's database ---
 
 
-def test_a_claim_stands_while_its_run_lives_and_passes_on_when_it_is_silent_or_over(site: Site) -> None:
+def test_a_claim_stands_while_its_run_lives_and_passes_on_when_it_is_silent_or_over(site: SharedDataset) -> None:
     fleet_db = site.fleet_db
     for name in ("one", "two", "three"):
         fleet_db.begin_run(name, "d", *WHOLE)
@@ -292,7 +292,7 @@ def test_a_claim_stands_while_its_run_lives_and_passes_on_when_it_is_silent_or_o
     assert fleet_db.claims("d") == {} and fleet_db.claim("three", "d", ["a"], SILENT).object is None
 
 
-def test_runs_of_other_batches_and_datasets_and_runs_that_ended_before_are_no_rivals(site: Site) -> None:
+def test_runs_of_other_batches_and_datasets_and_runs_that_ended_before_are_no_rivals(site: SharedDataset) -> None:
     fleet_db = site.fleet_db
     fleet_db.begin_run("over", "d", *WHOLE)
     fleet_db.end_run("over")

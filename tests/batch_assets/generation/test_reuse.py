@@ -15,7 +15,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 from support import range_worker
-from support.dataset_site import dataset_site
+from support.dataset_project import dataset_project
 from support.range_runs import leased
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.snapshots import MODEL, commit, questions, write_snapshot
@@ -156,7 +156,7 @@ def test_answers_that_are_damaged_or_gone_are_generated(tmp_path: Path, local_ob
 @pytest.mark.slow
 def test_a_dataset_that_is_all_reused_needs_no_engine_through_the_real_assets(tmp_path: Path) -> None:
     asked = [f"What is {i} plus {i}?" for i in range(25)]
-    with dataset_site(tmp_path, reuse=True) as site:
+    with dataset_project(tmp_path, reuse=True) as site:
         site.source(asked)
         spec, folder = site.specs["d"]
         paying = spec.model_copy(update={"name": "paying", "reuse": False})

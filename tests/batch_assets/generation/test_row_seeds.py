@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import plain_engine
 
 from batch_assets.snapshot.builder import build_snapshot
@@ -29,7 +29,7 @@ def asked_seeds(folder: Path, seed: int | None) -> list[int | None]:
     source = {"grid": {"word": ["moon"], "number": [1, 2, 3]}}
     with (
         plain_engine(MODEL) as engine,
-        dataset_site(
+        dataset_project(
             folder,
             source=source,
             prompt={"user": "A line on the {{ word }}."},
@@ -67,14 +67,14 @@ def test_rows_with_ids_that_ask_the_same_have_a_seed_each_by_their_ids() -> None
     assert replace(second, batch="00009", prompt=b'"q"').seeded(7).seed == seeds[0]
 
 
-def write(site: DatasetSite, *ids: str) -> None:
+def write(site: DatasetProject, *ids: str) -> None:
     lines = [json.dumps({"id": row_id, "question": "A line on the moon."}) for row_id in ids]
     (site.folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def test_equal_rows_with_ids_keep_their_seeds_and_answers_over_refreshes(tmp_path: Path) -> None:
     sampling = {"temperature": 1, "max_tokens": 16, "seed": 7}
-    with plain_engine(MODEL) as engine, dataset_site(tmp_path, sampling=sampling) as site:
+    with plain_engine(MODEL) as engine, dataset_project(tmp_path, sampling=sampling) as site:
         write(site, "a", "b", "c")
         assert site.materialize("prompts").success
         assert site.run_rows("00000", "00000", engine.url).success

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.engine_supply import NEED, FleetClient, Heartbeat, engines
 from support.range_runs import journaled, step_until
 from support.simulated_engine import SimulatedEngine, simulated_engine
@@ -36,8 +36,8 @@ def engine() -> Iterator[SimulatedEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[DatasetSite]:
-    with dataset_site(tmp_path) as site:
+def site(tmp_path: Path) -> Iterator[DatasetProject]:
+    with dataset_project(tmp_path) as site:
         site.source(QUESTIONS)
         assert site.materialize("prompts").success
         yield site
@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 @pytest.mark.slow
 def test_a_folder_that_is_renamed_away_is_said_and_the_lease_given_back_and_the_run_goes_on(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(batch_assets.generation.engine_supervisor, "SAY_SILENT_SECONDS", 0.5)
     monkeypatch.setattr(batch_assets.generation.engine_supervisor, "RELEASE_SILENT_SECONDS", 2.0)
@@ -83,7 +83,7 @@ def test_a_folder_that_is_renamed_away_is_said_and_the_lease_given_back_and_the_
 
 @pytest.mark.slow
 def test_a_run_whose_store_stays_away_ends_with_the_reason(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(batch_assets.generation.engine_supervisor, "SAY_SILENT_SECONDS", 0.2)
     monkeypatch.setattr(batch_assets.generation.engine_supervisor, "RELEASE_SILENT_SECONDS", 0.5)
@@ -205,7 +205,7 @@ def test_with_nothing_to_write_something_small_tells_whether_writes_succeed(
     assert [info.path for info in local_objects.list("") if "/snapshots/" not in info.path] == []
 
 
-def test_a_damaged_object_while_the_store_is_there_is_no_reason_to_wait(site: DatasetSite, engine: SimulatedEngine):
+def test_a_damaged_object_while_the_store_is_there_is_no_reason_to_wait(site: DatasetProject, engine: SimulatedEngine):
     manifest = site.manifest()
     shard = site.store.snapshot_path(manifest.snapshot, manifest.shards[0].path)
     site.store.objects.delete([shard])

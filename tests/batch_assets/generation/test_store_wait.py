@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
@@ -31,17 +31,17 @@ def engine() -> Iterator[SimulatedEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetSite]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetProject]:
     monkeypatch.setattr(store_wait, "SAY_SILENT_SECONDS", 0.2)
     monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 2.0)
     monkeypatch.setattr(store_wait, "ASK_SECONDS", 0.1)
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         site.source(QUESTIONS)
         assert site.materialize("prompts").success
         yield site
 
 
-def gone(site: DatasetSite, monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> None:
+def gone(site: DatasetProject, monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> None:
     """The store's folder is renamed away when this function is called first."""
     real, called = getattr(where, name), threading.Event()
 
@@ -60,7 +60,7 @@ PREPARATIONS = [(batch_assets.generation.op, "plan_range"), (RangeRun, "prepare"
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "name"), PREPARATIONS, ids=["plan", "prepare"])
 def test_a_run_whose_store_stays_away_while_it_prepares_ends_with_the_reason(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
 ):
     gone(site, monkeypatch, where, name)
     began = time.monotonic()
@@ -75,7 +75,7 @@ def test_a_run_whose_store_stays_away_while_it_prepares_ends_with_the_reason(
 
 @pytest.mark.slow
 def test_a_run_waits_for_its_store_and_believes_no_empty_listing(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     assert site.run_rows("00000", "00002", engine.url).success
     before = site.store.objects_by_batch()
@@ -94,7 +94,9 @@ def test_a_run_waits_for_its_store_and_believes_no_empty_listing(
     assert site.store.objects_by_batch() == before
 
 
-def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(site: DatasetSite, monkeypatch: pytest.MonkeyPatch):
+def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
+    site: DatasetProject, monkeypatch: pytest.MonkeyPatch
+):
     answers, real = threading.Event(), LocalObjects.exists
 
     def hangs(self: LocalObjects, path: str) -> bool:
@@ -147,7 +149,7 @@ def test_silence_that_is_too_long_is_an_error():
 
 
 def test_a_store_that_goes_away_while_it_is_compared_makes_no_batch_void(
-    site: DatasetSite, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    site: DatasetProject, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ):
     assert site.run_rows("00000", "00002", engine.url).success
     gone(site, monkeypatch, batch_assets.orchestration.reconcile, "object_infos")

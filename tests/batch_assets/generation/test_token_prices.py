@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
@@ -27,13 +27,13 @@ def engine() -> Iterator[SimulatedEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetSite]:
+def site(tmp_path: Path, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetProject]:
     monkeypatch.setattr(resources.fleet.client, "BUDGET_WAITS", 1)
     (tmp_path / "fleet.yaml").write_text(
         f"engines: [{{name: api, kind: endpoint, url: '{engine.url}', max_num_seqs: 4, "
         "usd_per_million_tokens: {input: 1000, output: 4000}}]\n"
     )
-    with dataset_site(tmp_path) as found:
+    with dataset_project(tmp_path) as found:
         found.source([f"What is {i}?" for i in range(ROWS)])
         assert found.materialize("prompts").success
         yield found
@@ -46,7 +46,7 @@ def until(said: str, found: object, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_row_costs_its_tokens_and_every_figure_is_their_sum(site: DatasetSite) -> None:
+def test_a_row_costs_its_tokens_and_every_figure_is_their_sum(site: DatasetProject) -> None:
     assert site.run_rows("00000", "00003", None).success
     objects = [batch for found in site.store.objects_by_batch().values() for batch in found]
     outcomes = [one for batch in objects for one in site.store.outcomes(batch)]
@@ -60,7 +60,7 @@ def test_a_row_costs_its_tokens_and_every_figure_is_their_sum(site: DatasetSite)
     assert cost.usd.wasted == 0 and cost.rows == summary.rows == ROWS
 
 
-def test_the_budget_stops_it_before_it_is_passed_and_it_goes_on_when_that_is_raised(site: DatasetSite) -> None:
+def test_the_budget_stops_it_before_it_is_passed_and_it_goes_on_when_that_is_raised(site: DatasetProject) -> None:
     budget = 1.0
     site.fleet_db.begin_request("d", "r", budget_usd=budget)
     done: list[bool] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.kubernetes_site import FakeCluster, fake_cluster, write_kubeconfig
+from support.fake_kubernetes import FakeCluster, fake_cluster, write_kubeconfig
 
 from batch_assets.cli.fleet_commands import kubernetes_check
 from batch_assets.cli.fleet_commands.kubernetes_check import UnknownAccount, show_rights

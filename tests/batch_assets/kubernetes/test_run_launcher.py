@@ -63,7 +63,7 @@ class Workers:
 
 
 @dataclass
-class Site:
+class LaunchedCluster:
     instance: dg.DagsterInstance
     launcher: FencedK8sRunLauncher
     workers: Workers
@@ -92,7 +92,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchedCluster]:
     kubeconfig = tmp_path / "kubeconfig"
     from batch_assets.kubernetes import run_launcher
 
@@ -117,18 +117,18 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         workers: Any = Workers()
         launcher._workers = workers
         fleet_db = FleetDatabase(url)
-        yield Site(instance, launcher, workers, fleet_db)
+        yield LaunchedCluster(instance, launcher, workers, fleet_db)
         fleet_db.close()
 
 
-def test_dagster_yaml_makes_it_with_stock_keys_and_its_own(site: Site):
+def test_dagster_yaml_makes_it_with_stock_keys_and_its_own(site: LaunchedCluster):
     assert site.launcher.job_namespace == "runs"
     assert (site.launcher._rules.silent, site.launcher._rules.node_lost) == (0, 300)
     assert site.launcher.supports_check_run_worker_health
     assert "k8s_api_ssl_ca_cert_file" not in type(site.launcher).config_type()
 
 
-def test_an_api_server_that_is_away_fails_no_run_and_is_told_once(site: Site):
+def test_an_api_server_that_is_away_fails_no_run_and_is_told_once(site: LaunchedCluster):
     runs = [site.started() for _ in range(3)]
     site.workers.seen = NotSeen("connection refused")
     site.monitor()
@@ -140,7 +140,9 @@ def test_an_api_server_that_is_away_fails_no_run_and_is_told_once(site: Site):
     assert site.said(runs[0])[1:] == ["Run worker: its pod has not ended"]
 
 
-def test_an_api_server_that_hangs_is_asked_about_one_run_not_about_each(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_an_api_server_that_hangs_is_asked_about_one_run_not_about_each(
+    site: LaunchedCluster, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("batch_assets.kubernetes.run_launcher.AWAY_SECONDS", 3600.0)
     first, second = site.started(), site.started()
     site.workers.seen = NotSeen("no answer")
@@ -151,7 +153,7 @@ def test_an_api_server_that_hangs_is_asked_about_one_run_not_about_each(site: Si
     assert site.look(second) is WorkerStatus.FAILED
 
 
-def test_a_run_fails_when_its_pod_has_ended_and_its_leases_are_free(site: Site):
+def test_a_run_fails_when_its_pod_has_ended_and_its_leases_are_free(site: LaunchedCluster):
     run = site.started()
     site.fleet_db.begin_run(run.run_id, "d", "00000", "00003")
     site.monitor()
@@ -163,7 +165,7 @@ def test_a_run_fails_when_its_pod_has_ended_and_its_leases_are_free(site: Site):
     assert beat is not None and beat.state == "ended"
 
 
-def test_a_run_between_its_ops_keeps_its_pod_and_one_that_was_declared_dead_does_not(site: Site):
+def test_a_run_between_its_ops_keeps_its_pod_and_one_that_was_declared_dead_does_not(site: LaunchedCluster):
     site.workers.seen = WELL
     between, dead = site.started(), site.started()
     for run, end in ((between, site.fleet_db.end_run), (dead, site.fleet_db.declare_dead)):
@@ -177,7 +179,7 @@ def test_a_run_between_its_ops_keeps_its_pod_and_one_that_was_declared_dead_does
     assert dead.run_id in job
 
 
-def test_a_worker_whose_pod_is_gone_is_fenced_before_its_run_fails(site: Site):
+def test_a_worker_whose_pod_is_gone_is_fenced_before_its_run_fails(site: LaunchedCluster):
     run = site.started()
     site.fleet_db.begin_run(run.run_id, "d", "00000", "00003")
     site.workers.seen = GONE
@@ -186,7 +188,7 @@ def test_a_worker_whose_pod_is_gone_is_fenced_before_its_run_fails(site: Site):
     assert beat is not None and beat.state == "ended"
 
 
-def test_a_worker_whose_pod_is_gone_between_its_ops_or_before_them_begins_none_any_more(site: Site):
+def test_a_worker_whose_pod_is_gone_between_its_ops_or_before_them_begins_none_any_more(site: LaunchedCluster):
     before, between = site.started(), site.started()
     site.fleet_db.begin_run(between.run_id, "d", "00000", "00003")
     site.fleet_db.end_run(between.run_id)
@@ -197,7 +199,7 @@ def test_a_worker_whose_pod_is_gone_between_its_ops_or_before_them_begins_none_a
             site.fleet_db.begin_run(run.run_id, "d", "00000", "00003")
 
 
-def test_without_an_answer_of_the_fleets_database_a_vanished_worker_is_not_failed(site: Site):
+def test_without_an_answer_of_the_fleets_database_a_vanished_worker_is_not_failed(site: LaunchedCluster):
     run = site.started()
     site.launcher._fences._url = None
     site.workers.seen = GONE
@@ -206,7 +208,7 @@ def test_without_an_answer_of_the_fleets_database_a_vanished_worker_is_not_faile
     assert site.look(run) is WorkerStatus.FAILED
 
 
-def test_jobs_of_ended_runs_are_deleted_and_told(site: Site):
+def test_jobs_of_ended_runs_are_deleted_and_told(site: LaunchedCluster):
     canceled = create_run_for_test(site.instance, status=dg.DagsterRunStatus.CANCELED)
     running = site.started()
     site.workers.there = [
@@ -221,7 +223,7 @@ def test_jobs_of_ended_runs_are_deleted_and_told(site: Site):
     site.launcher.sweep()
 
 
-def test_a_run_whose_worker_ended_before_it_began_fails_at_once_and_says_why(site: Site):
+def test_a_run_whose_worker_ended_before_it_began_fails_at_once_and_says_why(site: LaunchedCluster):
     starting = [create_run_for_test(site.instance, status=dg.DagsterRunStatus.STARTING) for _ in range(3)]
     begun = site.started()
     oom = "out of memory"
@@ -240,7 +242,7 @@ def test_a_run_whose_worker_ended_before_it_began_fails_at_once_and_says_why(sit
     assert said == "Run worker: its pod has ended before the run began: out of memory"
 
 
-def test_our_daemon_sweeps_also_when_no_run_has_started(site: Site):
+def test_our_daemon_sweeps_also_when_no_run_has_started(site: LaunchedCluster):
     assert isinstance(site.launcher, SweepingLauncher)
     (daemon,) = (one for one in daemons_of(site.instance) if isinstance(one, SweepingMonitoringDaemon))
     assert (daemon.interval_seconds, daemon.daemon_type()) == (7, "MONITORING")
@@ -251,7 +253,7 @@ def test_our_daemon_sweeps_also_when_no_run_has_started(site: Site):
     assert site.workers.deleted == ["never-began"]
 
 
-def test_a_job_that_has_to_wait_for_the_api_server_is_told_in_its_runs_log(site: Site) -> None:
+def test_a_job_that_has_to_wait_for_the_api_server_is_told_in_its_runs_log(site: LaunchedCluster) -> None:
     from batch_assets.kubernetes.job_api import PatientJobs
 
     jobs = site.launcher._api_client.batch_api  # what stock's launcher creates Jobs with

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dataset_site import dataset_site
+from support.dataset_project import dataset_project
 
 from batch_assets.kubernetes.run_workers import RunWorkersError, WorkerSizes, read_worker_sizes
 from batch_assets.tags import REFRESH_TAG
@@ -75,7 +75,7 @@ def test_the_launcher_sensor_tags_its_runs(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "run-workers.yaml"
     file.write_text(GOOD)
     monkeypatch.setenv("BATCH_ASSETS_RUN_WORKERS", str(file))
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         site.source([f"What is {i}?" for i in range(20)])
         assert site.materialize("prompts", tags={REFRESH_TAG: "d"}).success
         requests: Any = site.tick("launcher").run_requests

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.generation import range_run
@@ -33,7 +33,7 @@ def engine() -> Iterator[SimulatedEngine]:
         yield engine
 
 
-def generate(site: DatasetSite, engine: SimulatedEngine) -> list[dict[str, Any]]:
+def generate(site: DatasetProject, engine: SimulatedEngine) -> list[dict[str, Any]]:
     """Everything that a dataset can go through; returns the lines of its table."""
     lines = [
         json.dumps({"id": f"id-{i}", "question": f"What of the {WORDS[0]}, number {i} of them?", "pet": WORDS[1]})
@@ -50,7 +50,7 @@ def generate(site: DatasetSite, engine: SimulatedEngine) -> list[dict[str, Any]]
     return pl.read_parquet(table.glob(site.store.objects)).to_dicts()
 
 
-def kept_texts(site: DatasetSite, home: Path) -> bytes:
+def kept_texts(site: DatasetProject, home: Path) -> bytes:
     """Every file of Dagster's home and of the fleet, and every event and tag as text."""
     files = [file for folder in (home, site.folder) for file in folder.rglob("*") if file.is_file()]
     store = site.folder / "store"
@@ -81,7 +81,7 @@ def test_rows_are_in_no_event_log_or_tag_unless_they_may_be(
     home, folder = tmp_path / "home", tmp_path / "site"
     home.mkdir(), folder.mkdir()
     more: dict[str, Any] = {"output": {"json_schema": schema, "repair_tries": 0}} if schema else {}
-    with dataset_site(folder, home, show_samples=show, keep_columns=["pet"], on_bad_row="skip", **more) as site:
+    with dataset_project(folder, home, show_samples=show, keep_columns=["pet"], on_bad_row="skip", **more) as site:
         lines = generate(site, engine)
         kept = kept_texts(site, home) + caplog.text.encode() + "".join(capfd.readouterr()).encode()
     assert len(lines) == 30

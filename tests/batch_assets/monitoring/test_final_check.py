@@ -11,8 +11,8 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.test_utils import create_run_for_test
-from support.dataset_site import MODEL, dataset_site
-from support.healed_site import KINDS, QUESTIONS, SPEC, HealedSite
+from support.dataset_project import MODEL, dataset_project
+from support.healed_dataset import KINDS, QUESTIONS, SPEC, HealedDataset
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.catalog import ledger
@@ -31,11 +31,11 @@ def engine() -> Iterator[SimulatedEngine]:
 
 
 @pytest.fixture(scope="module")
-def whole(engine: SimulatedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HealedSite]:
+def whole(engine: SimulatedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HealedDataset]:
     """A dataset that was generated and published, with duplicates, a reject and a dead letter."""
     folder = tmp_path_factory.mktemp("site")
-    with dataset_site(folder, **SPEC) as found:
-        site = HealedSite(found, engine)
+    with dataset_project(folder, **SPEC) as found:
+        site = HealedDataset(found, engine)
         found.source([*QUESTIONS, QUESTIONS[0], "word " * 40_000])
         with (folder / "questions.jsonl").open("a") as file:
             file.write("broken\n")
@@ -44,7 +44,7 @@ def whole(engine: SimulatedEngine, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def site(whole: HealedSite) -> Iterator[HealedSite]:
+def site(whole: HealedDataset) -> Iterator[HealedDataset]:
     """Left as it was found: what a test damages is made again afterwards, or it fails here."""
     yield whole
     if not whole.verify().ok:
@@ -57,7 +57,7 @@ def flip(data: bytes, draw: random.Random) -> bytes:
     return data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
 
 
-def ended(site: HealedSite, damage: Callable[[], object]) -> tuple[RunResult, list[str]]:
+def ended(site: HealedDataset, damage: Callable[[], object]) -> tuple[RunResult, list[str]]:
     """A request whose refresh has read the source; then the damage; then to its end. And what was remarked."""
     asked = site.site.materialize("prompts", tags={REFRESH_TAG: "d"})
     damage()
@@ -78,7 +78,7 @@ def kinds(of_snapshots: bool, first: set[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", kinds(False, {"batch", "dead_letters/parquet", "published/CURRENT", "published/part"}))
-def test_a_bit_that_is_flipped_before_run_is_noticed_and_made_again(site: HealedSite, kind: str):
+def test_a_bit_that_is_flipped_before_run_is_noticed_and_made_again(site: HealedDataset, kind: str):
     path = site.paths()[kind]
     before = site.site.store.objects.get(path)
     site.site.store.objects.put(path, flip(before, random.Random(kind)))
@@ -91,7 +91,7 @@ def test_a_bit_that_is_flipped_before_run_is_noticed_and_made_again(site: Healed
 
 @pytest.mark.parametrize("kind", kinds(True, {"snapshots/CURRENT", "snapshots/manifest", "snapshots/prompts"}))
 def test_a_bit_that_is_flipped_in_a_snapshot_while_run_works_ends_it_with_the_command_that_mends_it(
-    site: HealedSite, kind: str
+    site: HealedDataset, kind: str
 ):
     objects, path = site.site.store.objects, site.paths()[kind]
     ending, _ = ended(site, lambda: objects.put(path, flip(objects.get(path), random.Random(kind))))
@@ -101,7 +101,7 @@ def test_a_bit_that_is_flipped_in_a_snapshot_while_run_works_ends_it_with_the_co
     assert site.run().ok
 
 
-def test_a_current_snapshot_that_is_deleted_while_run_works_ends_it_with_the_command_that_mends_it(site: HealedSite):
+def test_a_current_snapshot_that_is_deleted_while_run_works_ends_it_with_the_command_that_mends_it(site: HealedDataset):
     objects, path = site.site.store.objects, site.paths()["snapshots/CURRENT"]
     ending, _ = ended(site, lambda: objects.delete([path]))
     assert not ending.ok
@@ -109,7 +109,7 @@ def test_a_current_snapshot_that_is_deleted_while_run_works_ends_it_with_the_com
     assert site.run().ok and site.verify().ok
 
 
-def test_what_is_made_again_is_said(site: HealedSite):
+def test_what_is_made_again_is_said(site: HealedDataset):
     objects, path = site.site.store.objects, site.newest("00001")
     ending, remarks = ended(site, lambda: objects.put(path, flip(objects.get(path), random.Random(1))))
     assert ending.ok
@@ -119,7 +119,7 @@ def test_what_is_made_again_is_said(site: HealedSite):
     assert site.newest("00001") != path
 
 
-def test_a_batch_that_no_publication_can_read_is_made_again(site: HealedSite):
+def test_a_batch_that_no_publication_can_read_is_made_again(site: HealedDataset):
     """Its size is as the catalog says, so it is found when another batch has made a new table necessary."""
     objects, path = site.site.store.objects, site.newest("00002")
     objects.delete([site.newest("00001")])
@@ -129,7 +129,7 @@ def test_a_batch_that_no_publication_can_read_is_made_again(site: HealedSite):
     assert site.newest("00002") != path and site.verify().ok
 
 
-def test_a_part_of_the_same_size_is_written_again_by_the_next_publication(site: HealedSite):
+def test_a_part_of_the_same_size_is_written_again_by_the_next_publication(site: HealedDataset):
     objects, path = site.site.store.objects, site.paths()["published/part"]
     before = objects.get(path)
     objects.put(path, flip(before, random.Random(2)))
@@ -137,7 +137,7 @@ def test_a_part_of_the_same_size_is_written_again_by_the_next_publication(site: 
     assert objects.get(path) == before
 
 
-def test_a_table_that_says_something_else_than_the_batches_is_written_again(site: HealedSite):
+def test_a_table_that_says_something_else_than_the_batches_is_written_again(site: HealedDataset):
     store = site.site.store
     table = site.observer.table()
     assert table is not None
@@ -148,7 +148,7 @@ def test_a_table_that_says_something_else_than_the_batches_is_written_again(site
     assert site.observer.table() is not None
 
 
-def test_a_catalog_that_counts_wrong_is_corrected(site: HealedSite):
+def test_a_catalog_that_counts_wrong_is_corrected(site: HealedDataset):
     entry = site.site.store.entries(site.site.manifest().snapshot)[2]
     batch = site.site.store.current_objects([entry])[entry.key]
     footer = site.site.store.read_batch(batch)[1].model_copy(update={"ok": 1, "dead": 9})
@@ -158,7 +158,7 @@ def test_a_catalog_that_counts_wrong_is_corrected(site: HealedSite):
     assert site.run().ok
 
 
-def test_what_cannot_be_made_again_ends_the_run_after_two_tries(site: HealedSite):
+def test_what_cannot_be_made_again_ends_the_run_after_two_tries(site: HealedDataset):
     objects, path = site.site.store.objects, site.paths()["published/part"]
     whole = objects.get(path)
     asked = site.site.materialize("prompts", tags={REFRESH_TAG: "d"})
@@ -177,7 +177,7 @@ def test_what_cannot_be_made_again_ends_the_run_after_two_tries(site: HealedSite
     objects.put(path, whole)
 
 
-def test_what_another_run_changes_is_verified_after_it(site: HealedSite):
+def test_what_another_run_changes_is_verified_after_it(site: HealedDataset):
     objects, path = site.site.store.objects, site.newest("00001")
     whole = objects.get(path)
     asked = site.site.materialize("prompts", tags={REFRESH_TAG: "d"})
@@ -195,7 +195,7 @@ def test_what_another_run_changes_is_verified_after_it(site: HealedSite):
     assert ending.ok
 
 
-def test_without_verification_names_and_sizes_are_compared_and_the_end_says_so(site: HealedSite):
+def test_without_verification_names_and_sizes_are_compared_and_the_end_says_so(site: HealedDataset):
     objects, path = site.site.store.objects, site.newest("00001")
     whole = objects.get(path)
     asked = site.site.materialize("prompts", tags={REFRESH_TAG: "d"})
@@ -211,7 +211,7 @@ def test_without_verification_names_and_sizes_are_compared_and_the_end_says_so(s
     objects.put(path, whole)
 
 
-def test_a_verification_says_where_it_is_and_is_ended_by_its_progress(site: HealedSite):
+def test_a_verification_says_where_it_is_and_is_ended_by_its_progress(site: HealedDataset):
     said: list[str] = []
 
     def progress(moment: ProgressUpdate) -> None:
@@ -227,7 +227,7 @@ def test_a_verification_says_where_it_is_and_is_ended_by_its_progress(site: Heal
     assert said[:3] == ["verifying: snapshot", f"verifying: batch 1 of {batches}", f"verifying: batch 2 of {batches}"]
 
 
-def test_a_store_that_stays_away_ends_the_command_after_as_long_as_it_ends_a_run(site: HealedSite):
+def test_a_store_that_stays_away_ends_the_command_after_as_long_as_it_ends_a_run(site: HealedDataset):
     asked = site.site.materialize("prompts", tags={REFRESH_TAG: "d"})
     now = [1000.0]
     follower = RequestMonitor(site.observer, asked.run_id, lambda: now[0])
@@ -254,7 +254,7 @@ DAMAGES = 12
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DAMAGES))
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_run_ends_with_0_exactly_when_verify_would(site: HealedSite, seed: int, when: str):
+def test_run_ends_with_0_exactly_when_verify_would(site: HealedDataset, seed: int, when: str):
     """Random damage to one to three objects: flipped, cut, deleted, or two of them swapped."""
     draw, folder = random.Random(f"{when} {seed}"), site.site.folder
     shutil.copytree(folder / "store", folder / "copy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.dataset_site import dataset_site
+from support.dataset_project import dataset_project
 
 from batch_assets.cli.dataset_commands.run_summary import left_out_lines
 from batch_assets.monitoring.dataset_status import Observer, dataset_status
@@ -12,7 +12,7 @@ from batch_assets.monitoring.display import left_out_lines as status_lines
 
 
 def test_rows_that_are_left_out_are_counted_with_the_first_reason_and_the_place_of_the_list(tmp_path: Path) -> None:
-    with dataset_site(tmp_path, on_bad_row="skip") as site:
+    with dataset_project(tmp_path, on_bad_row="skip") as site:
         site.source(["a", "b"])
         with (tmp_path / "questions.jsonl").open("a") as file:
             file.write("broken\n" * 8)

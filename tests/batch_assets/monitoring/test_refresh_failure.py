@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from support.dataset_site import DatasetSite, dataset_site
+from support.dataset_project import DatasetProject, dataset_project
 from support.fleet_databases import OFFER, ready
 
 from batch_assets.monitoring.dataset_status import DatasetStatus, Observer, RunLine, dataset_status
@@ -18,7 +18,7 @@ from batch_assets.tags import REFRESH_TAG
 NOW = 1e9
 
 
-def refreshed(site: DatasetSite) -> DatasetStatus:
+def refreshed(site: DatasetProject) -> DatasetStatus:
     """The status after a refresh, and after the sensor that ends a request without work."""
     run = site.materialize("prompts", tags={REFRESH_TAG: "d"})
     ended = summary_of(request_status(site.fleet_db, "d"), finished_at=1.0, on_time=None, missing=0)
@@ -33,7 +33,7 @@ def text(status: DatasetStatus) -> str:
 
 
 def test_a_refresh_that_failed_is_said_until_one_succeeds(tmp_path: Path) -> None:
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         failed = refreshed(site)
         said = text(failed)
         site.source(["a"])
@@ -50,7 +50,7 @@ def test_a_refresh_that_failed_is_said_until_one_succeeds(tmp_path: Path) -> Non
 
 
 def test_a_clock_is_explained_only_where_its_provider_is_planned_or_was_rented(tmp_path: Path) -> None:
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         fleet_db = site.fleet_db
         ready(fleet_db, dataset="other")
         fleet_db.begin_request("d", "real")

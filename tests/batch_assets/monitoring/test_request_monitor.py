@@ -50,7 +50,7 @@ REFRESH = {REFRESH_TAG: "d"}
 
 
 @dataclass
-class Site:
+class RequestedDataset:
     """A dataset of four batches; its runs are entries on an ephemeral instance, no daemon starts anything."""
 
     instance: dg.DagsterInstance
@@ -118,29 +118,29 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[RequestedDataset]:
     with (
         dg.DagsterInstance.ephemeral() as instance,
         contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db,
     ):
         work = tmp_path / "work"
         work.mkdir()
-        yield Site(instance, fleet_db, DatasetStore(open_objects(str(tmp_path / "store")), "d"), work)
+        yield RequestedDataset(instance, fleet_db, DatasetStore(open_objects(str(tmp_path / "store")), "d"), work)
 
 
-def test_the_source_is_read_first(site: Site):
+def test_the_source_is_read_first(site: RequestedDataset):
     assert site.look(site.run(S.STARTING, REFRESH)).said == "starting"
     assert site.look(site.run(S.STARTED, REFRESH)).said == "reading the source"
 
 
-def test_a_source_that_cannot_be_used_ends_it_with_file_and_line(site: Site):
+def test_a_source_that_cannot_be_used_ends_it_with_file_and_line(site: RequestedDataset):
     moment = site.look(site.failing("questions.jsonl, line 7: not valid JSON", REFRESH))
     assert moment.ending is not None
     assert not moment.ending.ok
     assert moment.ending.said == "questions.jsonl, line 7: not valid JSON"
 
 
-def test_a_lost_worker_that_is_retried_is_followed_to_its_retry(site: Site):
+def test_a_lost_worker_that_is_retried_is_followed_to_its_retry(site: RequestedDataset):
     retry = site.run(S.STARTED, REFRESH)
     lost = site.run(S.FAILURE, {**REFRESH, WILL_RETRY_TAG: "true"})
     assert site.look(lost).ending is None
@@ -150,7 +150,7 @@ def test_a_lost_worker_that_is_retried_is_followed_to_its_retry(site: Site):
     assert follower.request == retry
 
 
-def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is_waited_for(site: Site):
+def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is_waited_for(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.batches(request, S.STARTED)
     site.fleet_db.begin_request("d", request, deadline_at=None, budget_usd=0.1)
@@ -163,7 +163,7 @@ def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is
     assert waiting.look().ending is None
 
 
-def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: Site):
+def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: RequestedDataset):
     before = site.run(S.SUCCESS, REFRESH)
     site.fleet_db.begin_request("d", before, budget_usd=0.01)
     pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.01 $ are left", 0.02)
@@ -179,13 +179,13 @@ def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: Si
     assert ending is not None and (ending.pause, ending.spent_usd) == (own, 0.004)  # of the moment of the sum
 
 
-def test_canceling_the_source_run_ends_it(site: Site):
+def test_canceling_the_source_run_ends_it(site: RequestedDataset):
     ending = site.look(site.run(S.CANCELED, REFRESH)).ending
     assert ending is not None
     assert "canceled" in ending.said
 
 
-def test_while_batches_run_the_figures_and_the_note_of_the_run_are_shown(site: Site):
+def test_while_batches_run_the_figures_and_the_note_of_the_run_are_shown(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     run = site.batches(request, S.STARTED)
     site.commit("00000", "00002")
@@ -198,7 +198,7 @@ def test_while_batches_run_the_figures_and_the_note_of_the_run_are_shown(site: S
     assert (moment.figures.batches_done, moment.figures.rows_committed, moment.figures.open_rows) == (2, 20, 3)
 
 
-def test_a_redrive_ends_when_each_batch_with_dead_letters_was_tried_once_and_the_table_is_there(site: Site):
+def test_a_redrive_ends_when_each_batch_with_dead_letters_was_tried_once_and_the_table_is_there(site: RequestedDataset):
     request, follower = site.redrive()
     assert "not committed: `batch-assets run d` first" in str(follower.look().ending)
     for footer in commit(site.store, site.manifest, dead=["id-000003", "id-000033"]).values():
@@ -214,7 +214,7 @@ def test_a_redrive_ends_when_each_batch_with_dead_letters_was_tried_once_and_the
     assert site.redrive("another")[1].look().phase in ("publish", "verify", "end")  # nothing to try again
 
 
-def test_a_redrive_that_fails_says_how_it_goes_on(site: Site):
+def test_a_redrive_that_fails_says_how_it_goes_on(site: RequestedDataset):
     for footer in commit(site.store, site.manifest, dead=["id-000003"]).values():
         site.instance.report_runless_asset_event(ledger.batch_event(site.store, footer, site.manifest.snapshot))
     dead_letters(site.store, site.manifest)
@@ -227,7 +227,7 @@ def test_a_redrive_that_fails_says_how_it_goes_on(site: Site):
     assert "`batch-assets redrive d` goes on from there" in ending.said and "no credit" in ending.said
 
 
-def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):
+def test_batches_that_failed_three_times_end_it_with_their_reason(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit("00000")
     tags = {REQUEST_TAG: request, RANGE_START_TAG: "00001", RANGE_END_TAG: "00003"}
@@ -241,7 +241,7 @@ def test_batches_that_failed_three_times_end_it_with_their_reason(site: Site):
     assert set(ending.runs) == set(runs)
 
 
-def test_one_run_whose_engine_refuses_every_request_ends_it_with_the_sentence(site: Site):
+def test_one_run_whose_engine_refuses_every_request_ends_it_with_the_sentence(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit("00000")
     tags = {REQUEST_TAG: request, RANGE_START_TAG: "00001", RANGE_END_TAG: "00003"}
@@ -257,7 +257,7 @@ def test_one_run_whose_engine_refuses_every_request_ends_it_with_the_sentence(si
     assert (ending.ok, ending.runs) == (False, (run,))
 
 
-def test_a_run_canceled_in_the_ui_ends_it(site: Site):
+def test_a_run_canceled_in_the_ui_ends_it(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     canceled = site.batches(request, S.CANCELED)
     ending = site.look(request).ending
@@ -266,14 +266,14 @@ def test_a_run_canceled_in_the_ui_ends_it(site: Site):
     assert ending.runs == (canceled,)
 
 
-def test_a_long_silence_names_what_may_be_off(site: Site):
+def test_a_long_silence_names_what_may_be_off(site: RequestedDataset):
     follower = site.follow(site.run(S.SUCCESS, REFRESH))
     assert follower.look().said == "starting a run"
     site.now += QUIET_SECONDS + 1
     assert "is the sensor `launcher` on" in follower.look().said
 
 
-def test_a_complete_snapshot_waits_for_its_table(site: Site):
+def test_a_complete_snapshot_waits_for_its_table(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit()
     moment = site.look(request)
@@ -282,7 +282,7 @@ def test_a_complete_snapshot_waits_for_its_table(site: Site):
     assert moment.figures.complete
 
 
-def test_a_published_table_is_the_end(site: Site):
+def test_a_published_table_is_the_end(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit()
     site.publish()
@@ -297,7 +297,7 @@ def test_a_published_table_is_the_end(site: Site):
 
 @pytest.mark.parametrize("severity", list(dg.AssetCheckSeverity))
 def test_a_failed_check_of_severity_error_fails_the_request_a_warning_does_not(
-    site: Site, severity: dg.AssetCheckSeverity
+    site: RequestedDataset, severity: dg.AssetCheckSeverity
 ):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit()
@@ -308,7 +308,7 @@ def test_a_failed_check_of_severity_error_fails_the_request_a_warning_does_not(
     assert "empty_rate: 3 of 40" in (ending.warnings[0] if ending.ok else ending.said)
 
 
-def test_a_table_that_is_gone_from_the_store_is_no_success_and_published_again(site: Site):
+def test_a_table_that_is_gone_from_the_store_is_no_success_and_published_again(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit()
     site.publish()
@@ -323,7 +323,7 @@ def test_a_table_that_is_gone_from_the_store_is_no_success_and_published_again(s
     assert ending.ok
 
 
-def test_three_failed_publications_end_it_with_their_reason(site: Site):
+def test_three_failed_publications_end_it_with_their_reason(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     site.commit()
     sight = site.observer.look()
@@ -339,7 +339,7 @@ def test_three_failed_publications_end_it_with_their_reason(site: Site):
 class Canceling:
     """A Dagster that cancels a run when it is asked for the second time, as a busy one does."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: RequestedDataset) -> None:
         self.site, self.asked = site, []
 
     def terminate(self, run_ids: Sequence[str]) -> None:
@@ -351,7 +351,7 @@ class Canceling:
             self.asked.append(run_id)
 
 
-def test_giving_up_cancels_the_requests_runs_and_waits_for_their_leases(site: Site):
+def test_giving_up_cancels_the_requests_runs_and_waits_for_their_leases(site: RequestedDataset):
     request = site.run(S.SUCCESS, REFRESH)
     mine, other = site.batches(request, S.STARTED), site.batches("another", S.STARTED)
     lease = site.fleet_db.try_lease("embedded", mine, "d", 60)
@@ -375,7 +375,7 @@ def test_giving_up_cancels_the_requests_runs_and_waits_for_their_leases(site: Si
     assert CANCELED_TAG in marked.tags
 
 
-def test_giving_up_with_our_own_dagster_takes_in_what_earlier_requests_started(site: Site):
+def test_giving_up_with_our_own_dagster_takes_in_what_earlier_requests_started(site: RequestedDataset):
     request = site.run(S.STARTED, REFRESH)
     other = site.batches("another", S.STARTING)
     dagster = Canceling(site)
@@ -387,7 +387,7 @@ def test_giving_up_with_our_own_dagster_takes_in_what_earlier_requests_started(s
     assert set(dagster.asked) == {request, other}
 
 
-def test_a_run_that_does_not_end_is_named(site: Site):
+def test_a_run_that_does_not_end_is_named(site: RequestedDataset):
     request = site.run(S.STARTED, REFRESH)
 
     class Deaf:
@@ -401,7 +401,7 @@ def test_a_run_that_does_not_end_is_named(site: Site):
     assert left == [f"run {request} is still STARTED"]
 
 
-def test_a_run_that_the_daemon_is_still_creating_is_canceled_once_it_is_submitted(site: Site):
+def test_a_run_that_the_daemon_is_still_creating_is_canceled_once_it_is_submitted(site: RequestedDataset):
     """Canceled earlier it stays CANCELING for ever: the daemon does not queue it any more."""
     request = site.run(S.SUCCESS, REFRESH)
     created = site.batches(request, S.NOT_STARTED)
@@ -425,7 +425,7 @@ def test_a_run_that_the_daemon_is_still_creating_is_canceled_once_it_is_submitte
     assert (left, asked) == ([], [S.STARTING])
 
 
-def test_a_trial_ends_when_its_batches_are_there_and_says_what_it_has(site: Site):
+def test_a_trial_ends_when_its_batches_are_there_and_says_what_it_has(site: RequestedDataset):
     request = site.run(S.SUCCESS, {REFRESH_TAG: "d", ROWS_TAG: "15"})
     moment = site.look(request)
     assert moment.figures is not None and (moment.figures.rows, moment.figures.batches) == (20, 2)
@@ -437,7 +437,7 @@ def test_a_trial_ends_when_its_batches_are_there_and_says_what_it_has(site: Site
     assert ending.trial is not None and (ending.trial.rows_committed, ending.trial.batches_done) == (20, 2)
 
 
-def test_a_trial_that_completes_the_snapshot_is_followed_to_its_table(site: Site):
+def test_a_trial_that_completes_the_snapshot_is_followed_to_its_table(site: RequestedDataset):
     request = site.run(S.SUCCESS, {REFRESH_TAG: "d", ROWS_TAG: "15"})
     site.commit()
     assert site.look(request).phase == "publish"

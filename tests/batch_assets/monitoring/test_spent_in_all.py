@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.dataset_site import dataset_site
+from support.dataset_project import dataset_project
 from support.fleet_databases import Clock, ready
 
 from batch_assets.monitoring.dataset_status import Observer, dataset_status
@@ -19,7 +19,7 @@ from gpu_runner.fleet.database import FleetDatabase
 
 
 def test_what_a_dataset_spent_in_all_stays_after_a_request_without_work(tmp_path: Path) -> None:
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         site.fleet_db.begin_request("d", "first")
         lease = site.fleet_db.try_lease("api", "run", "d", 60)
         assert lease is not None
@@ -41,7 +41,7 @@ def test_dollars_of_simulated_providers_are_told_from_those_of_real_engines(tmp_
     (tmp_path / "fleet.yaml").write_text("engines: [{name: e, kind: process, command: ['false']}]\n")
     clock = Clock()
     database = FleetDatabase(f"sqlite:///{tmp_path}/fleet.db", now=clock)
-    with dataset_site(tmp_path) as site, contextlib.closing(database) as fleet_db:
+    with dataset_project(tmp_path) as site, contextlib.closing(database) as fleet_db:
         fleet_db.begin_request("d", "first")
         lease = fleet_db.try_lease("api", "run", "d", 60)
         assert lease is not None

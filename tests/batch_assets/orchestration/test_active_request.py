@@ -10,8 +10,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.dataset_site import dataset_site
-from support.sensor_site import KEYS, SPEC, Site
+from support.dataset_project import dataset_project
+from support.sensor_dataset import KEYS, SPEC, SensorDataset
 
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord
 from batch_assets.orchestration import active_request
@@ -27,9 +27,9 @@ ENTRIES = [BatchEntry(f"{i:05d}", 10, "v", 0, i) for i in range(6)]
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     with contextlib.ExitStack() as stack:
-        yield Site.open(
+        yield SensorDataset.open(
             tmp_path, dg.DagsterInstance.ephemeral(), stack, {**SPEC, "reuse": True, "sampling": {"seed": 1}}
         )
 
@@ -46,7 +46,9 @@ def listed(monkeypatch: pytest.MonkeyPatch, rows: dict[str, int]) -> Counter[str
     return listings
 
 
-def test_rows_that_can_be_reused_are_no_work_and_are_listed_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_can_be_reused_are_no_work_and_are_listed_once(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = site.snapshot()
     site.request()
     listings = listed(monkeypatch, {KEYS[0]: 10, KEYS[1]: 7, KEYS[5]: 10})
@@ -62,7 +64,9 @@ def test_rows_that_can_be_reused_are_no_work_and_are_listed_once(site: Site, mon
     assert found is not None and found.work is not None and found.work.rows == 110 - 17
 
 
-def test_answers_that_are_found_later_count_within_a_minute(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_found_later_count_within_a_minute(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, now, rows = site.snapshot(), 100.0, dict[str, int]()
     listings = listed(monkeypatch, rows)
     spec, folder = site.specs["d"]
@@ -107,7 +111,7 @@ def test_a_refresh_looks_once_at_all_batches_for_the_request_under_way(
         return look(watcher, instance, *more)
 
     monkeypatch.setattr(WorkWatcher, "look", counted)
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         site.source(["a", "b"])
         for _ in range(2):  # the second finds the request of the first in the fleet's database
             run = site.materialize("prompts", tags={REFRESH_TAG: "d"})

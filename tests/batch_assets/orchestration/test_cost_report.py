@@ -125,7 +125,7 @@ def test_no_dataset_can_take_the_folder_of_the_platform():
 
 
 @dataclass
-class Site:
+class CostedFleet:
     """The sensor's fleet, store and cursor. No daemon runs."""
 
     instance: dg.DagsterInstance
@@ -150,15 +150,17 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, fleet_db: FleetDatabase, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(
+    tmp_path: Path, fleet_db: FleetDatabase, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CostedFleet]:
     fleet = GpuFleet(database="", home=str(tmp_path), config_path=str(tmp_path / "fleet.yaml"))
     monkeypatch.setattr(GpuFleet, "open_database", lambda self: contextlib.nullcontext(fleet_db))
     store = BatchStore(root=str(tmp_path / "store"))
     with dg.DagsterInstance.ephemeral() as instance:
-        yield Site(instance, fleet_db, clock, open_objects(store.root), {"store": store, "fleet": fleet})
+        yield CostedFleet(instance, fleet_db, clock, open_objects(store.root), {"store": store, "fleet": fleet})
 
 
-def test_the_sensor_writes_while_something_is_rented_and_once_when_all_has_ended(site: Site):
+def test_the_sensor_writes_while_something_is_rented_and_once_when_all_has_ended(site: CostedFleet):
     assert not site.written(60)  # nothing was ever spent
     lease = ready(site.fleet_db, ttl=1e6)
     assert site.written(60)
@@ -172,7 +174,7 @@ def test_the_sensor_writes_while_something_is_rented_and_once_when_all_has_ended
     assert not any(site.written(900) for _ in range(5))
 
 
-def test_the_last_event_holds_the_final_bill(site: Site):
+def test_the_last_event_holds_the_final_bill(site: CostedFleet):
     lease = ready(site.fleet_db, ttl=1e6)
     assert site.written(10)
     site.clock.forward(25)
@@ -188,7 +190,7 @@ def test_the_last_event_holds_the_final_bill(site: Site):
 
 
 @pytest.mark.parametrize("cursor", [None, "", "{}", "[1]", "nonsense", '{"at": "x", "seconds": 1}'])
-def test_a_lost_or_broken_cursor_costs_one_more_event(site: Site, cursor: str | None):
+def test_a_lost_or_broken_cursor_costs_one_more_event(site: CostedFleet, cursor: str | None):
     ready(site.fleet_db, ttl=1e6)
     assert site.written(60)
     site.cursor = cursor
@@ -196,14 +198,14 @@ def test_a_lost_or_broken_cursor_costs_one_more_event(site: Site, cursor: str | 
     assert not site.written(60)
 
 
-def test_a_cursor_of_the_future_or_of_another_book_does_not_stop_the_table(site: Site):
+def test_a_cursor_of_the_future_or_of_another_book_does_not_stop_the_table(site: CostedFleet):
     ready(site.fleet_db, ttl=1e6)
     site.cursor = json.dumps({"at": NOON + 1e6, "seconds": 9e9})
     assert site.written(60)
     assert Written.parse(site.cursor) == Written(NOON + 60, 60)
 
 
-def test_the_asset_can_be_materialized_by_hand_and_the_platform_has_it(site: Site):
+def test_the_asset_can_be_materialized_by_hand_and_the_platform_has_it(site: CostedFleet):
     defined = platform()
     assert "cost_report" in [sensor.name for sensor in defined.sensors or ()]
     made = [asset for asset in defined.assets or () if isinstance(asset, dg.AssetsDefinition)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from support.dataset_site import DatasetSite, dataset_site
+from support.dataset_project import DatasetProject, dataset_project
 from support.machines import ended_machines
 
 from batch_assets.cli.fleet_commands.fleet import cost_json, cost_lines
@@ -39,21 +39,21 @@ FLEET = {
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[DatasetSite]:
+def site(tmp_path: Path) -> Iterator[DatasetProject]:
     (tmp_path / "fleet.yaml").write_text(json.dumps(FLEET))
-    with ended_machines(tmp_path), dataset_site(tmp_path) as found:
+    with ended_machines(tmp_path), dataset_project(tmp_path) as found:
         found.source([f"What is {i}?" for i in range(ROWS)])
         assert found.materialize("prompts").success
         yield found
 
 
-def end(site: DatasetSite, request: str) -> None:
+def end(site: DatasetProject, request: str) -> None:
     """As the capacity sensor does it."""
     found = summary_of(request_status(site.fleet_db, "d"), finished_at=time.time(), on_time=None, missing=0)
     assert site.fleet_db.end_request("d", request, found)
 
 
-def figures(site: DatasetSite) -> dict[str, Any]:
+def figures(site: DatasetProject) -> dict[str, Any]:
     """What every place says, checked against the bill; the machines have ended."""
     (bill,) = [cost_json(line) for line in cost_lines(site.fleet_db.costs())]
     spend = Summary.of(by_day(site.fleet_db.charges()))
@@ -74,7 +74,7 @@ def figures(site: DatasetSite) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_rows_and_money_are_the_same_wherever_they_stand_also_after_a_run_without_work(site: DatasetSite) -> None:
+def test_rows_and_money_are_the_same_wherever_they_stand_also_after_a_run_without_work(site: DatasetProject) -> None:
     assert site.fleet_db.begin_request("d", "first")
     assert site.run_rows("00000", "00005", None).success
     assert site.materialize("dataset").success

@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from support.fleet_databases import Clock
-from support.sensor_site import KEYS, S, Site, publish_run
+from support.sensor_dataset import KEYS, S, SensorDataset, publish_run
 from support.specs import spec
 
 from batch_assets.orchestration.checks import on_time_result
@@ -79,7 +79,7 @@ def test_a_schedule_and_a_deadline_say_how_fresh_the_table_must_be() -> None:
 def test_where_a_table_is_awaited_a_refresh_that_changed_nothing_publishes_it_again(tmp_path: Path) -> None:
     """Dagster's freshness knows when a table was last made, not that there was nothing new."""
     with contextlib.ExitStack() as stack:
-        site = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
         site.snapshot()
         site.commit(*KEYS)
         refreshed(site)
@@ -90,7 +90,7 @@ def test_where_a_table_is_awaited_a_refresh_that_changed_nothing_publishes_it_ag
         assert "is published" in site.reason("publisher")
 
 
-def refreshed(site: Site) -> None:
+def refreshed(site: SensorDataset) -> None:
     """A refresh that ran to its end, as its worker would say."""
     run_id = site.run(S.STARTED, {REFRESH_TAG: "d"}, job_name="d_refresh")
     site.end(run_id)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.dataset_site import MODEL, dataset_site
-from support.healed_site import KINDS, QUESTIONS, SPEC, HealedSite
+from support.dataset_project import MODEL, dataset_project
+from support.healed_dataset import KINDS, QUESTIONS, SPEC, HealedDataset
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.catalog import ledger
@@ -29,14 +29,14 @@ class Shared:
     engine: SimulatedEngine
     folders: pytest.TempPathFactory
     stack: contextlib.ExitStack
-    site: HealedSite | None = None
+    site: HealedDataset | None = None
 
-    def whole(self) -> HealedSite:
+    def whole(self) -> HealedDataset:
         if self.site is None or not self.site.verify().ok or self.site.status().problems:
             folder = self.folders.mktemp("site")
             shutil.copytree(self.template / "store", folder / "store")
             shutil.copy(self.template / "questions.jsonl", folder)
-            self.site = HealedSite(self.stack.enter_context(dataset_site(folder, **SPEC)), self.engine)
+            self.site = HealedDataset(self.stack.enter_context(dataset_project(folder, **SPEC)), self.engine)
             assert self.site.run().ok
         self.site.reconcile()
         return self.site
@@ -52,8 +52,8 @@ def engine() -> Iterator[SimulatedEngine]:
 def template(engine: SimulatedEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of a dataset that was generated and published, with duplicates, a reject and a dead letter."""
     folder = tmp_path_factory.mktemp("template")
-    with dataset_site(folder, **SPEC) as found:
-        site = HealedSite(found, engine)
+    with dataset_project(folder, **SPEC) as found:
+        site = HealedDataset(found, engine)
         found.source([*QUESTIONS, QUESTIONS[0], "word " * 40_000])
         with (folder / "questions.jsonl").open("a") as file:
             file.write("broken\n")
@@ -69,7 +69,7 @@ def shared(template: Path, engine: SimulatedEngine, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture
-def site(shared: Shared) -> HealedSite:
+def site(shared: Shared) -> HealedDataset:
     return shared.whole()
 
 
@@ -77,13 +77,13 @@ AGREE = "store and catalog agree"
 
 
 @pytest.mark.slow
-def test_these_are_all_kinds_of_objects(site: HealedSite):
+def test_these_are_all_kinds_of_objects(site: HealedDataset):
     assert sorted(site.paths()) == KINDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_that_is_deleted_is_said_everywhere_and_mended_by_run(site: HealedSite, kind: str):
+def test_an_object_that_is_deleted_is_said_everywhere_and_mended_by_run(site: HealedDataset, kind: str):
     path = site.paths()[kind]
     site.site.store.objects.delete([path])
     if kind == "dead_letters/json":  # its list is there and whole
@@ -104,7 +104,7 @@ POINTERS = ["snapshots/CURRENT", "published/CURRENT", "dead_letters/CURRENT"]
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"\xff\x00garbage", b"0123456789abcdef", b"../../../etc/passwd", b"x" * 5000])
 @pytest.mark.parametrize("kind", POINTERS)
-def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: HealedSite, kind: str, content: bytes):
+def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: HealedDataset, kind: str, content: bytes):
     store = site.site.store
     store.objects.put(f"d/{kind}", content)
     (difference, *_) = site.verify().differences
@@ -118,7 +118,7 @@ def test_a_damaged_pointer_is_a_sentence_everywhere_and_mended_by_run(site: Heal
 
 
 @pytest.mark.slow
-def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: HealedSite):
+def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: HealedDataset):
     (before, *_) = site.site.store.current_objects(site.site.store.entries(site.site.manifest().snapshot)).values()
     old = [site.site.store.batch_path(one) for one in site.site.store.objects_by_batch("00000", "00000")["00000"]]
     site.site.store.objects.delete(old)
@@ -134,7 +134,7 @@ def test_a_lost_batch_is_void_and_generated_again_as_its_next_generation(site: H
 
 
 @pytest.mark.slow
-def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(site: HealedSite):
+def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(site: HealedDataset):
     store, path = site.site.store, site.newest("00000")
     assert site.reconcile().startswith(AGREE)
     data = bytearray(store.objects.get(path))
@@ -147,7 +147,7 @@ def test_a_changed_batch_is_void_and_its_next_generation_keeps_nothing_of_it(sit
 
 
 @pytest.mark.slow
-def test_a_truncated_batch_is_noticed_by_its_size_also_by_who_never_saw_it_whole(site: HealedSite):
+def test_a_truncated_batch_is_noticed_by_its_size_also_by_who_never_saw_it_whole(site: HealedDataset):
     store, path = site.site.store, site.newest("00000")
     store.objects.put(path, store.objects.get(path)[:-100])
     assert any("corrupt object" in problem for problem in site.status().problems)
@@ -155,7 +155,7 @@ def test_a_truncated_batch_is_noticed_by_its_size_also_by_who_never_saw_it_whole
     assert site.run().ok
 
 
-def test_a_batch_that_comes_back_as_it_was_is_not_generated_again(site: HealedSite):
+def test_a_batch_that_comes_back_as_it_was_is_not_generated_again(site: HealedDataset):
     store, path = site.site.store, site.newest("00000")
     data = store.objects.get(path)
     store.objects.delete([path])
@@ -167,7 +167,7 @@ def test_a_batch_that_comes_back_as_it_was_is_not_generated_again(site: HealedSi
 
 
 @pytest.mark.slow
-def test_when_most_is_gone_at_once_nothing_is_paid_before_somebody_asks(site: HealedSite):
+def test_when_most_is_gone_at_once_nothing_is_paid_before_somebody_asks(site: HealedDataset):
     paths = [info.path for info in site.site.store.objects.list("d/batches/")]
     site.site.store.objects.delete(paths[:-1])
     assert "is it mounted? `batch-assets run d` generates them again" in site.reconcile()
@@ -177,7 +177,7 @@ def test_when_most_is_gone_at_once_nothing_is_paid_before_somebody_asks(site: He
 
 
 @pytest.mark.slow
-def test_a_store_that_is_not_there_is_said_and_not_generated_anew(site: HealedSite):
+def test_a_store_that_is_not_there_is_said_and_not_generated_anew(site: HealedDataset):
     (site.site.folder / "store").rename(site.site.folder / "away")
     assert "is it mounted" in site.reconcile()
     assert any("is it mounted" in problem for problem in site.status().problems)
@@ -190,7 +190,7 @@ def test_a_store_that_is_not_there_is_said_and_not_generated_anew(site: HealedSi
     assert site.verify().ok
 
 
-def test_a_materialization_that_somebody_reports_changes_nothing(site: HealedSite):
+def test_a_materialization_that_somebody_reports_changes_nothing(site: HealedDataset):
     before = ledger.ledger_versions(site.site.instance, "d")
     for key in before:
         event = dg.AssetMaterialization(ledger.rows_key("d"), partition=key, description="reported in the UI")
@@ -209,7 +209,7 @@ def test_a_materialization_that_somebody_reports_changes_nothing(site: HealedSit
 
 
 @pytest.mark.slow
-def test_a_store_restored_from_an_older_copy_is_healed_by_run(site: HealedSite):
+def test_a_store_restored_from_an_older_copy_is_healed_by_run(site: HealedDataset):
     """Fewer batches, an older snapshot, an older table: what the catalog says of them is no longer true."""
     folder = site.site.folder
     shutil.copytree(folder / "store", folder / "copy")
@@ -230,7 +230,7 @@ def test_a_store_restored_from_an_older_copy_is_healed_by_run(site: HealedSite):
 
 
 @pytest.mark.slow
-def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(site: HealedSite):
+def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(site: HealedDataset):
     store = site.site.store
     part = site.paths()["published/part"]
     store.objects.delete([part])
@@ -249,7 +249,7 @@ def test_a_publication_that_failed_three_times_is_tried_again_by_a_new_request(s
 
 @pytest.mark.parametrize("flips", [3, pytest.param(14, marks=pytest.mark.soak("rows"))])  # of 11 kinds of objects: 154
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "/CURRENT" not in kind])
-def test_verify_sees_every_flipped_bit(site: HealedSite, kind: str, flips: int):
+def test_verify_sees_every_flipped_bit(site: HealedDataset, kind: str, flips: int):
     store, draw = site.site.store, random.Random(kind)
     path = site.paths()[kind]
     whole = store.objects.get(path)
@@ -264,7 +264,7 @@ def test_verify_sees_every_flipped_bit(site: HealedSite, kind: str, flips: int):
     assert site.verify().ok
 
 
-def test_a_store_from_before_there_were_checksums_still_verifies_and_says_so(site: HealedSite):
+def test_a_store_from_before_there_were_checksums_still_verifies_and_says_so(site: HealedDataset):
     store = site.site.store
     manifest = site.site.manifest().model_copy(update={"files": []})
     path = store.snapshot_path(manifest.snapshot, "manifest.json")
@@ -274,7 +274,7 @@ def test_a_store_from_before_there_were_checksums_still_verifies_and_says_so(sit
     assert "before there were checksums" in found.notes[0]
 
 
-def test_a_tick_over_a_dataset_that_agreed_reads_no_object(site: HealedSite, monkeypatch: pytest.MonkeyPatch):
+def test_a_tick_over_a_dataset_that_agreed_reads_no_object(site: HealedDataset, monkeypatch: pytest.MonkeyPatch):
     assert site.reconcile().startswith(AGREE)
     reads: list[str] = []
     monkeypatch.setattr(reconcile, "check_object", lambda *args: reads.append("object"))
@@ -282,7 +282,7 @@ def test_a_tick_over_a_dataset_that_agreed_reads_no_object(site: HealedSite, mon
     assert reads == []
 
 
-def test_a_tick_is_bounded_and_the_next_one_goes_on(site: HealedSite, monkeypatch: pytest.MonkeyPatch):
+def test_a_tick_is_bounded_and_the_next_one_goes_on(site: HealedDataset, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
     slices = -(-site.status().batches // 2)
     assert site.reconcile() == f"store and catalog agree ({slices} looks)"
@@ -291,6 +291,6 @@ def test_a_tick_is_bounded_and_the_next_one_goes_on(site: HealedSite, monkeypatc
     assert cursors == [*(f"d:{number}" for number in range(1, slices)), "d:0"]
 
 
-def test_a_refresh_run_reads_the_catalog_before_it_voids(site: HealedSite):
+def test_a_refresh_run_reads_the_catalog_before_it_voids(site: HealedDataset):
     assert site.site.materialize("prompts", tags={REFRESH_TAG: "d"}).success
     assert not any(version.void for version in ledger.ledger_versions(site.site.instance, "d").values())

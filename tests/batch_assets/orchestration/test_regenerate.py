@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
 from typer.testing import CliRunner
 
@@ -31,9 +31,9 @@ def engine() -> Iterator[PlainEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, engine: PlainEngine) -> Iterator[DatasetSite]:
+def site(tmp_path: Path, engine: PlainEngine) -> Iterator[DatasetProject]:
     """20 rows in two batches, generated."""
-    with dataset_site(tmp_path) as site:
+    with dataset_project(tmp_path) as site:
         site.source([f"What is {i} plus {i}?" for i in range(20)])
         assert site.materialize("prompts").success
         assert site.run_rows("00000", LAST, engine.url).success
@@ -42,26 +42,26 @@ def site(tmp_path: Path, engine: PlainEngine) -> Iterator[DatasetSite]:
         yield site
 
 
-def ask_again(site: DatasetSite, engine: PlainEngine, what: str) -> dg.ExecuteInProcessResult:
+def ask_again(site: DatasetProject, engine: PlainEngine, what: str) -> dg.ExecuteInProcessResult:
     return site.materialize("prompts", tags={REFRESH_TAG: "d", ENDPOINT_TAG: engine.url, REGENERATE_TAG: what})
 
 
-def missing(site: DatasetSite) -> list[str]:
+def missing(site: DatasetProject) -> list[str]:
     entries = site.store.entries(site.manifest().snapshot)
     return [entry.key for entry in ledger.missing(entries, ledger.ledger_versions(site.instance, "d"))]
 
 
-def rows(site: DatasetSite) -> dict[str, Outcome]:
+def rows(site: DatasetProject) -> dict[str, Outcome]:
     current = site.store.current_objects(site.store.entries(site.manifest().snapshot))
     return {one.row_id: one for batch in current.values() for one in site.store.outcomes(batch)}
 
 
-def agrees(site: DatasetSite) -> bool:
+def agrees(site: DatasetProject) -> bool:
     assert site.materialize("dataset").success
     return verify(site.store, ledger_of_reports(Catalog(site.instance, "d").reports())).ok
 
 
-def test_all_rows_are_asked_again(site: DatasetSite, engine: PlainEngine) -> None:
+def test_all_rows_are_asked_again(site: DatasetProject, engine: PlainEngine) -> None:
     # What a killed run has left in the journal of before is no new answer.
     left = {"00000": list(site.store.outcomes(next(iter(site.store.current_objects(
         site.store.entries(site.manifest().snapshot)).values()))))}  # fmt: skip
@@ -75,7 +75,7 @@ def test_all_rows_are_asked_again(site: DatasetSite, engine: PlainEngine) -> Non
     assert site.run_rows("00000", LAST, engine.url).success and len(engine.requests) == 40  # once
 
 
-def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetSite, engine: PlainEngine) -> None:
+def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetProject, engine: PlainEngine) -> None:
     before = rows(site)
     assert ask_again(site, engine, "row_id IN ('id-0003', 'id-0004') AND finish_reason = 'stop'").success
     assert missing(site) == ["00000"]
@@ -95,7 +95,7 @@ def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetSite, en
     ],
 )
 def test_a_condition_that_cannot_be_used_marks_nothing(
-    site: DatasetSite, engine: PlainEngine, condition: str, said: str
+    site: DatasetProject, engine: PlainEngine, condition: str, said: str
 ) -> None:
     assert not ask_again(site, engine, condition).success
     assert said in site.reason()
@@ -103,7 +103,7 @@ def test_a_condition_that_cannot_be_used_marks_nothing(
 
 
 def test_it_says_how_many_rows_and_what_they_cost_before_it_asks(
-    site: DatasetSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: DatasetProject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from contextlib import contextmanager
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
@@ -36,13 +36,13 @@ def real() -> Iterator[PlainEngine]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[DatasetSite]:
-    with dataset_site(tmp_path) as site:
+def site(tmp_path: Path) -> Iterator[DatasetProject]:
+    with dataset_project(tmp_path) as site:
         site.source(QUESTIONS)
         yield site
 
 
-def refresh(site: DatasetSite, url: str | None = None, **tags: str) -> dg.ExecuteInProcessResult:
+def refresh(site: DatasetProject, url: str | None = None, **tags: str) -> dg.ExecuteInProcessResult:
     """What the refresh job does."""
     if url:
         allow(site.folder, url, None)
@@ -50,16 +50,16 @@ def refresh(site: DatasetSite, url: str | None = None, **tags: str) -> dg.Execut
     return site.materialize("prompts", tags={REFRESH_TAG: "d", **tags})
 
 
-def missing(site: DatasetSite) -> list[str]:
+def missing(site: DatasetProject) -> list[str]:
     entries = site.store.entries(site.manifest().snapshot)
     return [entry.key for entry in ledger.missing(entries, ledger.ledger_versions(site.instance, "d"))]
 
 
-def all_rows(site: DatasetSite, url: str) -> bool:
+def all_rows(site: DatasetProject, url: str) -> bool:
     return refresh(site, url).success and site.run_rows("00000", LAST, url).success
 
 
-def publish(site: DatasetSite) -> bool:
+def publish(site: DatasetProject) -> bool:
     """Publish; whether the table says that it is simulated."""
     assert site.materialize("dataset").success
     table = published_table(site.store)
@@ -68,7 +68,7 @@ def publish(site: DatasetSite) -> bool:
 
 
 def test_simulated_batches_are_made_anew_for_a_real_engine(
-    site: DatasetSite, simulator: SimulatedEngine, real: PlainEngine
+    site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
     assert all_rows(site, simulator.url)
     assert publish(site) and not missing(site)
@@ -88,7 +88,7 @@ def test_simulated_batches_are_made_anew_for_a_real_engine(
 
 
 def test_simulated_rows_come_neither_over_nor_beside_those_of_a_model(
-    site: DatasetSite, simulator: SimulatedEngine, real: PlainEngine
+    site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
     assert refresh(site, real.url).success and site.run_rows("00000", "00000", real.url).success
     assert not refresh(site, simulator.url).success
@@ -104,14 +104,14 @@ def test_simulated_rows_come_neither_over_nor_beside_those_of_a_model(
 
 
 def test_a_real_engine_writes_no_rows_beside_simulated_ones(
-    site: DatasetSite, simulator: SimulatedEngine, real: PlainEngine
+    site: DatasetProject, simulator: SimulatedEngine, real: PlainEngine
 ) -> None:
     assert refresh(site, simulator.url).success and site.run_rows("00000", "00000", simulator.url).success
     assert not site.run_rows(LAST, LAST, real.url).success
     assert "other batches of the dataset are simulated" in site.reason() and "d_refresh" in site.reason()
 
 
-def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetSite) -> None:
+def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetProject) -> None:
     (site.folder / "fleet.yaml").unlink()
     assert not refresh(site).success
     for words in ("no engine for", "docs/operations.md#llamacpp", "--endpoint", "docs/fleet.md", "--simulate"):
@@ -122,6 +122,6 @@ def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetSite) -
     assert refresh(site, **{SIMULATE_TAG: "true"}).success
 
 
-def test_a_word_that_is_neither_true_nor_false_is_refused(site: DatasetSite) -> None:
+def test_a_word_that_is_neither_true_nor_false_is_refused(site: DatasetProject) -> None:
     assert not refresh(site, **{SIMULATE_TAG: "yes"}).success
     assert "tag batch/simulate: expected true or false, found 'yes'" in site.reason()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.sensor_site import KEYS, S, Site
+from support.sensor_dataset import KEYS, S, SensorDataset
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.progress import Figures
@@ -22,11 +22,11 @@ ENTRIES = [BatchEntry(f"{i:05d}", rows, "v", 0, i) for i, rows in enumerate((250
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     import contextlib
 
     with contextlib.ExitStack() as stack:
-        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
+        yield SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_command_tags_its_request() -> None:
     assert Request("d").tags() == {}
 
 
-def test_the_launcher_starts_the_first_batches_only_and_their_runs_know_it(site: Site) -> None:
+def test_the_launcher_starts_the_first_batches_only_and_their_runs_know_it(site: SensorDataset) -> None:
     site.snapshot()
     site.request(**{ROWS_TAG: "25"})
     assert site.ranges() == [(KEYS[0], KEYS[2])]
@@ -64,7 +64,7 @@ def test_the_launcher_starts_the_first_batches_only_and_their_runs_know_it(site:
     assert "nothing is missing" in site.reason()
 
 
-def test_the_next_request_goes_on_after_the_trial(site: Site) -> None:
+def test_the_next_request_goes_on_after_the_trial(site: SensorDataset) -> None:
     site.snapshot()
     site.request(**{ROWS_TAG: "25"})
     site.commit(*KEYS[:3])
@@ -72,14 +72,14 @@ def test_the_next_request_goes_on_after_the_trial(site: Site) -> None:
     assert [first for first, _ in site.ranges()] == [KEYS[3], KEYS[7], KEYS[11]]
 
 
-def test_nothing_is_published_after_a_trial(site: Site) -> None:
+def test_nothing_is_published_after_a_trial(site: SensorDataset) -> None:
     site.snapshot()
     site.request(**{ROWS_TAG: "25"})
     site.commit(*KEYS[:3])
     assert "9 of 12 batches are missing" in site.reason("publisher")
 
 
-def test_a_trial_is_planned_for_its_own_rows_and_over_when_they_are_there(site: Site) -> None:
+def test_a_trial_is_planned_for_its_own_rows_and_over_when_they_are_there(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request(**{ROWS_TAG: "25"})
     spec, folder = site.specs["d"]
@@ -94,7 +94,7 @@ def test_a_trial_is_planned_for_its_own_rows_and_over_when_they_are_there(site: 
     assert found is not None and (found.batches, found.work and found.work.rows) == (9, 90)
 
 
-def test_a_trial_leaves_no_missing_batches_to_its_request(site: Site) -> None:
+def test_a_trial_leaves_no_missing_batches_to_its_request(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request(**{ROWS_TAG: "25"})
     target = site.fleet_db.begin_request("d", request)
@@ -121,7 +121,7 @@ def test_the_summary_says_what_is_left() -> None:
     assert "the other 4,750 rows" in said[3]
 
 
-def test_runs_of_a_trial_are_over_its_own_batches(site: Site) -> None:
+def test_runs_of_a_trial_are_over_its_own_batches(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request(**{ROWS_TAG: "25"})
     site.batches(S.STARTED, KEYS[0], KEYS[2], request)

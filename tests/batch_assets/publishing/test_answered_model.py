@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from support.dataset_site import MODEL, dataset_site
+from support.dataset_project import MODEL, dataset_project
 from support.plain_engine import plain_engine
 from support.snapshots import commit, questions, write_snapshot
 
@@ -25,7 +25,7 @@ NAMED = "tiny-2026-08-06"
 
 
 def test_rows_have_the_model_that_their_answer_names_and_the_table_the_one_that_was_asked_for(tmp_path: Path) -> None:
-    with plain_engine(MODEL) as engine, dataset_site(tmp_path) as site:
+    with plain_engine(MODEL) as engine, dataset_project(tmp_path) as site:
         site.source([f"What is {i}?" for i in range(10)])
         assert site.materialize("prompts").success
         engine.model = NAMED

@@ -15,8 +15,8 @@ import dagster as dg
 import pytest
 import yaml
 from dagster._core.execution.backfill import BulkActionStatus
-from support.capacity_site import HOUR, SPEC, fleet_yaml, instance, offer
-from support.sensor_site import KEYS, S, Site, report_in_bulk
+from support.capacity_fleet import HOUR, SPEC, fleet_yaml, instance, offer
+from support.sensor_dataset import KEYS, S, SensorDataset, report_in_bulk
 from support.snapshots import questions, write_snapshot
 from support.timing import SOAK
 from support.webhooks import SECRET, serving
@@ -41,24 +41,24 @@ from gpu_runner.providers.simulated.provider import SimulatedProvider
 
 
 @contextlib.contextmanager
-def opened(folder: Path, *specs: Mapping[str, Any]) -> Iterator[Site]:
+def opened(folder: Path, *specs: Mapping[str, Any]) -> Iterator[SensorDataset]:
     with contextlib.ExitStack() as stack:
         fleet_yaml(folder)
-        yield Site.open(folder, dg.DagsterInstance.ephemeral(), stack, *(specs or (SPEC,)))
+        yield SensorDataset.open(folder, dg.DagsterInstance.ephemeral(), stack, *(specs or (SPEC,)))
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     with opened(tmp_path) as found:
         yield found
 
 
-def large(site: Site, rows: int = 1200) -> None:
+def large(site: SensorDataset, rows: int = 1200) -> None:
     """A snapshot whose batches stand for many rows each: 12 of them, registered."""
     site.snapshot(rows, keys=[f"{i:05d}" for i in range(rows // 10)])
 
 
-def events(site: Site) -> list[Any]:
+def events(site: SensorDataset) -> list[Any]:
     """What one tick says to the catalog; a second one right after it says nothing."""
     found = list(site.tick("capacity").asset_events or ())
     assert not site.tick("capacity").asset_events
@@ -73,12 +73,12 @@ def observed(found: list[Any]) -> dict[str, Any]:
     return {name: value.value for name, value in one.metadata.items()}
 
 
-def pool(site: Site, name: str = "d") -> int | None:
+def pool(site: SensorDataset, name: str = "d") -> int | None:
     limits = site.instance.event_log_storage.get_pool_limits()
     return next((limit.limit for limit in limits if limit.name == name), None)
 
 
-def backdated(site: Site, seconds: float) -> None:
+def backdated(site: SensorDataset, seconds: float) -> None:
     """The request began, and everything was rented, so long ago."""
     import sqlalchemy as sa
 
@@ -92,14 +92,14 @@ def backdated(site: Site, seconds: float) -> None:
         connection.execute(sa.update(LEASES).values(acquired_at=LEASES.c.acquired_at - seconds))
 
 
-def test_without_work_it_says_so_and_writes_nothing(site: Site) -> None:
+def test_without_work_it_says_so_and_writes_nothing(site: SensorDataset) -> None:
     assert site.reason("capacity") == "no dataset is being made"
     large(site)
     assert site.reason("capacity") == "no dataset is being made"
     assert site.fleet_db.target("d") is None
 
 
-def test_a_request_starts_with_one_instance_and_the_reason_is_in_the_catalog(site: Site) -> None:
+def test_a_request_starts_with_one_instance_and_the_reason_is_in_the_catalog(site: SensorDataset) -> None:
     large(site)
     request = site.request()
     told = observed(events(site))
@@ -115,7 +115,7 @@ def test_a_request_starts_with_one_instance_and_the_reason_is_in_the_catalog(sit
     assert pool(site) == 2
 
 
-def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_needs(site: Site) -> None:
+def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_needs(site: SensorDataset) -> None:
     large(site, 120_000 // 100)
     site.request()
     site.tick("capacity")
@@ -131,7 +131,7 @@ def test_a_measured_pilot_that_is_too_slow_makes_it_jump_to_what_the_deadline_ne
     assert sum(count for _, count in target.offers) == told["instances"]
 
 
-def test_an_instance_that_every_run_hands_on_is_measured_and_counts(site: Site) -> None:
+def test_an_instance_that_every_run_hands_on_is_measured_and_counts(site: SensorDataset) -> None:
     """A range that fits into the engine's window is in flight as a whole: its lease drains from the first moment on."""
     large(site, 120_000 // 100)
     site.request()
@@ -144,7 +144,7 @@ def test_an_instance_that_every_run_hands_on_is_measured_and_counts(site: Site) 
     assert told["instances"] > 2 and told["instances_held"] == 1
 
 
-def test_no_more_runs_may_be_under_way_than_there_are_batches(site: Site) -> None:
+def test_no_more_runs_may_be_under_way_than_there_are_batches(site: SensorDataset) -> None:
     from gpu_runner.planner.controller import Command
 
     found = type("Found", (), {"batches": 3})()
@@ -153,7 +153,7 @@ def test_no_more_runs_may_be_under_way_than_there_are_batches(site: Site) -> Non
     assert slots_for(Command(0, ()), found) == 1  # one run waits, visibly
 
 
-def test_when_all_is_done_the_story_stays_and_the_command_goes(site: Site) -> None:
+def test_when_all_is_done_the_story_stays_and_the_command_goes(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request()
     site.tick("capacity")
@@ -175,7 +175,7 @@ def test_when_all_is_done_the_story_stays_and_the_command_goes(site: Site) -> No
     assert pool(site) == 2
 
 
-def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site: Site) -> None:
+def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site: SensorDataset) -> None:
     site.specs["d"] = (load_spec({**SPEC, "budget_usd": 1.0}, "defs.yaml"), site.specs["d"][1])
     large(site)
     site.request()
@@ -198,7 +198,7 @@ def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site
     assert target is not None and (target.pause, target.budget_usd) == (None, 5.0)
 
 
-def test_an_operators_word_counts_before_the_yaml(site: Site) -> None:
+def test_an_operators_word_counts_before_the_yaml(site: SensorDataset) -> None:
     large(site)
     site.request()
     site.tick("capacity")
@@ -212,7 +212,9 @@ def test_an_operators_word_counts_before_the_yaml(site: Site) -> None:
     assert after.plan.on_time is False
 
 
-def test_a_deadline_that_cannot_be_met_is_said_with_the_earliest_finish_before_money_is_spent(site: Site) -> None:
+def test_a_deadline_that_cannot_be_met_is_said_with_the_earliest_finish_before_money_is_spent(
+    site: SensorDataset,
+) -> None:
     site.specs["d"] = (load_spec({**SPEC, "deadline": "60s"}, "defs.yaml"), site.specs["d"][1])
     large(site)
     site.request()
@@ -224,7 +226,7 @@ def test_a_deadline_that_cannot_be_met_is_said_with_the_earliest_finish_before_m
     assert site.fleet_db.fleet() == []
 
 
-def test_the_tags_of_a_refresh_override_the_yaml_and_a_wrong_one_is_left_out(site: Site) -> None:
+def test_the_tags_of_a_refresh_override_the_yaml_and_a_wrong_one_is_left_out(site: SensorDataset) -> None:
     large(site)
     site.request(**{"batch/deadline": "2h", "batch/budget_usd": "9"})
     site.tick("capacity")
@@ -238,7 +240,7 @@ def test_the_tags_of_a_refresh_override_the_yaml_and_a_wrong_one_is_left_out(sit
     assert target is not None and target.deadline_in == pytest.approx(6 * HOUR, abs=60)
 
 
-def test_a_canceled_request_is_over(site: Site) -> None:
+def test_a_canceled_request_is_over(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request()
     site.tick("capacity")
@@ -253,7 +255,7 @@ def test_a_canceled_request_is_over(site: Site) -> None:
     assert lines == [f"d: given up with 12 batches missing, 0.00 $ spent in all: {todo}"]
 
 
-def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Site) -> None:
+def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: SensorDataset) -> None:
     site.snapshot()
     site.backfill(BulkActionStatus.REQUESTED, KEYS[:3])
     told = observed(events(site))
@@ -265,7 +267,7 @@ def test_a_backfill_is_a_request_of_its_own_and_only_its_batches_count(site: Sit
     assert target.instances == 1
 
 
-def test_a_partial_backfill_that_is_done_is_done_and_not_given_up(site: Site) -> None:
+def test_a_partial_backfill_that_is_done_is_done_and_not_given_up(site: SensorDataset) -> None:
     site.snapshot()
     site.backfill(BulkActionStatus.REQUESTED, KEYS[:3])
     assert observed(events(site))["request"] == "b0"
@@ -276,7 +278,7 @@ def test_a_partial_backfill_that_is_done_is_done_and_not_given_up(site: Site) ->
     assert (told["kind"], told["missing_batches"], told["on_time"]) == ("done", 0, True)
 
 
-def test_a_backfill_has_no_more_instances_than_runs(site: Site) -> None:
+def test_a_backfill_has_no_more_instances_than_runs(site: SensorDataset) -> None:
     """Dagster cuts it by `batches_per_run`: one run holds one lease, whatever the deadline needs."""
     site.specs["d"] = (load_spec({**SPEC, "deadline": "5m"}, "defs.yaml"), site.specs["d"][1])
     large(site)
@@ -286,14 +288,14 @@ def test_a_backfill_has_no_more_instances_than_runs(site: Site) -> None:
     assert observed(events(site))["instances"] == 1
 
 
-def test_one_batch_by_hand_is_one_batch_of_work(site: Site) -> None:
+def test_one_batch_by_hand_is_one_batch_of_work(site: SensorDataset) -> None:
     large(site)
     run_id = site.batches(S.STARTED, "00003", "00003")
     told = observed(events(site))
     assert (told["request"], told["rows_left"]) == (f"run:{run_id}", 10)
 
 
-def test_a_redrive_while_batches_are_missing_is_no_request_that_never_ends(site: Site) -> None:
+def test_a_redrive_while_batches_are_missing_is_no_request_that_never_ends(site: SensorDataset) -> None:
     site.snapshot()
     refresh = site.request()
     site.instance.add_run_tags(refresh, {CANCELED_TAG: "true"})
@@ -303,7 +305,7 @@ def test_a_redrive_while_batches_are_missing_is_no_request_that_never_ends(site:
     assert target is None or target.request == ""
 
 
-def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: Site) -> None:
+def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: SensorDataset) -> None:
     """The later one fails to read its source: time, money and an operator's word of the first go on."""
     from batch_assets.spec.request_options import begin_unless_busy
 
@@ -321,7 +323,7 @@ def test_a_request_that_a_later_refresh_did_not_replace_keeps_its_account(site: 
     assert site.fleet_db.spend("d").usd == pytest.approx(0.8, rel=0.01)
 
 
-def test_what_is_warm_ends_with_a_request_whose_time_or_money_was_bounded(site: Site) -> None:
+def test_what_is_warm_ends_with_a_request_whose_time_or_money_was_bounded(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
     site.tick("capacity")
@@ -331,7 +333,7 @@ def test_what_is_warm_ends_with_a_request_whose_time_or_money_was_bounded(site: 
     assert [one.state for one in site.fleet_db.fleet()] == ["ending"]
 
 
-def test_an_instance_that_nobody_leases_any_more_ends_before_the_request(site: Site) -> None:
+def test_an_instance_that_nobody_leases_any_more_ends_before_the_request(site: SensorDataset) -> None:
     large(site)
     site.request()
     site.tick("capacity")
@@ -348,7 +350,7 @@ def test_an_instance_that_nobody_leases_any_more_ends_before_the_request(site: S
     assert {one.name: one.state for one in site.fleet_db.fleet()} == {"ba-1": "ready", "ba-2": "ending"}
 
 
-def test_a_decision_that_the_catalog_did_not_hear_of_is_told_again(site: Site) -> None:
+def test_a_decision_that_the_catalog_did_not_hear_of_is_told_again(site: SensorDataset) -> None:
     """The sensor was killed after it had written the command and before Dagster kept its events."""
     large(site)
     site.request()
@@ -358,7 +360,7 @@ def test_a_decision_that_the_catalog_did_not_hear_of_is_told_again(site: Site) -
     assert observed(events(site))["instances"] == 1
 
 
-def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: Site) -> None:
+def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: SensorDataset) -> None:
     large(site)
     site.request()
     site.tick("capacity")
@@ -370,7 +372,7 @@ def test_a_broken_fleet_yaml_is_said_and_changes_nothing(site: Site) -> None:
     assert before is not None and after is not None and after.instances == before.instances
 
 
-def test_engines_in_use_by_others_do_not_count(site: Site) -> None:
+def test_engines_in_use_by_others_do_not_count(site: SensorDataset) -> None:
     fleet_yaml(site.folder, engines=[{"name": "lab", "kind": "simulated"}])
     large(site)
     site.request()
@@ -392,7 +394,7 @@ def test_without_pressure_a_free_engine_is_enough_and_nothing_is_rented(tmp_path
         assert (told["instances"], told["offers"]) == (1, "none")
 
 
-def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(site: Site) -> None:
+def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(site: SensorDataset) -> None:
     site.snapshot()
     request = site.request()
     run_id = site.batches(S.STARTED, KEYS[0], KEYS[3], request)
@@ -406,13 +408,13 @@ def test_rows_that_runs_have_finished_but_not_committed_are_not_planned_again(si
     assert target is not None and target.plan.rows_left == 95
 
 
-def test_batches_made_by_hand_are_a_request_too(site: Site) -> None:
+def test_batches_made_by_hand_are_a_request_too(site: SensorDataset) -> None:
     site.snapshot()
     run_id = site.batches(S.STARTED, KEYS[0], KEYS[0])
     assert observed(events(site))["request"] == f"run:{run_id}"
 
 
-def test_while_runs_finish_what_is_not_missing_nothing_is_commanded(site: Site) -> None:
+def test_while_runs_finish_what_is_not_missing_nothing_is_commanded(site: SensorDataset) -> None:
     """A regenerate: every batch is there, and new ones are being made."""
     site.snapshot()
     site.commit(*KEYS)
@@ -443,7 +445,7 @@ def test_the_earliest_deadline_is_served_first_and_everybody_keeps_one_instance(
         assert second.instances == 1 < first.instances <= 3
 
 
-def test_an_instance_works_on_while_its_own_run_boots_the_successor(site: Site) -> None:
+def test_an_instance_works_on_while_its_own_run_boots_the_successor(site: SensorDataset) -> None:
     large(site)
     site.request()
     site.tick("capacity")
@@ -466,7 +468,7 @@ def test_an_instance_works_on_while_its_own_run_boots_the_successor(site: Site) 
     assert all(one.retiring for one in site.fleet_db.fleet())
 
 
-def plan_after_tick(site: Site) -> CapacityPlan:
+def plan_after_tick(site: SensorDataset) -> CapacityPlan:
     """What the sensor writes at its next tick."""
     site.tick("capacity")
     target = site.fleet_db.target("d")
@@ -474,7 +476,7 @@ def plan_after_tick(site: Site) -> CapacityPlan:
     return target.plan
 
 
-def test_without_offers_what_is_held_goes_on(site: Site) -> None:
+def test_without_offers_what_is_held_goes_on(site: SensorDataset) -> None:
     large(site)
     site.request()
     site.tick("capacity")
@@ -487,7 +489,7 @@ def test_without_offers_what_is_held_goes_on(site: Site) -> None:
 
 
 def test_a_provider_whose_prices_are_missing_counts_at_the_worst_that_anybody_lists(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large(site)
     spec = site.specs["d"][0]
@@ -517,7 +519,7 @@ def test_a_provider_whose_prices_are_missing_counts_at_the_worst_that_anybody_li
     assert asked().keys() == {"sim-two"}
 
 
-def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: Site) -> None:
+def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: SensorDataset) -> None:
     engines = [{"name": f"engine-{i}", "kind": "endpoint", "url": f"http://127.0.0.1:{9000 + i}"} for i in range(3)]
     (site.folder / "fleet.yaml").write_text(yaml.safe_dump({"engines": engines}))
     site.snapshot()
@@ -528,7 +530,7 @@ def test_engines_of_fleet_yaml_are_all_used_where_time_presses(site: Site) -> No
 
 
 def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -552,7 +554,7 @@ def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
 
 
 def test_operators_hear_of_requests_that_have_all_failed_for_a_minute_and_status_says_which_and_since_when(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -581,7 +583,7 @@ def test_operators_hear_of_requests_that_have_all_failed_for_a_minute_and_status
 
 
 def test_a_dataset_that_could_not_be_looked_at_is_tried_again_later_and_not_at_every_tick(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.snapshot()
     site.store.set_current_snapshot("gone")
@@ -591,7 +593,7 @@ def test_a_dataset_that_could_not_be_looked_at_is_tried_again_later_and_not_at_e
     assert "d could not be looked at" in site.reason("capacity")
 
 
-def test_two_sensors_at_once_do_no_harm(site: Site) -> None:
+def test_two_sensors_at_once_do_no_harm(site: SensorDataset) -> None:
     """The second finds what the first wrote; one whose request has been replaced writes nothing."""
     large(site)
     request = site.request()
@@ -604,7 +606,7 @@ def test_two_sensors_at_once_do_no_harm(site: Site) -> None:
     assert not site.fleet_db.command("d", "another", 9)
 
 
-def test_while_a_yaml_is_broken_datasets_are_planned_as_before(site: Site) -> None:
+def test_while_a_yaml_is_broken_datasets_are_planned_as_before(site: SensorDataset) -> None:
     large(site)
     site.request()
     answers: list[Any] = [site.specs, SpecError("defs.yaml", [Problem("model", "text", "nothing")])]
@@ -633,7 +635,7 @@ def test_a_tick_at_many_batches_knows_how_many_rows_are_left(tmp_path: Path) -> 
     keys = [f"{i:05d}" for i in range(count)]
     with contextlib.ExitStack() as stack:
         local = dg.DagsterInstance.local_temp(str(tmp_path / "home"))
-        site = Site.open(tmp_path, local, stack, {**SPEC, "batch_rows": 1})
+        site = SensorDataset.open(tmp_path, local, stack, {**SPEC, "batch_rows": 1})
         write_snapshot(site.store, questions(count), batch_rows=1, batches_per_shard=400)
         for start in range(0, count, 10_000):
             site.instance.add_dynamic_partitions("d", keys[start : start + 10_000])
@@ -644,7 +646,7 @@ def test_a_tick_at_many_batches_knows_how_many_rows_are_left(tmp_path: Path) -> 
         assert target is not None and target.plan.rows_left == count // 2
 
 
-def test_a_snapshot_of_another_model_is_planned_for_that_model(site: Site) -> None:
+def test_a_snapshot_of_another_model_is_planned_for_that_model(site: SensorDataset) -> None:
     """As `run --model` makes it."""
     seconds: list[float] = []
     for number, model in enumerate(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")):

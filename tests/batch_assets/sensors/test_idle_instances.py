@@ -12,8 +12,8 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import sqlalchemy as sa
-from support.capacity_site import SPEC, fleet_yaml, instance
-from support.sensor_site import KEYS, Site
+from support.capacity_fleet import SPEC, fleet_yaml, instance
+from support.sensor_dataset import KEYS, SensorDataset
 
 from gpu_runner.fleet.connection import INSTANCES, LEASES
 from gpu_runner.fleet.database import Lease
@@ -22,14 +22,14 @@ TICKS = 120.0  # seconds: several ticks of the sensor
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     """The dataset `d` has a deadline; another one, `e`, has no request."""
     fleet_yaml(tmp_path)
     with contextlib.ExitStack() as stack:
-        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+        yield SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
 
 
-def warm(site: Site, name: str, *, ordered_by: str, used_by: str, idle: float = 0.0) -> None:
+def warm(site: SensorDataset, name: str, *, ordered_by: str, used_by: str, idle: float = 0.0) -> None:
     """An instance without a lease: ordered by one dataset, used last by another one, idle for so many seconds."""
     site.fleet_db.release(instance(site, name, dataset=ordered_by))
     site.fleet_db.release(leased(site, name, used_by))
@@ -40,22 +40,22 @@ def warm(site: Site, name: str, *, ordered_by: str, used_by: str, idle: float = 
             connection.execute(sa.update(table).where(mine).values({one: table.c[one] - idle for one in columns}))
 
 
-def leased(site: Site, name: str, dataset: str) -> Lease:
+def leased(site: SensorDataset, name: str, dataset: str) -> Lease:
     lease = site.fleet_db.try_lease(name, f"run of {dataset}", dataset, 600)
     assert lease is not None
     return lease
 
 
-def states(site: Site) -> dict[str, str]:
+def states(site: SensorDataset) -> dict[str, str]:
     return {one.name: one.state for one in site.fleet_db.fleet()}
 
 
-def payers(site: Site) -> dict[str, str]:
+def payers(site: SensorDataset) -> dict[str, str]:
     """Who is charged for the latest stretch of each instance."""
     return {charge.instance: charge.dataset for charge in site.fleet_db.charges()}
 
 
-def test_the_end_of_a_bounded_request_ends_what_it_pays_for_whoever_ordered_it(site: Site) -> None:
+def test_the_end_of_a_bounded_request_ends_what_it_pays_for_whoever_ordered_it(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
     site.tick("capacity")
@@ -67,7 +67,7 @@ def test_the_end_of_a_bounded_request_ends_what_it_pays_for_whoever_ordered_it(s
     assert states(site) == {"of-e": "ending", "of-d": "ready"}
 
 
-def test_what_only_the_last_rows_of_another_dataset_hold_ends_with_them(site: Site) -> None:
+def test_what_only_the_last_rows_of_another_dataset_hold_ends_with_them(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
     site.tick("capacity")
@@ -82,7 +82,7 @@ def test_what_only_the_last_rows_of_another_dataset_hold_ends_with_them(site: Si
     assert states(site) == {"of-e": "ending"}
 
 
-def test_what_others_work_on_outlives_the_request_that_paid_for_its_boot(site: Site) -> None:
+def test_what_others_work_on_outlives_the_request_that_paid_for_its_boot(site: SensorDataset) -> None:
     site.snapshot()
     site.request()
     site.tick("capacity")
@@ -94,7 +94,9 @@ def test_what_others_work_on_outlives_the_request_that_paid_for_its_boot(site: S
     assert (one.lease, one.retiring) == (lease, False)
 
 
-def test_while_a_bounded_request_lasts_it_pays_for_no_idle_instance_and_ends_none_of_others(site: Site) -> None:
+def test_while_a_bounded_request_lasts_it_pays_for_no_idle_instance_and_ends_none_of_others(
+    site: SensorDataset,
+) -> None:
     site.snapshot(1200, keys=[f"{i:05d}" for i in range(120)])
     site.request()
     site.tick("capacity")

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from dagster._core.definitions.run_request import RunRequest
 from support.defs_folders import write, write_text
-from support.sensor_site import KEYS, SPEC, S, Site
+from support.sensor_dataset import KEYS, SPEC, S, SensorDataset
 from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
@@ -32,29 +32,29 @@ NAMES = [f"d{number}" for number in range(4)]
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     """Four datasets."""
     with contextlib.ExitStack() as stack:
         yield opened(tmp_path, dg.DagsterInstance.ephemeral(), stack)
 
 
 @pytest.fixture
-def site_on_files(tmp_path: Path) -> Iterator[Site]:
+def site_on_files(tmp_path: Path) -> Iterator[SensorDataset]:
     """The same; its event log is what a deployment on SQLite has: a file for each run, and an index of some events."""
     (tmp_path / "home").mkdir()
     with contextlib.ExitStack() as stack:
         yield opened(tmp_path, dg.DagsterInstance.local_temp(str(tmp_path / "home")), stack)
 
 
-def opened(folder: Path, instance: dg.DagsterInstance, stack: contextlib.ExitStack) -> Site:
-    return Site.open(folder, instance, stack, *({**SPEC, "name": name} for name in NAMES))
+def opened(folder: Path, instance: dg.DagsterInstance, stack: contextlib.ExitStack) -> SensorDataset:
+    return SensorDataset.open(folder, instance, stack, *({**SPEC, "name": name} for name in NAMES))
 
 
-def store(site: Site, name: str) -> DatasetStore:
+def store(site: SensorDataset, name: str) -> DatasetStore:
     return DatasetStore(site.store.objects, name)
 
 
-def refreshed(site: Site, name: str, rows: int = 120) -> str:
+def refreshed(site: SensorDataset, name: str, rows: int = 120) -> str:
     """A refresh that read a source of so many rows, with the events that its worker writes; returns its run id."""
     run_id = site.run(S.STARTED, {REFRESH_TAG: name}, job_name=f"{name}_refresh")
     write_snapshot(store(site, name), questions(rows))
@@ -63,7 +63,7 @@ def refreshed(site: Site, name: str, rows: int = 120) -> str:
     return run_id
 
 
-def committed(site: Site, name: str) -> None:
+def committed(site: SensorDataset, name: str) -> None:
     """Every batch of the dataset is committed and reported."""
     data = store(site, name)
     snapshot = data.current_snapshot()
@@ -97,7 +97,7 @@ def statements() -> Iterator[list[str]]:
         sa.event.remove(sa.Engine, "before_cursor_execute", note)
 
 
-def launched(site: Site, kept: Mapping[str, dg.SensorDefinition], running: bool = True) -> set[str]:
+def launched(site: SensorDataset, kept: Mapping[str, dg.SensorDefinition], running: bool = True) -> set[str]:
     """Tick the launcher and carry out what it asks for, as the daemon does; returns the datasets."""
     found = site.tick("launcher", kept)
     for one in started(found):
@@ -108,15 +108,15 @@ def launched(site: Site, kept: Mapping[str, dg.SensorDefinition], running: bool 
     return datasets(found)
 
 
-def test_there_are_as_many_sensors_for_four_datasets_as_for_one(site: Site, tmp_path: Path):
+def test_there_are_as_many_sensors_for_four_datasets_as_for_one(site: SensorDataset, tmp_path: Path):
     (tmp_path / "one").mkdir()
     with contextlib.ExitStack() as stack:
-        one = Site.open(tmp_path / "one", dg.DagsterInstance.ephemeral(), stack)
+        one = SensorDataset.open(tmp_path / "one", dg.DagsterInstance.ephemeral(), stack)
         assert site.sensors().keys() == one.sensors().keys()
     assert not site.datasets.sensors
 
 
-def test_the_definitions_of_several_datasets_load(site: Site):
+def test_the_definitions_of_several_datasets_load(site: SensorDataset):
     shared = platform(site.datasets, site.specs, BatchStore(root=str(site.folder / "store")), site.fleet)
     repository = dg.Definitions.merge(site.datasets, shared).get_repository_def()
     publisher = repository.get_sensor_def("publisher")
@@ -124,7 +124,7 @@ def test_the_definitions_of_several_datasets_load(site: Site):
 
 
 @pytest.mark.parametrize("sensor", ["launcher", "publisher"])
-def test_an_idle_tick_asks_the_database_one_question_whatever_the_number_of_datasets(site: Site, sensor: str):
+def test_an_idle_tick_asks_the_database_one_question_whatever_the_number_of_datasets(site: SensorDataset, sensor: str):
     kept = site.sensors()
     site.tick(sensor, kept)
     with statements() as asked:
@@ -132,7 +132,7 @@ def test_an_idle_tick_asks_the_database_one_question_whatever_the_number_of_data
     assert len(asked) == 1, asked
 
 
-def test_a_dataset_that_was_never_asked_for_is_compared_with_its_store_without_a_query(site: Site):
+def test_a_dataset_that_was_never_asked_for_is_compared_with_its_store_without_a_query(site: SensorDataset):
     reconciler = Reconciler(site.instance, store(site, "d0"))
     with statements() as asked:
         assert reconciler.look_once(None) == Findings()
@@ -140,7 +140,7 @@ def test_a_dataset_that_was_never_asked_for_is_compared_with_its_store_without_a
     assert reconciler.unchanged(None)
 
 
-def test_a_dataset_is_compared_once_its_store_or_the_catalog_has_something_of_it(site: Site):
+def test_a_dataset_is_compared_once_its_store_or_the_catalog_has_something_of_it(site: SensorDataset):
     data = store(site, "d0")
     reconciler = Reconciler(site.instance, data)
     reconciler.look_once(None)
@@ -171,7 +171,7 @@ def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_
     assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
 
 
-def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(site_on_files: Site):
+def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(site_on_files: SensorDataset):
     site = site_on_files
     kept = site.sensors()
     assert launched(site, kept) == set()
@@ -181,7 +181,7 @@ def test_a_request_is_seen_by_the_next_tick_and_only_its_dataset_is_looked_at(si
     assert {one.tags[REQUEST_TAG] for one in started(found)} == {request}
 
 
-def test_what_only_describes_an_asset_is_no_news(site: Site):
+def test_what_only_describes_an_asset_is_no_news(site: SensorDataset):
     """Dagster's freshness daemon writes an event for each asset of a new deployment; our own sensors observe."""
     kept = site.sensors()
     launched(site, kept)
@@ -189,7 +189,7 @@ def test_what_only_describes_an_asset_is_no_news(site: Site):
     assert site.tick("launcher", kept).skip_message == "4 more datasets: nothing to do"
 
 
-def test_two_requests_at_the_same_moment_are_both_started_once(site: Site):
+def test_two_requests_at_the_same_moment_are_both_started_once(site: SensorDataset):
     kept = site.sensors()
     launched(site, kept)
     refreshed(site, "d1")
@@ -199,7 +199,7 @@ def test_two_requests_at_the_same_moment_are_both_started_once(site: Site):
 
 
 def test_when_more_runs_have_news_than_are_asked_for_every_dataset_is_looked_at(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(catalog_changes, "MOST_RUNS", 1)
     kept = site.sensors()
@@ -209,14 +209,14 @@ def test_when_more_runs_have_news_than_are_asked_for_every_dataset_is_looked_at(
     assert launched(site, kept) == set(NAMES)
 
 
-def test_a_new_process_goes_on_where_the_old_one_ended_and_starts_nothing_twice(site: Site):
+def test_a_new_process_goes_on_where_the_old_one_ended_and_starts_nothing_twice(site: SensorDataset):
     refreshed(site, "d0")
     refreshed(site, "d1")
     assert launched(site, site.sensors()) == {"d0", "d1"}
     assert launched(site, site.sensors()) == set()
 
 
-def test_batches_that_are_lost_from_the_ledger_are_seen(site: Site):
+def test_batches_that_are_lost_from_the_ledger_are_seen(site: SensorDataset):
     kept = site.sensors()
     refreshed(site, "d1")
     committed(site, "d1")
@@ -227,7 +227,7 @@ def test_batches_that_are_lost_from_the_ledger_are_seen(site: Site):
     assert launched(site, kept) == {"d1"}
 
 
-def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: SensorDataset, monkeypatch: pytest.MonkeyPatch):
     kept = site.sensors()
     launched(site, kept)
     for name in ("d0", "d1"):
@@ -242,7 +242,9 @@ def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: Site, monkeyp
     assert datasets(site.tick("launcher", kept)) >= {"d0"}
 
 
-def test_a_store_that_was_restored_without_an_event_is_seen_in_time(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_that_was_restored_without_an_event_is_seen_in_time(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     kept = site.sensors()
     refreshed(site, "d1")
     first = store(site, "d1").current_snapshot()
@@ -260,7 +262,9 @@ def test_a_store_that_was_restored_without_an_event_is_seen_in_time(site: Site, 
     assert any(f"d1: snapshot {first}" in one for one in said)
 
 
-def test_a_tick_that_has_no_time_left_goes_on_with_the_others_next_time(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_tick_that_has_no_time_left_goes_on_with_the_others_next_time(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(many_datasets, "TICK_SECONDS", -1.0)
     kept = site.sensors()
     for name in NAMES:
@@ -271,7 +275,9 @@ def test_a_tick_that_has_no_time_left_goes_on_with_the_others_next_time(site: Si
 
 
 @pytest.mark.slow
-def test_a_tick_starts_so_many_runs_and_the_next_ones_the_rest_each_once(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_tick_starts_so_many_runs_and_the_next_ones_the_rest_each_once(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(many_datasets, "MOST_RUNS", 2)
     kept = site.sensors()
     for name in NAMES:
@@ -283,7 +289,7 @@ def test_a_tick_starts_so_many_runs_and_the_next_ones_the_rest_each_once(site: S
     assert len(runs) == len(ranges) == 3 * len(NAMES)
 
 
-def test_a_canceled_request_is_told_at_every_tick_but_not_looked_at_again(site: Site):
+def test_a_canceled_request_is_told_at_every_tick_but_not_looked_at_again(site: SensorDataset):
     kept = site.sensors()
     request = refreshed(site, "d1")
     site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
@@ -293,7 +299,7 @@ def test_a_canceled_request_is_told_at_every_tick_but_not_looked_at_again(site: 
     assert said.endswith("3 more datasets: nothing to do")
 
 
-def test_a_run_that_the_launchers_of_an_older_version_started_is_not_started_again(site: Site):
+def test_a_run_that_the_launchers_of_an_older_version_started_is_not_started_again(site: SensorDataset):
     request = refreshed(site, "d1")
     old = {"dagster/sensor_name": "d1_launcher", "dagster/run_key": f"{request}:00000:00003:0"}
     tags = {RANGE_START_TAG: "00000", RANGE_END_TAG: "00003", REQUEST_TAG: request, **old}
@@ -302,7 +308,7 @@ def test_a_run_that_the_launchers_of_an_older_version_started_is_not_started_aga
     assert [one.tags[RANGE_START_TAG] for one in found] == ["00004", "00008"]
 
 
-def test_two_datasets_of_the_same_rows_are_both_published(site: Site):
+def test_two_datasets_of_the_same_rows_are_both_published(site: SensorDataset):
     """Their snapshots have the same id, and so has what is published of them."""
     kept = site.sensors()
     for name in ("d1", "d2"):

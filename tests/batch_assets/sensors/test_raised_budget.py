@@ -12,7 +12,7 @@ import dagster as dg
 import pytest
 import sqlalchemy as sa
 import yaml
-from support.sensor_site import KEYS, S, Site
+from support.sensor_dataset import KEYS, S, SensorDataset
 
 from batch_assets.monitoring.dataset_status import Observer, dataset_status
 from batch_assets.monitoring.display import request_lines
@@ -38,38 +38,40 @@ OFFERS = [
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     provider = {"name": "sim-a", "boot_seconds": 480, "offers": OFFERS}
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"simulated": {"clock": 1.0, "providers": [provider]}}))
     with contextlib.ExitStack() as stack:
-        found = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+        found = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
         found.snapshot(12_000, keys=KEYS, batch_rows=1000)
         found.request()
         yield found
 
 
-def past_its_deadline(site: Site) -> None:
+def past_its_deadline(site: SensorDataset) -> None:
     with site.fleet_db.engine.begin() as connection:
         moved = {"since": DATASETS.c.since - 3600, "deadline_at": DATASETS.c.deadline_at - 3600}
         connection.execute(sa.update(DATASETS).values(**moved))
 
 
-def target(site: Site) -> Any:
+def target(site: SensorDataset) -> Any:
     found = site.fleet_db.target("d")
     assert found is not None
     return found
 
 
-def paused(site: Site) -> str:
+def paused(site: SensorDataset) -> str:
     return target(site).pause.describe()
 
 
-def says(site: Site) -> str:
+def says(site: SensorDataset) -> str:
     status = dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time())
     return "\n".join(request_lines(status, time.time()))
 
 
-def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_money_pays_for(site: Site) -> None:
+def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_money_pays_for(
+    site: SensorDataset,
+) -> None:
     site.tick("capacity")
     assert (target(site).instances, target(site).plan.kind) == (0, "paused")
     assert "0.30 $ are left, and the next instance needs 0.46 $" in paused(site)
@@ -82,7 +84,7 @@ def test_a_paused_request_starts_again_within_a_tick_of_adjust_with_what_the_mon
     assert target(site).plan.on_time is False and "LATE" in says(site)
 
 
-def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(site: Site) -> None:
+def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(site: SensorDataset) -> None:
     run = site.batches(S.STARTED, KEYS[0], KEYS[3])
     site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
     refused = BudgetRefusal(0.3, spent_usd=0.0, held_back_usd=0.1, drain_seconds=5.0, boot_usd=0.11)
@@ -93,7 +95,7 @@ def test_a_refused_lease_is_answered_with_the_budget_that_pays_for_all_the_work(
     assert pause.enough_usd >= 0.46  # what the first instance needs by the plan
 
 
-def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site: Site) -> None:
+def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site: SensorDataset) -> None:
     assert site.fleet_db.begin_request("d", "r")
     run = site.batches(S.STARTED, KEYS[0], KEYS[3])
     site.fleet_db.begin_run(run, "d", KEYS[0], KEYS[3])
@@ -118,7 +120,7 @@ def test_what_the_books_said_of_the_old_budget_does_not_hold_up_the_new_one(site
 
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["past its deadline", "no instances", "paused"])
-def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(site: Site, why: str) -> None:
+def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(site: SensorDataset, why: str) -> None:
     """Also when the sensor that expected it has not looked again since."""
     site.fleet_db.override("d", budget_usd=100.0)
     site.tick("capacity")
@@ -139,7 +141,7 @@ def test_status_never_says_on_time_where_nothing_works_or_the_deadline_is_over(s
 
 
 def test_an_engine_that_is_paid_by_the_token_is_paused_at_the_price_of_a_row_and_goes_on_with_enough(
-    site: Site,
+    site: SensorDataset,
 ) -> None:
     price = {"input": 1.0, "output": 100.0}
     engine = {"name": "api", "kind": "endpoint", "url": "http://127.0.0.1:9", "usd_per_million_tokens": price}

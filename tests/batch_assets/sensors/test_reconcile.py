@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.sensor_site import KEYS, SPEC, S, Site
+from support.sensor_dataset import KEYS, SPEC, S, SensorDataset
 from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
@@ -34,21 +34,21 @@ FOREVER = 1e9
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     """Three datasets of the same rows, each of six batches that are committed and reported."""
     with contextlib.ExitStack() as stack:
         instance = dg.DagsterInstance.ephemeral()
-        site = Site.open(tmp_path, instance, stack, *({**SPEC, "name": name} for name in NAMES))
+        site = SensorDataset.open(tmp_path, instance, stack, *({**SPEC, "name": name} for name in NAMES))
         for name in NAMES:
             complete(site, name)
         yield site
 
 
-def data(site: Site, name: str) -> DatasetStore:
+def data(site: SensorDataset, name: str) -> DatasetStore:
     return DatasetStore(site.store.objects, name)
 
 
-def complete(site: Site, name: str) -> None:
+def complete(site: SensorDataset, name: str) -> None:
     """A snapshot whose batches are all committed and reported."""
     store = data(site, name)
     manifest = write_snapshot(store, questions(ROWS))
@@ -57,13 +57,13 @@ def complete(site: Site, name: str) -> None:
         site.instance.report_runless_asset_event(ledger.batch_event(store, footer, manifest.snapshot))
 
 
-def sensors(site: Site) -> dict[str, dg.SensorDefinition]:
+def sensors(site: SensorDataset) -> dict[str, dg.SensorDefinition]:
     """The sensors of a new process."""
     store = BatchStore(root=str(site.folder / "store"))
     return {**site.sensors(), "reconcile": reconcile_sensor.reconcile_sensor(lambda: site.specs, store)}
 
 
-def ticked(site: Site, kept: Mapping[str, dg.SensorDefinition]) -> str:
+def ticked(site: SensorDataset, kept: Mapping[str, dg.SensorDefinition]) -> str:
     """One tick of the reconcile sensor: what it says. It always has a cursor: for an empty one the daemon keeps the
     one from before."""
     said = site.tick("reconcile", kept).skip_message or ""
@@ -71,7 +71,7 @@ def ticked(site: Site, kept: Mapping[str, dg.SensorDefinition]) -> str:
     return said
 
 
-def lose(site: Site, name: str, key: str) -> None:
+def lose(site: SensorDataset, name: str, key: str) -> None:
     """The object of a batch is deleted past the platform."""
     objects = site.store.objects
     (path,) = [info.path for info in objects.list(f"{name}/batches/") if f"/{key}" in info.path]
@@ -79,7 +79,7 @@ def lose(site: Site, name: str, key: str) -> None:
 
 
 def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
     kept = sensors(site)
@@ -96,7 +96,7 @@ def test_after_a_tick_that_was_broken_off_the_first_slices_are_looked_at_again(
     assert "d1: 1 batches are void" in said
 
 
-def published(site: Site, kept: Mapping[str, dg.SensorDefinition], *names: str) -> set[str]:
+def published(site: SensorDataset, kept: Mapping[str, dg.SensorDefinition], *names: str) -> set[str]:
     """The publisher's tick, and of the runs that it asks for those of `names`. Returns the datasets of all."""
     asked = site.tick("publisher", kept).run_requests or []
     jobs = {publish_job(name): name for name in NAMES}
@@ -111,12 +111,12 @@ def published(site: Site, kept: Mapping[str, dg.SensorDefinition], *names: str) 
     return {jobs[one.job_name or ""] for one in asked}
 
 
-def voids(site: Site) -> list[str]:
+def voids(site: SensorDataset) -> list[str]:
     """Jobs of the publications that count no more."""
     return [run.job_name for run in site.instance.get_runs() if PUBLISH_VOID_TAG in run.tags]
 
 
-def test_a_dataset_that_is_not_published_yet_voids_no_publication_of_another_of_the_same_rows(site: Site):
+def test_a_dataset_that_is_not_published_yet_voids_no_publication_of_another_of_the_same_rows(site: SensorDataset):
     """The state of both is the same."""
     kept = sensors(site)
     assert published(site, kept, "d0") == set(NAMES)
@@ -127,7 +127,7 @@ def test_a_dataset_that_is_not_published_yet_voids_no_publication_of_another_of_
         assert observer.problems(observer.look()) == []
 
 
-def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alone(site: Site):
+def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alone(site: SensorDataset):
     kept = sensors(site)
     (request, *_) = site.tick("publisher", kept).run_requests or []
     site.end(site.run(S.STARTED, request.tags, job_name=publish_job("d0")), dg.DagsterEventType.RUN_FAILURE)
@@ -137,7 +137,9 @@ def test_a_new_request_for_one_dataset_leaves_failed_publications_of_another_alo
     assert voids(site) == [publish_job("d0")]
 
 
-def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(catalog_changes, "OVERLAP_SECONDS", 0.0)
     kept = sensors(site)
     published(site, kept, *NAMES)
@@ -163,7 +165,7 @@ def test_a_lost_table_is_published_again_by_the_next_tick_of_the_publisher(site:
     ],
 )
 def test_an_error_of_one_dataset_is_said_and_the_others_are_looked_at(
-    site: Site, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ):
     problems = reconcile.snapshot_problems
 
@@ -181,7 +183,9 @@ def test_an_error_of_one_dataset_is_said_and_the_others_are_looked_at(
     assert "d2: 1 batches are void" in said
 
 
-def test_a_dataset_of_several_slices_is_not_listed_whole_at_every_tick(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_of_several_slices_is_not_listed_whole_at_every_tick(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(reconcile, "SLICE_BATCHES", 2)
     kept = sensors(site)
     ticked(site, kept)

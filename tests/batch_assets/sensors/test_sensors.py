@@ -27,7 +27,7 @@ from dagster._core.execution.backfill import BULK_ACTION_TERMINAL_STATUSES, Bulk
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import GrpcServerCodeLocationOrigin, RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.storage.tags import REPOSITORY_LABEL_TAG
-from support.sensor_site import KEYS, ROWS, SPEC, S, Site, publish_run, report_in_bulk
+from support.sensor_dataset import KEYS, ROWS, SPEC, S, SensorDataset, publish_run, report_in_bulk
 from support.snapshots import questions, write_snapshot
 
 from batch_assets.catalog import ledger
@@ -57,20 +57,20 @@ LARGE = 10_000
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     with contextlib.ExitStack() as stack:
-        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
+        yield SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
 
 
 # launcher
 
 
-def test_without_a_request_nothing_is_started(site: Site):
+def test_without_a_request_nothing_is_started(site: SensorDataset):
     site.snapshot()
     assert site.reason() == "d: nothing was requested"
 
 
-def test_a_refresh_starts_range_runs_over_all_missing_batches(site: Site):
+def test_a_refresh_starts_range_runs_over_all_missing_batches(site: SensorDataset):
     site.snapshot()
     request = site.request(**{ENDPOINT_TAG: "http://127.0.0.1:1"})
     launches = site.launches()
@@ -87,7 +87,7 @@ def test_a_refresh_starts_range_runs_over_all_missing_batches(site: Site):
     assert len({found.run_key for found in launches}) == 3
 
 
-def test_only_what_is_missing_is_started_and_sparse_gaps_share_a_run(site: Site):
+def test_only_what_is_missing_is_started_and_sparse_gaps_share_a_run(site: SensorDataset):
     site.snapshot()
     site.request()
     site.commit(*(key for key in KEYS if key not in ("00002", "00005", "00009", "00011")))
@@ -96,7 +96,7 @@ def test_only_what_is_missing_is_started_and_sparse_gaps_share_a_run(site: Site)
     assert site.reason().endswith("nothing is missing")
 
 
-def test_a_batch_whose_rows_changed_is_missing_again(site: Site):
+def test_a_batch_whose_rows_changed_is_missing_again(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     rows = questions(120)
@@ -106,7 +106,7 @@ def test_a_batch_whose_rows_changed_is_missing_again(site: Site):
     assert site.ranges() == [("00005", "00005")]
 
 
-def test_the_newest_snapshot_counts_as_soon_as_its_batches_are_registered(site: Site):
+def test_the_newest_snapshot_counts_as_soon_as_its_batches_are_registered(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     site.request()
@@ -117,7 +117,7 @@ def test_the_newest_snapshot_counts_as_soon_as_its_batches_are_registered(site: 
     assert site.ranges() == [("00012", "00012")]
 
 
-def test_ranges_of_unfinished_runs_are_left_alone_whoever_started_them(site: Site):
+def test_ranges_of_unfinished_runs_are_left_alone_whoever_started_them(site: SensorDataset):
     site.snapshot()
     request = site.request()
     site.batches(S.STARTING, "00000", "00003", request)
@@ -128,7 +128,7 @@ def test_ranges_of_unfinished_runs_are_left_alone_whoever_started_them(site: Sit
     assert ("00004", "00004") in site.ranges()
 
 
-def test_a_lost_run_that_waits_for_its_retry_still_holds_its_range(site: Site):
+def test_a_lost_run_that_waits_for_its_retry_still_holds_its_range(site: SensorDataset):
     site.snapshot()
     request = site.request()
     lost = site.batches(S.FAILURE, "00000", "00003", request, **{WILL_RETRY_TAG: "true"})
@@ -142,7 +142,9 @@ def test_a_lost_run_that_waits_for_its_retry_still_holds_its_range(site: Site):
     assert site.ranges()[0] == ("00000", "00003")
 
 
-def test_a_retry_that_was_promised_and_never_came_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_retry_that_was_promised_and_never_came_is_not_waited_for(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     """Seen once: Dagster read the event of a failure before its run's status was written, and never looked again."""
     site.snapshot()
     site.batches(S.FAILURE, "00000", "00003", site.request(), **{WILL_RETRY_TAG: "true"})
@@ -151,7 +153,9 @@ def test_a_retry_that_was_promised_and_never_came_is_not_waited_for(site: Site, 
     assert ("00000", "00003") in site.ranges()
 
 
-def test_a_run_that_ends_while_the_launcher_looks_is_not_started_again(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_ends_while_the_launcher_looks_is_not_started_again(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     """Its last batches are not in the ledger as it was read, and the run is over a moment later."""
     site.snapshot()
     run_id = site.batches(S.STARTED, "00000", "00011", site.request())
@@ -169,7 +173,7 @@ def test_a_run_that_ends_while_the_launcher_looks_is_not_started_again(site: Sit
     assert site.launches() == []
 
 
-def test_no_more_runs_than_instances_and_a_few_spare_ones(site: Site):
+def test_no_more_runs_than_instances_and_a_few_spare_ones(site: SensorDataset):
     site.snapshot(400, keys=[f"{i:05d}" for i in range(40)])
     request = site.request()
     assert len(site.launches()) == 1 + SPARE_RUNS
@@ -179,14 +183,14 @@ def test_no_more_runs_than_instances_and_a_few_spare_ones(site: Site):
     assert len(site.launches()) == 2 + SPARE_RUNS
 
 
-def test_nothing_is_started_beside_an_open_backfill(site: Site):
+def test_nothing_is_started_beside_an_open_backfill(site: SensorDataset):
     site.snapshot()
     site.request()
     site.backfill(BulkActionStatus.REQUESTED, KEYS[:2])
     assert site.reason().endswith("a backfill of these batches is open")
 
 
-def test_nothing_is_started_after_a_cancel_until_the_next_request(site: Site):
+def test_nothing_is_started_after_a_cancel_until_the_next_request(site: SensorDataset):
     site.snapshot()
     site.batches(S.CANCELED, "00000", "00003", site.request())
     assert "a run of this request was canceled" in site.reason()
@@ -194,21 +198,21 @@ def test_nothing_is_started_after_a_cancel_until_the_next_request(site: Site):
     assert len(site.launches()) == 3
 
 
-def test_nothing_is_started_for_a_request_that_was_given_up(site: Site):
+def test_nothing_is_started_for_a_request_that_was_given_up(site: SensorDataset):
     site.snapshot()
     request = site.request()
     site.instance.add_run_tags(request, {CANCELED_TAG: "true"})
     assert "this request was canceled" in site.reason()
 
 
-def test_a_request_that_failed_or_still_reads_the_source_starts_nothing(site: Site):
+def test_a_request_that_failed_or_still_reads_the_source_starts_nothing(site: SensorDataset):
     site.snapshot()
     for status in (S.FAILURE, S.CANCELED, S.STARTED, S.STARTING):
         site.run(status, {REFRESH_TAG: "d"})
     assert site.reason() == "d: nothing was requested"
 
 
-def test_each_new_attempt_at_a_range_has_a_key_of_its_own(site: Site):
+def test_each_new_attempt_at_a_range_has_a_key_of_its_own(site: SensorDataset):
     """Dagster starts a run key once for ever."""
     site.snapshot()
     request = site.request()
@@ -219,7 +223,7 @@ def test_each_new_attempt_at_a_range_has_a_key_of_its_own(site: Site):
     assert first.run_key != second.run_key
 
 
-def test_batches_that_failed_three_times_are_said_and_left_alone(site: Site):
+def test_batches_that_failed_three_times_are_said_and_left_alone(site: SensorDataset):
     site.snapshot()
     request = site.request()
     for _ in range(3):
@@ -227,7 +231,7 @@ def test_batches_that_failed_three_times_are_said_and_left_alone(site: Site):
     assert "12 batches failed 3 times" in site.reason()
 
 
-def test_nothing_is_started_after_an_engine_refused_every_request_until_the_next_request(site: Site):
+def test_nothing_is_started_after_an_engine_refused_every_request_until_the_next_request(site: SensorDataset):
     site.snapshot()
     request = site.request()
     refused = site.batches(S.FAILURE, "00000", "00003", request)
@@ -237,7 +241,7 @@ def test_nothing_is_started_after_an_engine_refused_every_request_until_the_next
     assert len(site.launches()) == 3
 
 
-def test_a_run_that_has_the_tags_of_a_refused_one_is_not_refused_itself(site: Site):
+def test_a_run_that_has_the_tags_of_a_refused_one_is_not_refused_itself(site: SensorDataset):
     """Dagster copies tags when somebody runs a failed run again."""
     site.snapshot()
     again = site.batches(S.FAILURE, "00000", "00003", "r", **{REFUSED_TAG: "the first run"})
@@ -247,7 +251,7 @@ def test_a_run_that_has_the_tags_of_a_refused_one_is_not_refused_itself(site: Si
 # re-drive
 
 
-def test_a_redrive_starts_runs_over_batches_with_dead_letters_once_nothing_is_missing(site: Site):
+def test_a_redrive_starts_runs_over_batches_with_dead_letters_once_nothing_is_missing(site: SensorDataset):
     manifest = site.snapshot()
     site.commit(*KEYS[:11], dead=["id-000013", "id-000047"])
     dead_letters(site.store, manifest)
@@ -260,7 +264,7 @@ def test_a_redrive_starts_runs_over_batches_with_dead_letters_once_nothing_is_mi
     assert found.run_config == {"ops": {"d__rows": {"config": {"redrive": True}}}}
 
 
-def test_a_redrive_tries_each_batch_once(site: Site):
+def test_a_redrive_tries_each_batch_once(site: SensorDataset):
     manifest = site.snapshot()
     site.commit(*KEYS, dead=["id-000013", "id-000047"])
     dead_letters(site.store, manifest)
@@ -271,7 +275,7 @@ def test_a_redrive_tries_each_batch_once(site: Site):
     assert site.launches() == []
 
 
-def test_a_redrive_of_one_error_starts_runs_over_batches_with_such_dead_letters_only(site: Site):
+def test_a_redrive_of_one_error_starts_runs_over_batches_with_such_dead_letters_only(site: SensorDataset):
     manifest = site.snapshot()
     site.commit(*KEYS, dead=["id-000013", "id-000047"])
     dead_letters(site.store, manifest)
@@ -286,14 +290,14 @@ def test_a_redrive_of_one_error_starts_runs_over_batches_with_such_dead_letters_
 # publisher
 
 
-def test_nothing_is_published_before_the_first_snapshot_or_while_batches_are_missing(site: Site):
+def test_nothing_is_published_before_the_first_snapshot_or_while_batches_are_missing(site: SensorDataset):
     assert site.reason("publisher") == "d: no snapshot yet"
     site.snapshot()
     site.commit(*KEYS[:11])
     assert "1 of 12 batches are missing" in site.reason("publisher")
 
 
-def test_a_complete_snapshot_is_published_once(site: Site):
+def test_a_complete_snapshot_is_published_once(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     publish_run(site, S.STARTED)
@@ -304,7 +308,7 @@ def test_a_complete_snapshot_is_published_once(site: Site):
     assert "is published" in site.reason("publisher")
 
 
-def test_a_new_generation_of_a_batch_is_published_again(site: Site):
+def test_a_new_generation_of_a_batch_is_published_again(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     publish_run(site, S.SUCCESS)
@@ -313,7 +317,9 @@ def test_a_new_generation_of_a_batch_is_published_again(site: Site):
     assert "is published" in site.reason("publisher")
 
 
-def test_a_table_is_not_published_while_runs_over_it_may_still_report(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_a_table_is_not_published_while_runs_over_it_may_still_report(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     site.snapshot()
     site.commit(*KEYS)
     redrive = site.batches(S.STARTED, "00005", "00005")
@@ -333,7 +339,7 @@ def test_a_table_is_not_published_while_runs_over_it_may_still_report(site: Site
     assert "is published" in site.reason("publisher")
 
 
-def test_an_entry_that_is_reported_again_is_not_published_again(site: Site):
+def test_an_entry_that_is_reported_again_is_not_published_again(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     publish_run(site, S.SUCCESS)
@@ -341,7 +347,7 @@ def test_an_entry_that_is_reported_again_is_not_published_again(site: Site):
     assert "is published" in site.reason("publisher")
 
 
-def test_a_publication_that_fails_again_and_again_is_left_to_people(site: Site):
+def test_a_publication_that_fails_again_and_again_is_left_to_people(site: SensorDataset):
     site.snapshot()
     site.commit(*KEYS)
     keys = set()
@@ -355,7 +361,7 @@ def test_a_publication_that_fails_again_and_again_is_left_to_people(site: Site):
 # watchdog
 
 
-def silent_run(site: Site, status: S, age: float = 100.0, **tags: str) -> str:
+def silent_run(site: SensorDataset, status: S, age: float = 100.0, **tags: str) -> str:
     """A run that beat `age` seconds ago for the last time, with a lease on the instance `gpu`."""
     run_id = site.batches(status, "00000", "00003", **tags)
     site.fleet_db.begin_run(run_id, "d", "00000", "00003")
@@ -367,7 +373,7 @@ def silent_run(site: Site, status: S, age: float = 100.0, **tags: str) -> str:
     return run_id
 
 
-def test_a_run_whose_heartbeat_stopped_is_failed_and_its_lease_is_free(site: Site):
+def test_a_run_whose_heartbeat_stopped_is_failed_and_its_lease_is_free(site: SensorDataset):
     run_id = silent_run(site, S.STARTED)
     assert site.fleet_db.holder("gpu") == run_id
     assert "no heartbeat for 100 s" in site.reason("watchdog")
@@ -378,7 +384,7 @@ def test_a_run_whose_heartbeat_stopped_is_failed_and_its_lease_is_free(site: Sit
 
 
 def test_a_launcher_that_knows_its_workers_decides_when_a_silent_run_has_failed(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
     run_id = silent_run(site, S.STARTED)
     monkeypatch.setattr(type(site.instance.run_launcher), "supports_check_run_worker_health", True)
@@ -390,7 +396,7 @@ def test_a_launcher_that_knows_its_workers_decides_when_a_silent_run_has_failed(
     assert site.fleet_db.runs() == []
 
 
-def test_a_queued_retry_goes_before_fresh_runs(site: Site):
+def test_a_queued_retry_goes_before_fresh_runs(site: SensorDataset):
     location = GrpcServerCodeLocationOrigin(host="127.0.0.1", port=1, location_name="here")
     repository = RepositoryPythonOrigin("python", ModuleCodePointer("m", "d"))
     more = {
@@ -407,14 +413,14 @@ def test_a_queued_retry_goes_before_fresh_runs(site: Site):
     assert "goes first" not in site.reason("watchdog")
 
 
-def test_a_canceled_run_whose_worker_is_gone_becomes_canceled(site: Site):
+def test_a_canceled_run_whose_worker_is_gone_becomes_canceled(site: SensorDataset):
     run_id = silent_run(site, S.CANCELING)
     site.tick("watchdog")
     assert site.status(run_id) == S.CANCELED
     assert site.fleet_db.holder("gpu") is None
 
 
-def test_runs_that_beat_are_left_alone_also_while_they_wait(site: Site):
+def test_runs_that_beat_are_left_alone_also_while_they_wait(site: SensorDataset):
     waiting, late = silent_run(site, S.STARTED, age=0), silent_run(site, S.STARTED, age=site.fleet.ttl)
     site.fleet_db.beat(waiting, "waiting", RunActivity("waiting: gpu is held by another run"), 0)
     assert "2 runs, all of them alive" in site.reason("watchdog")
@@ -423,7 +429,7 @@ def test_runs_that_beat_are_left_alone_also_while_they_wait(site: Site):
 
 
 @pytest.mark.parametrize("status", [S.SUCCESS, S.FAILURE, S.CANCELED])
-def test_the_row_of_a_run_that_is_over_is_ended_and_the_run_is_not_touched(site: Site, status: S):
+def test_the_row_of_a_run_that_is_over_is_ended_and_the_run_is_not_touched(site: SensorDataset, status: S):
     run_id = silent_run(site, status)
     site.tick("watchdog")
     assert site.status(run_id) == status
@@ -431,7 +437,7 @@ def test_the_row_of_a_run_that_is_over_is_ended_and_the_run_is_not_touched(site:
     assert site.fleet_db.holder("gpu") is None
 
 
-def test_the_row_of_a_run_that_the_catalog_does_not_know_is_ended(site: Site):
+def test_the_row_of_a_run_that_the_catalog_does_not_know_is_ended(site: SensorDataset):
     site.fleet_db.begin_run("unknown", "d", "00000", "00003")
     with site.fleet_db.engine.begin() as connection:
         connection.execute(sa.text("UPDATE batch_runs SET beat_at = beat_at - 100"))
@@ -439,7 +445,7 @@ def test_the_row_of_a_run_that_the_catalog_does_not_know_is_ended(site: Site):
     assert site.fleet_db.runs() == []
 
 
-def test_one_silent_run_does_not_cost_the_others_their_lives(site: Site):
+def test_one_silent_run_does_not_cost_the_others_their_lives(site: SensorDataset):
     dead, alive = silent_run(site, S.STARTED), silent_run(site, S.STARTED, age=0)
     site.tick("watchdog")
     assert (site.status(dead), site.status(alive)) == (S.FAILURE, S.STARTED)
@@ -448,7 +454,7 @@ def test_one_silent_run_does_not_cost_the_others_their_lives(site: Site):
 OWN = "__repository__@batch_assets"  # as the storage tags the runs of our code location
 
 
-def begun(site: Site, status: S, pid: int, *, beats: bool = False, **tags: str) -> str:
+def begun(site: SensorDataset, status: S, pid: int, *, beats: bool = False, **tags: str) -> str:
     """A run whose worker has said that it began; without a heartbeat unless it `beats`."""
     tags = {REPOSITORY_LABEL_TAG: OWN, **tags}
     run_id = silent_run(site, status, age=0, **tags) if beats else site.batches(status, "00000", "00003", **tags)
@@ -469,7 +475,7 @@ def new_code_server(monkeypatch: pytest.MonkeyPatch) -> None:
     ("status", "end"), [(S.STARTING, S.FAILURE), (S.STARTED, S.FAILURE), (S.CANCELING, S.CANCELED)]
 )
 @pytest.mark.usefixtures("new_code_server")
-def test_a_run_that_died_with_its_code_server_before_its_first_beat_is_ended(site: Site, status: S, end: S):
+def test_a_run_that_died_with_its_code_server_before_its_first_beat_is_ended(site: SensorDataset, status: S, end: S):
     gone = subprocess.Popen(["true"])
     gone.wait()
     run_id = begun(site, status, gone.pid)
@@ -478,7 +484,7 @@ def test_a_run_that_died_with_its_code_server_before_its_first_beat_is_ended(sit
 
 
 @pytest.mark.usefixtures("new_code_server")
-def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: Site):
+def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: SensorDataset):
     gone = subprocess.Popen(["true"])
     gone.wait()
     foreign = {REPOSITORY_LABEL_TAG: "__repository__@other"}
@@ -493,7 +499,9 @@ def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: Site):
     assert [site.status(run_id) for run_id in runs] == before
 
 
-def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("batch_assets.sensors.liveness.repository_label", lambda context: OWN)
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -507,7 +515,7 @@ def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(site: Si
 
 
 @pytest.mark.parametrize("status", list(BulkActionStatus))
-def test_a_backfill_is_open_until_it_has_ended(site: Site, status: BulkActionStatus):
+def test_a_backfill_is_open_until_it_has_ended(site: SensorDataset, status: BulkActionStatus):
     """Ended: what Dagster's own list of terminal states says, and its daemon's legacy COMPLETED."""
     site.snapshot()
     site.backfill(status, KEYS[:3])
@@ -516,17 +524,17 @@ def test_a_backfill_is_open_until_it_has_ended(site: Site, status: BulkActionSta
     assert (status not in working) == (status in BULK_ACTION_TERMINAL_STATUSES)
 
 
-def test_backfills_of_other_assets_and_datasets_are_not_ours(site: Site):
+def test_backfills_of_other_assets_and_datasets_are_not_ours(site: SensorDataset):
     site.snapshot()
     site.backfill(BulkActionStatus.REQUESTED, KEYS[:3])
     assert not open_backfill(site.instance, "e")
 
 
-def test_unfinished_is_every_state_from_which_a_run_may_still_write(site: Site):
+def test_unfinished_is_every_state_from_which_a_run_may_still_write(site: SensorDataset):
     assert set(UNFINISHED) == set(S) - {S.SUCCESS, S.FAILURE, S.CANCELED}
 
 
-def test_runs_are_read_with_range_request_outcome_and_the_root_of_their_retries(site: Site):
+def test_runs_are_read_with_range_request_outcome_and_the_root_of_their_retries(site: SensorDataset):
     site.snapshot()
     request = site.request()
     first = site.batches(S.FAILURE, "00000", "00003", request)
@@ -550,7 +558,7 @@ def test_a_run_is_unfinished_until_dagster_has_said_whether_it_is_retried(
     """The status is written first, the tag a moment later; without retries no tag ever comes."""
     settings = {"run_retries": {"enabled": retries, "max_retries": 2}}
     with contextlib.ExitStack() as stack:
-        site = Site.open(tmp_path, dg.DagsterInstance.ephemeral(settings=settings), stack)
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(settings=settings), stack)
         site.snapshot()
         request = site.request()
         run_id = site.batches(S.STARTED, "00000", "00003", request)
@@ -575,13 +583,13 @@ def test_a_run_is_unfinished_until_dagster_has_said_whether_it_is_retried(
 
 
 @pytest.fixture
-def large_site(tmp_path: Path) -> Iterator[Site]:
+def large_site(tmp_path: Path) -> Iterator[SensorDataset]:
     """10,000 batches on SQLite files: 8,000 committed with gaps everywhere, 80 runs behind us, 4 in flight."""
     (tmp_path / "home").mkdir()
     keys = [f"{i:05d}" for i in range(LARGE)]
     done, flying, size = LARGE * 8 // 10, LARGE * 4 // 100, LARGE // 100
     with contextlib.ExitStack() as stack:
-        site = Site.open(tmp_path, dg.DagsterInstance.local_temp(str(tmp_path / "home")), stack)
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.local_temp(str(tmp_path / "home")), stack)
         write_snapshot(site.store, questions(LARGE), batch_rows=1, batches_per_shard=400)
         site.instance.add_dynamic_partitions("d", keys)
         report_in_bulk(site, [key for i, key in enumerate(keys) if i % 5 != 2])
@@ -597,7 +605,7 @@ def large_site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.mark.slow
 @pytest.mark.soak("dagster")
-def test_the_sensors_tick_at_10_000_batches(large_site: Site):
+def test_the_sensors_tick_at_10_000_batches(large_site: SensorDataset):
     """benchmarks/scale.py measures how long a tick takes."""
     launches: list[RunRequest] = []
     for sensor in ("launcher", "publisher", "watchdog"):
@@ -632,7 +640,7 @@ def test_48_rows_on_one_engine_are_one_run(
         (tmp_path / "fleet.yaml").write_text(json.dumps({"engines": engines}))
     with contextlib.ExitStack() as stack:
         spec = {**SPEC, "batches_per_run": 100, "deadline": "6h"}
-        site = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, spec)
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, spec)
         site.snapshot(48, batch_rows=4)
         site.request(**tags)
         assert len(site.ranges()) == runs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from support.sensor_site import SPEC, S, Site
+from support.sensor_dataset import SPEC, S, SensorDataset
 
 from batch_assets.definitions import platform
 from batch_assets.sensors import capacity, many_datasets, open_datasets, reconcile
@@ -32,11 +32,11 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchStore]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     """Three datasets with a request each."""
     with contextlib.ExitStack() as stack:
         specs = ({**SPEC, "name": name} for name in NAMES)
-        site = Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, *specs)
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, *specs)
         for name in NAMES:
             site.end(site.run(S.STARTED, {REFRESH_TAG: name}, job_name=f"{name}_refresh"))
         yield site
@@ -45,7 +45,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sensor", ["launcher", "publisher", "reconcile", "capacity"])
 def test_a_tick_ends_in_time_while_the_store_does_not_answer(
-    site: Site, silent: BatchStore, monkeypatch: pytest.MonkeyPatch, sensor: str
+    site: SensorDataset, silent: BatchStore, monkeypatch: pytest.MonkeyPatch, sensor: str
 ):
     """All bounds a hundredth of what they are."""
     for name in ("SENSOR_RETRY_SECONDS", "SENSOR_REQUEST_SECONDS"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 from support.plain_engine import plain_engine
-from support.sensor_site import Site
+from support.sensor_dataset import SensorDataset
 
 from batch_assets.cli.arguments import check_limits
 from batch_assets.cli.dataset_commands.run import Request
@@ -28,9 +28,9 @@ TAGS = dict(zip(LIMIT_TAGS, ("90.5", "4", "60", "100000"), strict=True))
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     with contextlib.ExitStack() as stack:
-        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
+        yield SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
 
 
 def test_tags_say_what_the_options_said() -> None:
@@ -55,7 +55,7 @@ def test_options_without_an_endpoint_are_refused() -> None:
         check_limits(RequestLimits(timeout=5), None)
 
 
-def test_the_launcher_hands_them_to_the_runs_of_a_request(site: Site) -> None:
+def test_the_launcher_hands_them_to_the_runs_of_a_request(site: SensorDataset) -> None:
     site.snapshot()
     site.request(**TAGS)
     assert all(TAGS.items() <= launch.tags.items() for launch in site.launches())

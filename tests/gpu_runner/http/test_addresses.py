@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dataset_site import MODEL, dataset_site
+from support.dataset_project import MODEL, dataset_project
 from typer.testing import CliRunner
 
 from batch_assets.cli.main import app
@@ -417,7 +417,7 @@ def test_what_was_allowed_is_kept_without_the_key_for_its_owner_only(home: Path,
 
 
 def test_a_run_with_a_foreign_address_in_its_tag_fails_with_one_error_and_sends_nothing(home: Path):
-    with recording(200, {}) as (url, arrived), dataset_site(home) as site:
+    with recording(200, {}) as (url, arrived), dataset_project(home) as site:
         site.source(["why?"] * 5)
         tags = {ENDPOINT_TAG: url}
         assert not site.materialize("prompts", tags=tags).success

@@ -1,4 +1,4 @@
-"""What every provider must do. A new one is added to `site`, with its counterpart in `support.provider_sites`.
+"""What every provider must do. A new one is added to `site`, with its counterpart in `support.provider_clouds`.
 
 What only one of them has (slots, zones, tunnels, quotas, late lists) is tested beside it.
 """
@@ -19,8 +19,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 from support.machines import ORDER, eventually, first_offer, get
-from support.provider_sites import SITES, ProviderSite, ec2, ssh
-from support.ssh_site import Hosts, missing, ssh_hosts
+from support.provider_clouds import SITES, ProviderCloud, ec2, ssh
+from support.ssh_hosts import Hosts, missing, ssh_hosts
 from support.timing import PATIENCE
 
 from gpu_runner.providers.base import EndReason, EngineAccess, ProviderError, open_access
@@ -32,7 +32,7 @@ NO_HOSTS = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    from support.ec2_site import moto_server
+    from support.fake_ec2 import moto_server
 
     with moto_server() as url:
         yield url
@@ -51,7 +51,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.param("ec2", marks=pytest.mark.slow),  # moto: half a second of CPU for each account
     ]
 )
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProviderSite]:
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProviderCloud]:
     """The counterpart of a provider, without machines."""
     name = request.param
     if name == "ssh":
@@ -83,7 +83,7 @@ def refused(access: EngineAccess, key: str | None) -> bool:
     return False
 
 
-def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: ProviderSite):
+def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: ProviderCloud):
     provider = site.make()
     machine_id = provider.create(first_offer(provider), "ba-1-a", ORDER)
     assert get(provider, "ba-1-a").state == "booting"
@@ -116,7 +116,7 @@ def test_a_machine_boots_serves_and_ends_and_its_name_stays_its_own(site: Provid
 
 
 @pytest.mark.slow
-def test_a_name_is_one_machine_and_is_listed_and_ended_by_itself(site: ProviderSite):
+def test_a_name_is_one_machine_and_is_listed_and_ended_by_itself(site: ProviderCloud):
     offer = first_offer(site.make())
     names = ["ba-1-a"] * 4 + ["ba-1-ab", "ba-2-a"]
     providers = [site.make() for _ in names]
@@ -135,7 +135,7 @@ def test_a_name_is_one_machine_and_is_listed_and_ended_by_itself(site: ProviderS
 
 
 def test_waiting_for_an_engine_ends_with_the_time_the_machine_or_the_waiter(
-    site: ProviderSite, monkeypatch: pytest.MonkeyPatch
+    site: ProviderCloud, monkeypatch: pytest.MonkeyPatch
 ):
     class GivesUp(Exception):
         pass
@@ -161,7 +161,7 @@ def test_waiting_for_an_engine_ends_with_the_time_the_machine_or_the_waiter(
         provider.wait_ready("ba-slow", 20 * PATIENCE, time.sleep)
 
 
-def test_an_order_that_cannot_be_taken_starts_nothing(site: ProviderSite):
+def test_an_order_that_cannot_be_taken_starts_nothing(site: ProviderCloud):
     provider = site.make()
     offer = first_offer(provider)
     for wrong, name in (
@@ -174,7 +174,7 @@ def test_an_order_that_cannot_be_taken_starts_nothing(site: ProviderSite):
     assert not provider.list("") and not site.alive()
 
 
-def test_it_can_be_looked_at_without_renting(site: ProviderSite):
+def test_it_can_be_looked_at_without_renting(site: ProviderCloud):
     provider = site.make()
     assert provider.clock >= 1 and {offer.provider for offer in provider.offers()} == {provider.name}
     if isinstance(provider, CheckedProvider):

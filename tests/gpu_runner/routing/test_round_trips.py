@@ -54,7 +54,7 @@ def test_what_was_not_measured_counts_as_its_region_then_by_its_name() -> None:
     assert nowhere.seconds("far") == 0.0, "a service without a region does not know what is far"
 
 
-class Site:
+class NearAndFar:
     """A router and two engines; the way to one of them is long. Each computes a prompt in 10 ms, PLACES at a time."""
 
     def __init__(self, ways: Mapping[str, float] = WAYS) -> None:
@@ -88,7 +88,7 @@ class Site:
 
 
 def test_the_other_region_is_taught_by_one_request_in_ten_and_gets_no_more_while_here_is_idle() -> None:
-    site = Site()
+    site = NearAndFar()
     went = site.serve(30)
     assert went["there"] == 30 // TEACH_EVERY
     site.serve(TEACH_EVERY * 30)
@@ -97,7 +97,7 @@ def test_the_other_region_is_taught_by_one_request_in_ten_and_gets_no_more_while
 
 
 def test_requests_spill_over_when_the_wait_here_exceeds_the_way() -> None:
-    site = Site()
+    site = NearAndFar()
     site.serve(400)
     sent: list[str] = []
     for _ in range(4 * PLACES):
@@ -111,7 +111,7 @@ def test_requests_spill_over_when_the_wait_here_exceeds_the_way() -> None:
 
 
 def test_models_learn_what_engines_take_without_the_way() -> None:
-    site = Site()
+    site = NearAndFar()
     site.serve(400)
     here, there = (site.router._models[name] for name in WAYS)
     assert abs(here.mean - there.mean) < 0.01, "a model is as good in another region"
@@ -122,7 +122,7 @@ def test_models_learn_what_engines_take_without_the_way() -> None:
 
 
 def test_without_known_models_the_way_counts_as_the_requests_that_are_served_in_its_time() -> None:
-    site = Site({"here": 0.0, "there": 0.1})
+    site = NearAndFar({"here": 0.0, "there": 0.1})
     sent = []
     for _ in range(20):
         choice = site.choose()
@@ -134,5 +134,5 @@ def test_without_known_models_the_way_counts_as_the_requests_that_are_served_in_
 
 
 def test_engines_of_one_region_share_requests_evenly_whatever_their_round_trips_differ_by() -> None:
-    site = Site({"a": 0.0004, "b": 0.0009})
+    site = NearAndFar({"a": 0.0004, "b": 0.0009})
     assert site.serve(40) == {"a": 20, "b": 20}

@@ -46,7 +46,7 @@ class GaveUp(Exception):
 
 
 @dataclass
-class Site:
+class FleetRuns:
     """A cloud, the fleet's database, and the hands of some runs."""
 
     home: Path
@@ -95,9 +95,9 @@ class Site:
 
 
 @contextlib.contextmanager
-def a_site(home: Path, **provider: Any) -> Iterator[Site]:
+def a_site(home: Path, **provider: Any) -> Iterator[FleetRuns]:
     with ended_machines(home), contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
-        yield Site(home, simulated_cloud(home, **provider), fleet_db)
+        yield FleetRuns(home, simulated_cloud(home, **provider), fleet_db)
 
 
 @pytest.fixture(autouse=True)
@@ -107,12 +107,12 @@ def offers_are_always_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[FleetRuns]:
     with a_site(tmp_path, offers=[H100, CHEAP]) as found:
         yield found
 
 
-def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: Site):
+def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: FleetRuns):
     first = site.client("one")
     leased = site.acquire(first)
     assert (leased.instance_type, leased.epoch) == ("cheap", 1)
@@ -142,7 +142,7 @@ class Tunnels:
         self.closed += 1
 
 
-def test_an_engine_is_reached_the_way_its_provider_opens_and_the_way_is_closed_with_the_lease(site: Site):
+def test_an_engine_is_reached_the_way_its_provider_opens_and_the_way_is_closed_with_the_lease(site: FleetRuns):
     tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
     site.cloud.providers = tunnels  # type: ignore[assignment]
     (way,) = tunnels.values()
@@ -158,7 +158,7 @@ def test_an_engine_is_reached_the_way_its_provider_opens_and_the_way_is_closed_w
     assert len(site.cloud.calls("create")) == 1
 
 
-def test_what_became_of_a_lost_engine_is_in_the_books_or_asked_of_its_provider(site: Site):
+def test_what_became_of_a_lost_engine_is_in_the_books_or_asked_of_its_provider(site: FleetRuns):
     class Diagnosing(Tunnels):
         def diagnose(self, name: str) -> str:
             return f"{name} is on a node without power"
@@ -183,7 +183,7 @@ def test_an_instance_that_cannot_be_reached_is_ended(tmp_path: Path):
         assert site.running() == []
 
 
-def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_idle_ones_wait(site: Site):
+def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_idle_ones_wait(site: FleetRuns):
     leased = site.acquire(first := site.client())
     first.release(leased)
     tunnels = {name: Tunnels(provider) for name, provider in site.cloud.providers.items()}
@@ -215,7 +215,7 @@ def test_warm_instances_that_cannot_be_reached_from_here_go_on_for_as_long_as_id
     assert site.running() == []
 
 
-def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
+def test_another_model_never_gets_a_warm_instance_of_this_one(site: FleetRuns):
     client = site.client()
     leased = site.acquire(client)
     client.release(leased)
@@ -224,7 +224,7 @@ def test_another_model_never_gets_a_warm_instance_of_this_one(site: Site):
     assert {one.model for one in site.fleet_db.fleet()} == {"tiny", "another"}
 
 
-def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: Site):
+def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what_is_handed_on(site: FleetRuns):
     first, second = site.client("one"), site.client("two")
     leased = site.acquire(first)
     assert site.waits(second, WaitKind.DATASET_LIMIT) == "waiting: d already holds all instances it may lease"
@@ -236,7 +236,9 @@ def test_a_dataset_waits_visibly_for_more_than_its_instances_and_takes_over_what
     assert site.fleet_db.instance(taken.name).lease == taken.lease
 
 
-def test_who_holds_all_instances_is_named_the_fleet_or_the_dataset_itself(site: Site, monkeypatch: pytest.MonkeyPatch):
+def test_who_holds_all_instances_is_named_the_fleet_or_the_dataset_itself(
+    site: FleetRuns, monkeypatch: pytest.MonkeyPatch
+):
     site.acquire(site.client("one"))
     second = site.client("two")
     second.config = second._orders.config = second.config.model_copy(update={"max_instances": 1})
@@ -265,7 +267,7 @@ def test_runs_with_all_rows_in_flight_at_once_do_not_pile_up_while_the_fleet_may
         assert sorted(site.running()) == sorted([first, second])
 
 
-def test_at_the_commanded_number_all_runs_share_what_stands(site: Site):
+def test_at_the_commanded_number_all_runs_share_what_stands(site: FleetRuns):
     names = set()
     for number in range(4):
         client = site.client(f"run-{number}")
@@ -281,14 +283,14 @@ def test_without_capacity_the_next_offer_is_taken_and_the_failure_is_remembered(
         assert leased.instance_type == "h100"
 
 
-def test_a_create_whose_answer_is_lost_is_found_again_and_billed_once(site: Site):
+def test_a_create_whose_answer_is_lost_is_found_again_and_billed_once(site: FleetRuns):
     site.cloud.inject(FaultRule(kind="lost_reply", calls=("create",), times=1))
     leased = site.acquire(site.client())
     assert site.running() == [leased.name]
     assert len(site.fleet_db.fleet(ended=True)) == 1
 
 
-def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_made(site: Site):
+def test_a_create_without_answer_and_without_effect_is_given_up_and_another_one_made(site: FleetRuns):
     site.cloud.inject(FaultRule(kind="time_out", calls=("create",), times=1))
     leased = site.acquire(site.client())
     assert site.running() == [leased.name]
@@ -353,7 +355,7 @@ def test_giving_up_during_a_boot_ends_the_instance_at_once(tmp_path: Path):
         assert site.fleet_db.leases_of("d") == 0
 
 
-def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: Site):
+def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rented(site: FleetRuns):
     client = site.client("one")
     leased = site.acquire(client)
     client.release(leased)
@@ -368,7 +370,7 @@ def test_a_warm_instance_whose_engine_died_meanwhile_is_ended_and_a_new_one_rent
     assert site.running() == [other.name]
 
 
-def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(site: Site):
+def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(site: FleetRuns):
     class Timeless(Tunnels):
         def list(self, tag: str) -> list[Machine]:
             return [replace(one, ended_seconds=None) for one in self._provider.list(tag)]
@@ -382,7 +384,7 @@ def test_a_machine_that_is_listed_as_ended_without_a_time_has_ended_for_good(sit
     assert (ended.state, ended.end_unproven) == ("ended", False)
 
 
-def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: Site):
+def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_the_reaper(site: FleetRuns):
     client = site.client()
     leased = site.acquire(client)
     client.release(leased, reason="moved", retire=True)
@@ -402,7 +404,7 @@ def test_a_retired_instance_is_ended_when_it_is_given_back_and_an_idle_one_by_th
         assert cost.usd.total == pytest.approx(bills[cost.name], rel=0.05, abs=0.03)  # 0.1 s of ours
 
 
-def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: Site):
+def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fails(site: FleetRuns):
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
     client = site.client()
     leased = site.acquire(client)
@@ -424,7 +426,7 @@ def test_a_move_is_decided_by_break_even_and_the_old_engine_is_kept_when_it_fail
         client.move(NEED, new, decision, say=site.said.append, pause=time.sleep)
 
 
-def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: Site):
+def test_offers_that_the_dataset_refuses_are_not_rented_and_it_says_why_it_waits(site: FleetRuns):
     said = site.waits(site.client(), WaitKind.NO_OFFER, replace(NEED, accept=OfferFilter(max_price_per_hour=0.5)))
     assert said.startswith("waiting: no suitable offer; ")
     assert "above 0.50" in said
@@ -441,7 +443,7 @@ def test_a_lease_is_good_after_a_boot_that_took_longer_than_its_ttl(tmp_path: Pa
             client.release(leased)
 
 
-def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Site):
+def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: FleetRuns):
     (site.home / "fleet.yaml").write_text(f"simulated: {site.cloud.config.model_dump_json(exclude_none=True)}\n")
     fleet = GpuFleet(
         database=str(site.fleet_db.engine.url), home=str(site.home), config_path=str(site.home / "fleet.yaml")
@@ -454,7 +456,7 @@ def test_the_resource_leases_for_a_block_and_gives_back_what_it_rented(site: Sit
     assert site.fleet_db.instance(leased.name).state == "ready"
 
 
-def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: Site):
+def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_paused(site: FleetRuns):
     client = site.client()
     site.fleet_db.begin_request("d", "r")
     site.fleet_db.command("d", "r", 0)
@@ -468,7 +470,7 @@ def test_with_a_capacity_of_zero_nothing_is_leased_and_the_run_says_why_it_is_pa
     assert site.acquire(client).instance_type == "cheap"
 
 
-def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site: Site):
+def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site: FleetRuns):
     client = site.client()
     site.fleet_db.begin_request("d", "r", budget_usd=1.0)  # 75 s at 600 × 1.8 $/h would be 22.50 $
     assert site.waits(client, WaitKind.BUDGET).startswith(
@@ -480,7 +482,7 @@ def test_what_the_budget_does_not_pay_for_is_not_rented_until_it_is_raised(site:
     assert not site.fleet_db.instance(leased.name).retiring
 
 
-def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(site: Site):
+def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(site: FleetRuns):
     site.fleet_db.begin_request("d", "r", budget_usd=35.0)  # one instance is held back for with 22.50 $, two with 45
     site.fleet_db.command("d", "r", 2, [])
     first, second = site.client("one"), site.client("two")
@@ -490,7 +492,7 @@ def test_where_the_budget_does_not_pay_for_another_boot_what_stands_is_shared(si
     assert site.running() == [leased.name]
 
 
-def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: Site):
+def test_a_holder_that_the_budget_stops_ends_its_instance_at_once_when_it_gives_it_back(site: FleetRuns):
     client = site.client()
     leased = site.acquire(client)
     assert client.look(leased) == LeaseSignals()
@@ -517,7 +519,7 @@ def test_offers_that_the_command_names_are_rented_first_and_not_more_of_each_tha
         assert site.acquire(site.client("run-3")).instance_type == "cheap"
 
 
-def dearer_than_the_other(site: Site) -> tuple[FleetClient, LeasedEngine, dict[str, str]]:
+def dearer_than_the_other(site: FleetRuns) -> tuple[FleetClient, LeasedEngine, dict[str, str]]:
     """An h100 is leased when the other offer's price falls; with the names of the offers by type."""
     site.cloud.change("sim-a", "cheap", price_per_hour=9.0)
     client = site.client()
@@ -527,13 +529,13 @@ def dearer_than_the_other(site: Site) -> tuple[FleetClient, LeasedEngine, dict[s
     return client, leased, names
 
 
-def command(site: Site, instances: int, offers: list[tuple[str, int]], *moves: Assignment) -> None:
+def command(site: FleetRuns, instances: int, offers: list[tuple[str, int]], *moves: Assignment) -> None:
     """What the capacity sensor writes."""
     plan = CapacityPlan(kind="switch", reason="saves 1 $", assignments=moves)
     assert site.fleet_db.command("d", "r", instances, offers, plan=plan)
 
 
-def test_with_a_plan_a_run_moves_only_where_the_plan_says_so(site: Site):
+def test_with_a_plan_a_run_moves_only_where_the_plan_says_so(site: FleetRuns):
     client, leased, names = dearer_than_the_other(site)
     site.fleet_db.begin_request("d", "r")
     assert client.better(NEED, leased, 100_000) is not None  # there is no plan yet
@@ -549,7 +551,7 @@ def test_with_a_plan_a_run_moves_only_where_the_plan_says_so(site: Site):
     assert site.running() == [leased.name]
 
 
-def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: Site):
+def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: FleetRuns):
     client, leased, names = dearer_than_the_other(site)
     site.fleet_db.begin_request("d", "r")
     command(site, 1, [(names["cheap"], 1)], Assignment(leased.name, names["cheap"]))
@@ -567,7 +569,7 @@ def test_an_instance_is_kept_when_its_successor_is_not_to_be_had(site: Site):
     assert site.running() == [leased.name]
 
 
-def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_waits(site: Site):
+def test_a_successor_is_leased_once_by_the_run_that_moves_or_by_the_one_that_waits(site: FleetRuns):
     client, leased, names = dearer_than_the_other(site)
     both = [(names["cheap"], 1), (names["h100"], 1)]
     site.fleet_db.begin_request("d", "r", deadline_at=site.fleet_db.now() + 3600)

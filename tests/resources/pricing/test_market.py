@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.market_site import H100, L4, NOW, T4, FakeProvider
+from support.market_offers import H100, L4, NOW, T4, FakeProvider
 
 from gpu_runner.market.offers import OfferFilter, Ranking
 from gpu_runner.market.speed import GIB, LengthMix, Measurement, ModelFacts

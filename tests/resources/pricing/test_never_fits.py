@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.kubernetes_site import fake_cluster, pod_provider
-from support.market_site import H100, T4, FakeProvider
+from support.fake_kubernetes import fake_cluster, pod_provider
+from support.market_offers import H100, T4, FakeProvider
 
 from gpu_runner.market.offers import Offer
 from gpu_runner.market.speed import LengthMix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 
 from batch_assets.api.batches.lines import LineChecker
 

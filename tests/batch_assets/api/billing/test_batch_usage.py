@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
@@ -41,7 +41,7 @@ def answered(row_id: str, row_key: str) -> Outcome:
     return Outcome(row_id, row_key, body, "stop", PROMPT, ANSWER, 1, None, None, ORIGIN, 0.0, 1.0)
 
 
-class Site:
+class BilledService:
     """Records, a store, and a clock that the test sets."""
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -88,8 +88,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, url: str) -> Iterator[Site]:
-    site = Site(tmp_path, url)
+def site(tmp_path: Path, url: str) -> Iterator[BilledService]:
+    site = BilledService(tmp_path, url)
     with contextlib.closing(site.records):
         yield site
 
@@ -105,7 +105,7 @@ def lines(count: int) -> Used:
     return Used(count, 0, count * PROMPT, count * CACHED, count * ANSWER, 0, count * LINE)
 
 
-def test_cached_tokens_are_charged_as_such_on_the_day_of_their_lines(site: Site) -> None:
+def test_cached_tokens_are_charged_as_such_on_the_day_of_their_lines(site: BilledService) -> None:
     record, held = site.batch(300)
     run = site.run(record, held)
     site.usage._write(record, committed(run))
@@ -119,7 +119,7 @@ def test_cached_tokens_are_charged_as_such_on_the_day_of_their_lines(site: Site)
     assert site.spending.read([record.id]) == {record.id: Spending(300 * LINE, False)}
 
 
-def test_a_budget_counts_cached_tokens_as_they_are_charged(site: Site) -> None:
+def test_a_budget_counts_cached_tokens_as_they_are_charged(site: BilledService) -> None:
     record, held = site.batch(300)
     run = site.run(record, held)
     for number in range(3):
@@ -134,7 +134,7 @@ def test_a_budget_counts_cached_tokens_as_they_are_charged(site: Site) -> None:
 
 
 def test_objects_of_an_earlier_version_are_read_for_their_cached_tokens(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: BilledService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, held = site.batch(250)
     with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ class _EarlierFooter(BatchFooter):
         return BatchFooter.of(*arguments, **named)  # type: ignore[arg-type]
 
 
-def test_what_is_not_delivered_is_taken_back_on_the_day_on_which_it_was_charged(site: Site) -> None:
+def test_what_is_not_delivered_is_taken_back_on_the_day_on_which_it_was_charged(site: BilledService) -> None:
     record, held = site.batch(500)
     run = site.run(record, held)
     parts = list(run.batches())
@@ -172,7 +172,7 @@ def test_what_is_not_delivered_is_taken_back_on_the_day_on_which_it_was_charged(
     assert site.days() == {0: lines(250), 1: Used()}
 
 
-def test_prices_that_fall_before_the_end_make_no_day_negative(site: Site) -> None:
+def test_prices_that_fall_before_the_end_make_no_day_negative(site: BilledService) -> None:
     """A batch is charged by the prices of the service that ends it."""
     record, held = site.batch(250)
     run = site.run(record, held)
@@ -182,7 +182,7 @@ def test_prices_that_fall_before_the_end_make_no_day_negative(site: Site) -> Non
     assert site.days() == {0: replace(lines(250), amount=250 * PROMPT * 10**4)}
 
 
-def test_a_worker_that_lost_a_batch_leaves_its_spending_alone(site: Site) -> None:
+def test_a_worker_that_lost_a_batch_leaves_its_spending_alone(site: BilledService) -> None:
     record, held = site.batch(250)
     assert site.spending.write(held, Spending(10, False))
     new = site.batches.claim(record.id, "other", 1e10, 5.0)
@@ -191,7 +191,7 @@ def test_a_worker_that_lost_a_batch_leaves_its_spending_alone(site: Site) -> Non
     assert site.spending.read([record.id]) == {record.id: Spending(30, True)}
 
 
-def test_spending_of_a_batch_that_has_ended_is_that_of_its_end(site: Site) -> None:
+def test_spending_of_a_batch_that_has_ended_is_that_of_its_end(site: BilledService) -> None:
     record, held = site.batch(250)
     run = site.run(record, held)
     committed(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import ApiSite, api_site
+from support.api_service import ApiService, api_service
 
 from batch_assets.api.billing.usage import Kind, UsageKey, Used, midnight
 
@@ -35,7 +35,7 @@ LINES = {
 }
 
 
-async def asked(site: ApiSite, path: str, status: int = 200, **query: Any) -> Any:
+async def asked(site: ApiService, path: str, status: int = 200, **query: Any) -> Any:
     answer = await site.client.get(f"/v1/organization/{path}", params={"start_time": midnight(day(2)), **query})
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -46,7 +46,7 @@ def test_usage_and_costs_have_the_documented_shapes(tmp_path: Path) -> None:
     from openai.types.admin.organization import UsageCompletionsResponse, UsageCostsResponse, UsageEmbeddingsResponse
 
     async def steps() -> None:
-        async with api_site(tmp_path, NOBODY) as site:
+        async with api_service(tmp_path, NOBODY) as site:
             site.app.state.ledger.apply("j", 0, 1, LINES)
             found = UsageCompletionsResponse.model_validate(await asked(site, "usage/completions"))
             assert [bucket.start_time for bucket in found.data] == [midnight(day(ago)) for ago in (2, 1, 0)]
@@ -73,7 +73,7 @@ def test_usage_and_costs_have_the_documented_shapes(tmp_path: Path) -> None:
 
 def test_pages_follow_each_other_and_tenants_see_their_own(tmp_path: Path) -> None:
     async def steps() -> None:
-        async with api_site(tmp_path, NOBODY) as site:
+        async with api_service(tmp_path, NOBODY) as site:
             site.app.state.ledger.apply("j", 0, 1, LINES)
             starts, page = [], None
             for _ in range(3):
@@ -110,7 +110,7 @@ def test_pages_follow_each_other_and_tenants_see_their_own(tmp_path: Path) -> No
 )
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, query: dict[str, Any], param: str) -> None:
     async def steps() -> None:
-        async with api_site(tmp_path, NOBODY) as site:
+        async with api_service(tmp_path, NOBODY) as site:
             error = (await asked(site, "usage/completions", 400, **query))["error"]
             assert error["param"] == param and error["type"] == "invalid_request_error"
 

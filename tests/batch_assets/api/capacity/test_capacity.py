@@ -17,9 +17,9 @@ import dagster as dg
 import pytest
 import sqlalchemy as sa
 import yaml
-from support.api_site import CHAT
-from support.capacity_site import fleet_yaml, instance
-from support.sensor_site import Site
+from support.api_service import CHAT
+from support.capacity_fleet import fleet_yaml, instance
+from support.sensor_dataset import SensorDataset
 
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import Spending, SpendingRecords, write_spending
@@ -71,7 +71,7 @@ class Desk:
     def works(self, *names: str) -> None:
         """Ready instances of measured speed that the front door holds: 2,000 tokens a second each."""
         for name in names:
-            lease, rows = instance(cast(Site, self), name, dataset=NAME), 2_000_000 // 712
+            lease, rows = instance(cast(SensorDataset, self), name, dataset=NAME), 2_000_000 // 712
             self.fleet_db.renew(lease, 600, LeaseUsage(1_000, 0.0, rows, 200 * rows, 512 * rows))
         with self.fleet_db.engine.begin() as connection:  # they have existed for that long
             earlier = {name: INSTANCES.c[name] - 1_200 for name in ("created_at", "ready_at")}
@@ -219,8 +219,8 @@ def test_without_batches_it_falls_back_to_one_or_the_reserve_and_not_before_it_i
 
 def test_the_end_of_the_windows_ends_what_the_model_pays_for_whoever_ordered_it(desk: Desk) -> None:
     desk.works("a", "b")
-    ordered = instance(cast(Site, desk), "of-d", dataset="d")
-    others = instance(cast(Site, desk), "used-by-d", dataset=NAME)
+    ordered = instance(cast(SensorDataset, desk), "of-d", dataset="d")
+    others = instance(cast(SensorDataset, desk), "used-by-d", dataset=NAME)
     desk.fleet_db.release(ordered)
     desk.fleet_db.release(others)
     for name, dataset in (("of-d", NAME), ("used-by-d", "d")):

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.ledger import UsageLedger

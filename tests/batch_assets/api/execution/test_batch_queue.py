@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from support.api_site import CHAT
+from support.api_service import CHAT
 from support.timing import PATIENCE
 
 from batch_assets.api.execution import batch_queue

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import dagster as dg
 import pytest
-from support.api_site import CHAT, api_site, jsonl, line
+from support.api_service import CHAT, api_service, jsonl, line
 from support.open_batch import answered
 from support.simulated_engine import simulated_engine
 
@@ -27,7 +27,7 @@ from resources.objects.opening import LocalObjects
 
 def test_each_250_lines_are_a_materialized_partition_found_from_the_store_alone(tmp_path: Path) -> None:
     async def made() -> str:
-        async with api_site(tmp_path, engine.url) as site:
+        async with api_service(tmp_path, engine.url) as site:
             batch = await site.until((await site.create([line(f"{number}") for number in range(251)]))["id"])
             state = site.app.state
             (record,) = state.batches.unreported()

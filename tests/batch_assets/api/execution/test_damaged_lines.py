@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import jsonl, line
+from support.api_service import jsonl, line
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import orjson
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 from support.open_batch import answered
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE

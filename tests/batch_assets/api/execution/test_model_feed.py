@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 

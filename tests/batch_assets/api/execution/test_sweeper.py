@@ -34,7 +34,7 @@ class DyingStore(LocalObjects):
 
 
 @dataclass
-class Site:
+class SweptStore:
     records: Records
     objects: DyingStore
     now: float = NOW
@@ -74,11 +74,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(Records(f"sqlite:///{tmp_path / 'api.db'}"), DyingStore(tmp_path / "store"))
+def site(tmp_path: Path) -> SweptStore:
+    return SweptStore(Records(f"sqlite:///{tmp_path / 'api.db'}"), DyingStore(tmp_path / "store"))
 
 
-def test_a_batch_is_deleted_once_all_its_files_are(site: Site) -> None:
+def test_a_batch_is_deleted_once_all_its_files_are(site: SweptStore) -> None:
     for name in ("batch_a", "batch_b"):
         site.batch(name)
     others = [path for path in site.kept() if "batch_b" in path]
@@ -94,7 +94,7 @@ def test_a_batch_is_deleted_once_all_its_files_are(site: Site) -> None:
     assert site.batches.get("t", "batch_a") is not None and site.batches.unreported() == []
 
 
-def test_files_that_expire_are_files_that_are_deleted(site: Site) -> None:
+def test_files_that_expire_are_files_that_are_deleted(site: SweptStore) -> None:
     site.batch("batch_a")
     for kind in ("input", "output", "error"):
         site.files.delete("t", f"batch_a-{kind}", NOW + 50)
@@ -106,7 +106,7 @@ def test_files_that_expire_are_files_that_are_deleted(site: Site) -> None:
 
 
 @pytest.mark.parametrize("left", range(7))
-def test_a_sweep_that_ends_half_way_is_done_again(site: Site, left: int) -> None:
+def test_a_sweep_that_ends_half_way_is_done_again(site: SweptStore, left: int) -> None:
     site.batch("batch_a")
     site.delete_files("batch_a", "input", "output", "error")
     site.objects.left = left
@@ -120,7 +120,7 @@ def test_a_sweep_that_ends_half_way_is_done_again(site: Site, left: int) -> None
     assert site.kept() == [] and site.batches.without_files(NOW) == []
 
 
-def test_what_a_worker_wrote_that_had_lost_the_batch_goes_too(site: Site) -> None:
+def test_what_a_worker_wrote_that_had_lost_the_batch_goes_too(site: SweptStore) -> None:
     batch = site.batch("batch_a")
     site.delete_files("batch_a", "input", "output", "error")
     site.sweeper.sweep()
@@ -133,7 +133,7 @@ def test_what_a_worker_wrote_that_had_lost_the_batch_goes_too(site: Site) -> Non
     assert site.kept() == [] and error not in site.kept()
 
 
-def test_a_batch_whose_input_was_refused_keeps_nothing(site: Site) -> None:
+def test_a_batch_whose_input_was_refused_keeps_nothing(site: SweptStore) -> None:
     site.files.add(site.file("file-in"))
     site.batches.create(BatchRecord("batch_a", "t", "/v1/embeddings", "file-in", "24h", 1, 2, "d"))
     site.objects.put(f"{batch_folder('batch_a')}/snapshots/input/shard", b"x")
@@ -145,7 +145,7 @@ def test_a_batch_whose_input_was_refused_keeps_nothing(site: Site) -> None:
     assert site.kept() == [content_path("file-in")]
 
 
-def test_contents_without_a_record_stay(site: Site) -> None:
+def test_contents_without_a_record_stay(site: SweptStore) -> None:
     """They are another service's on the same store, or a user's whose records were restored from a copy."""
     site.files.add(site.file("file-known"))
     site.file("file-another's")

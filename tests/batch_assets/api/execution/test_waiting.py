@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.api_site import ApiSite, api_site, line
+from support.api_service import ApiService, api_service, line
 from support.http_server import http_server, status
-from support.market_site import H100, T4, FakeProvider
+from support.market_offers import H100, T4, FakeProvider
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
@@ -56,7 +56,7 @@ def test_a_wait_begins_with_the_first_wish_and_ends_when_an_engine_answers() -> 
     assert wait.look(None) == Waiting(Awaited.ENGINE, 105.0)
 
 
-async def waits_for(site: ApiSite, batch_id: str, *, waits: bool) -> dict[str, str]:
+async def waits_for(site: ApiService, batch_id: str, *, waits: bool) -> dict[str, str]:
     async with asyncio.timeout(10 * PATIENCE):
         while ("waiting_for" in ((found := await site.get(batch_id))["metadata"] or {})) != waits:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -68,7 +68,7 @@ def test_a_batch_says_what_it_waits_for_and_since_when_until_an_engine_answers(t
 
     async def steps() -> None:
         began = int(time.time())
-        async with api_site(tmp_path, f"http://127.0.0.1:{port}") as site:
+        async with api_service(tmp_path, f"http://127.0.0.1:{port}") as site:
             plain = (await site.create([line("a")]))["id"]
             own = (await site.create([line("b")], metadata={"who": "me", "waiting_for": "Godot"}))["id"]
             said = await waits_for(site, plain, waits=True)

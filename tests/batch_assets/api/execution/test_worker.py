@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.api_site import CHAT, jsonl, line
+from support.api_service import CHAT, jsonl, line
 from support.front_doors import NamedModels
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from support.api_site import jsonl, line
+from support.api_service import jsonl, line
 from support.timing import PATIENCE
 
 from batch_assets.api.execution import worker as worker_module

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.api_site import settings_of
+from support.api_service import settings_of
 from support.front_doors import front_door_alone
 from support.http_server import http_server, status
 from support.timing import PATIENCE

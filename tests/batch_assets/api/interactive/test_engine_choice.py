@@ -45,7 +45,7 @@ def chat(words: int = 50, **fields: Any) -> InteractiveRequest:
     return read_request(orjson.dumps({"model": "m", "messages": messages, "stream": True, **fields}))
 
 
-class Site:
+class TwoEngines:
     """A choice between two engines in simulated time; `silent`: engines that do not tell their load; `ways`: measured
     round trips.
     """
@@ -104,8 +104,8 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site_of(*engines: EngineTarget, policy: RoutingPolicy | None = None) -> AsyncIterator[Site]:
-    site = Site(policy, *engines)
+async def site_of(*engines: EngineTarget, policy: RoutingPolicy | None = None) -> AsyncIterator[TwoEngines]:
+    site = TwoEngines(policy, *engines)
     try:
         yield site
         assert set(asyncio.all_tasks()) - {asyncio.current_task()} or not site.choice.poller.watched

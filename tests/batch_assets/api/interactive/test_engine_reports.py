@@ -19,7 +19,7 @@ LOAD = EngineLoad(running=3, waiting=1, kv_usage=0.5, generated_tokens=10, preem
 ONE, TWO = EngineTarget("http://one", "m"), EngineTarget("http://two", "m")
 
 
-class Site:
+class SimulatedPoller:
     """A poller in simulated time: each second of it passes when everybody sleeps."""
 
     def __init__(self, policy: PollPolicy | None = None) -> None:
@@ -66,7 +66,7 @@ class Site:
 
 def test_an_engine_is_read_once_a_second_by_one_task_however_often_it_is_asked() -> None:
     async def scenario() -> None:
-        site = Site()
+        site = SimulatedPoller()
         for _ in range(50):
             site.poller.watch(ONE)
         await site.pass_seconds(5)
@@ -79,7 +79,7 @@ def test_an_engine_is_read_once_a_second_by_one_task_however_often_it_is_asked()
 
 def test_an_engine_at_the_address_of_one_that_is_gone_is_read_with_its_own_key() -> None:
     async def scenario() -> None:
-        site = Site()
+        site = SimulatedPoller()
         for key in ("old", "new"):
             site.poller.watch(EngineTarget("http://one", "m", key))
             await site.pass_seconds(2)
@@ -91,7 +91,7 @@ def test_an_engine_at_the_address_of_one_that_is_gone_is_read_with_its_own_key()
 
 def test_an_engine_that_says_nothing_is_asked_on_and_nothing_is_told_of_it() -> None:
     async def scenario() -> None:
-        site = Site()
+        site = SimulatedPoller()
         site.poller.watch(ONE)
         await site.pass_seconds(2)
         site.silent.add("http://one")
@@ -108,7 +108,7 @@ def test_an_engine_that_says_nothing_is_asked_on_and_nothing_is_told_of_it() -> 
 
 def test_reading_ends_when_the_engine_is_withdrawn_or_nobody_asks_for_it() -> None:
     async def scenario() -> None:
-        site = Site(PollPolicy(idle=10.0))
+        site = SimulatedPoller(PollPolicy(idle=10.0))
         site.poller.watch(ONE)
         site.poller.watch(TWO)
         await site.pass_seconds(3)
@@ -126,7 +126,7 @@ def test_reading_ends_when_the_engine_is_withdrawn_or_nobody_asks_for_it() -> No
 
 def test_no_more_engines_are_read_than_the_bound() -> None:
     async def scenario() -> None:
-        site = Site(PollPolicy(most=3))
+        site = SimulatedPoller(PollPolicy(most=3))
         for number in range(10):
             site.poller.watch(EngineTarget(f"http://{number}", "m"))
         assert len(site.poller.watched) == 3

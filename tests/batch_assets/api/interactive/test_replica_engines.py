@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from support.api_site import CHAT
+from support.api_service import CHAT
 from support.asgi_calls import AsgiCall
 from support.fleet_databases import Clock
 from support.front_doors import front_door_alone

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import orjson
-from support.api_site import settings_of
+from support.api_service import settings_of
 from support.front_doors import front_door_alone
 from support.simulated_engine import simulated_engine
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from support.http_server import http_server
-from support.online_site import OnlineSite, online_site
+from support.online_calls import OnlineCalls, online_calls
 from support.redis_server import RedisServer, needs_redis, redis_server
 from support.timing import PATIENCE
 
@@ -63,14 +63,14 @@ class Engine:
 def serve(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    scenario: Callable[[OnlineSite, Engine], Coroutine[Any, Any, None]],
+    scenario: Callable[[OnlineCalls, Engine], Coroutine[Any, Any, None]],
     say: Say = lambda number: (200, ANSWER),
     **environment: Any,
 ) -> None:
     async def run() -> None:
         engine = Engine(say)
         routes = {CHAT: engine.answer, "/metrics": engine.metrics}
-        async with http_server(routes) as url, online_site(tmp_path, [url], monkeypatch, **environment) as site:
+        async with http_server(routes) as url, online_calls(tmp_path, [url], monkeypatch, **environment) as site:
             try:
                 await scenario(site, engine)
             finally:
@@ -93,7 +93,7 @@ async def until(true: Callable[[], bool]) -> None:
 def test_two_failed_tries_and_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, body: bytes
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted(SURE))
         assert (found["status"], found["tries"], engine.count) == ("SUCCESS", 2, 3)
         assert site.figure("batch_assets_online_retries_total", failure="broken") == 2
@@ -104,7 +104,7 @@ def test_two_failed_tries_and_an_answer(
 
 
 def test_three_failed_tries_are_a_dead_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted(ASK))
         assert (found["status"], found["tries"], found["error"]["code"]) == ("FAILED", 3, "engine_error")
         assert engine.count == 3 and found["output"] is None
@@ -113,7 +113,7 @@ def test_three_failed_tries_are_a_dead_letter(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_the_engine_refuses_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted(ASK))
         assert (found["status"], found["error"]) == ("FAILED", {"code": "request_refused", "message": "too long"})
         assert engine.count == 1
@@ -122,7 +122,7 @@ def test_what_the_engine_refuses_is_not_tried_again(tmp_path: Path, monkeypatch:
 
 
 def test_an_engine_that_is_full_or_away_costs_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted(ASK))
         assert (found["status"], found["tries"], engine.count) == ("SUCCESS", 0, 5)
         directory = site.door.inner.state.proxy.directory
@@ -141,7 +141,7 @@ def test_an_engine_that_is_full_or_away_costs_no_try(tmp_path: Path, monkeypatch
 def test_a_request_that_nobody_answers_in_time_is_dropped_and_answered_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()
         found = await site.ended(await site.accepted({**ASK, "ttl_seconds": 0.1}))
         assert (found["status"], found["error"]["code"]) == ("FAILED", "expired")
@@ -151,7 +151,7 @@ def test_a_request_that_nobody_answers_in_time_is_dropped_and_answered_as_such(
 
 
 def test_identical_requests_in_flight_are_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()
         ids = [await site.accepted(SURE) for _ in range(8)]
         others = [await site.accepted({**SURE, "cache": "never"}), await site.accepted(ASK), await site.accepted(ASK)]
@@ -168,7 +168,7 @@ def test_identical_requests_in_flight_are_asked_once(tmp_path: Path, monkeypatch
 
 
 def test_who_asked_for_others_may_end_before_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()
         short = await site.accepted({**SURE, "ttl_seconds": 0.5 * PATIENCE})
         await until(lambda: engine.count == 1)
@@ -182,7 +182,7 @@ def test_who_asked_for_others_may_end_before_them(tmp_path: Path, monkeypatch: p
 
 
 def test_tenants_share_answers_only_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         async def cached(tenant: str) -> bool:
             tenants[0] = tenant
             return bool((await site.ended(await site.accepted(SURE)))["cached"])
@@ -197,7 +197,7 @@ def test_tenants_share_answers_only_in_groups(tmp_path: Path, monkeypatch: pytes
 
         return Caller(tenants[0], None, ALL_SCOPES)
 
-    async def with_tenants(site: OnlineSite, engine: Engine) -> None:
+    async def with_tenants(site: OnlineCalls, engine: Engine) -> None:
         site.door.inner.state.authenticate = authenticate
         await scenario(site, engine)
 
@@ -250,7 +250,7 @@ def test_an_answer_that_comes_between_a_look_and_the_right_to_ask_is_taken() -> 
 def test_garbage_in_the_cache_and_a_cache_that_is_away_count_as_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         requests = site.door.inner.state.online._consumer._requests
         cache: LocalCache = requests._cache
         await site.ended(await site.accepted(SURE))
@@ -268,7 +268,7 @@ def test_garbage_in_the_cache_and_a_cache_that_is_away_count_as_empty(
 
 
 def test_metrics_of_the_queue_are_those_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()
         for number in range(1, 6):
             await site.accepted(ASK)
@@ -281,7 +281,7 @@ def test_metrics_of_the_queue_are_those_of_the_moment(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_engines_that_are_full_slow_admission_to_429(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.page = b"vllm:num_requests_running 4\nvllm:num_requests_waiting 9\nvllm:kv_cache_usage_perc 0.99\n"
         engine.gate.clear()
         ids = [await site.accepted(ASK) for _ in range(8)]
@@ -298,7 +298,7 @@ def test_engines_that_are_full_slow_admission_to_429(tmp_path: Path, monkeypatch
 
 
 def test_a_queue_that_is_full_refuses_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.gate.clear()
         answers = [await site.submit({**ASK, "input": "0"}, idempotency_key="first")]
         answers += [await site.submit({**ASK, "input": f"{number}"}) for number in range(1, 30)]
@@ -323,11 +323,11 @@ def test_what_was_accepted_is_answered_by_the_next_process(tmp_path: Path, monke
         engine = Engine()
         engine.gate.clear()
         async with http_server({CHAT: engine.answer}) as url:
-            async with online_site(tmp_path, [url], monkeypatch, CONCURRENCY="2") as site:
+            async with online_calls(tmp_path, [url], monkeypatch, CONCURRENCY="2") as site:
                 ids = [await site.accepted({**ASK, "input": f"{number}"}) for number in range(6)]
                 await until(lambda: engine.count == 2)
             engine.gate.set()
-            async with online_site(tmp_path, [url], monkeypatch) as site:
+            async with online_calls(tmp_path, [url], monkeypatch) as site:
                 found = [await site.ended(task_id) for task_id in ids]
                 assert {one["status"] for one in found} == {"SUCCESS"}
                 assert [one["tries"] for one in found] == [0] * 6, "to end in order costs no try"
@@ -352,8 +352,8 @@ def test_two_services_over_redis_ask_once_and_know_each_others_results(
         engine.gate.clear()
         async with (
             http_server({CHAT: engine.answer}) as url,
-            online_site(tmp_path / "a", [url], monkeypatch, redis=server.url, CONCURRENCY="4") as one,
-            online_site(tmp_path / "b", [url], monkeypatch, redis=server.url, CONCURRENCY="4") as two,
+            online_calls(tmp_path / "a", [url], monkeypatch, redis=server.url, CONCURRENCY="4") as one,
+            online_calls(tmp_path / "b", [url], monkeypatch, redis=server.url, CONCURRENCY="4") as two,
         ):
             ids = [await site.accepted(SURE, idempotency_key=f"{number}") for number in range(8) for site in (one, two)]
             assert len(set(ids)) == 8, "a key is one task, wherever it is sent"
@@ -385,7 +385,7 @@ def test_garbage_in_the_queue_holds_up_nobody(
         engine = Engine()
         async with (
             http_server({CHAT: engine.answer}) as engine_url,
-            online_site(tmp_path / "a", [engine_url], monkeypatch, redis=url) as site,
+            online_calls(tmp_path / "a", [engine_url], monkeypatch, redis=url) as site,
         ):
             for _ in range(3):
                 assert (await site.ended(await site.accepted(ASK)))["status"] == "SUCCESS"
@@ -402,7 +402,7 @@ def test_redis_away_is_said_at_once_and_all_goes_on_when_it_is_back(
         engine.gate.clear()
         async with (
             http_server({CHAT: engine.answer}) as url,
-            online_site(tmp_path / "a", [url], monkeypatch, redis=server.url, MOST_WAITING="20") as site,
+            online_calls(tmp_path / "a", [url], monkeypatch, redis=server.url, MOST_WAITING="20") as site,
         ):
             held = await site.accepted(ASK)
             await until(lambda: engine.count == 1)
@@ -445,7 +445,7 @@ def test_a_redis_that_would_forget_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
 ) -> None:
     async def scenario(server: RedisServer) -> None:
-        async with online_site(tmp_path / "a", ["http://127.0.0.1:1"], monkeypatch, redis=server.url) as site:
+        async with online_calls(tmp_path / "a", ["http://127.0.0.1:1"], monkeypatch, redis=server.url) as site:
             answer = await site.submit(ASK)
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_unavailable"
 

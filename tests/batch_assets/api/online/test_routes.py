@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 from support.http_server import http_server, status
-from support.online_site import OnlineSite, online_site
+from support.online_calls import OnlineCalls, online_calls
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.access.api_keys import checked_scopes
@@ -57,7 +57,7 @@ class Engine:
 def serve(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    scenario: Callable[[OnlineSite, Engine], Awaitable[None]],
+    scenario: Callable[[OnlineCalls, Engine], Awaitable[None]],
     engine: Engine | None = None,
     **environment: Any,
 ) -> None:
@@ -65,7 +65,7 @@ def serve(
         found = engine or Engine()
         async with (
             http_server({CHAT: found.answer, EMBEDDINGS: found.answer, "/metrics": status(404)}) as url,
-            online_site(tmp_path, [url], monkeypatch, **environment) as site,
+            online_calls(tmp_path, [url], monkeypatch, **environment) as site,
         ):
             await scenario(site, found)
 
@@ -79,7 +79,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_a_text_is_a_chat_and_its_answer_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         answer = await site.submit(ASK, traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
         assert answer.status_code == 202 and set(answer.json()) == {"task_id"}
         found = await site.ended(answer.json()["task_id"])
@@ -96,7 +96,7 @@ def test_a_text_is_a_chat_and_its_answer_a_text(tmp_path: Path, monkeypatch: pyt
 def test_what_an_engine_answered_is_charged_once_also_when_the_queue_has_not_said_that_it_was_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         queue = site.door.inner.state.online.queue
         store, lost = queue.acknowledge, []
 
@@ -118,7 +118,7 @@ def test_what_an_engine_answered_is_charged_once_also_when_the_queue_has_not_sai
 
 
 def test_an_alias_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         state = site.door.inner.state
         state.settings = replace(state.settings, models=ModelSettings(aliases={"fast": "tiny"}))
         assert (await site.ended(await site.accepted({**ASK, "model": "fast"})))["status"] == "SUCCESS"
@@ -130,7 +130,7 @@ def test_an_alias_stands_for_its_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_while_usage_cannot_be_recorded_nothing_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         assert "batch_assets_usage_answers_lost 0.0" in site.door.metrics.page().decode()
         monkeypatch.setattr(UsageJournal, "full", True)
         refused = await site.submit(ASK)
@@ -144,7 +144,7 @@ def test_while_usage_cannot_be_recorded_nothing_is_accepted(tmp_path: Path, monk
 def test_messages_are_a_chat_and_more_than_text_is_in_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted({"input": messages, "model": "tiny"}))
         assert engine.asked[0]["messages"] == messages
         assert found["output"] == "hi" and found["choices"][0]["finish_reason"] == "length"
@@ -156,7 +156,7 @@ def test_texts_are_embeddings_in_their_order(tmp_path: Path, monkeypatch: pytest
     data = [{"index": 1, "embedding": [2.0]}, {"index": 0, "embedding": [1.0]}]
     body = orjson.dumps({"data": data, "usage": {"prompt_tokens": 2, "total_tokens": 2}})
 
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         found = await site.ended(await site.accepted({"input": ["a", "b"], "model": "tiny"}))
         assert found["output"] == [[1.0], [2.0]] and found["usage"]["prompt_tokens"] == 2
         assert engine.asked == [{"model": "tiny", "input": ["a", "b"]}]
@@ -167,7 +167,7 @@ def test_texts_are_embeddings_in_their_order(tmp_path: Path, monkeypatch: pytest
 def test_the_simulated_engine_answers_both_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         with simulated_engine("--speed", "100") as engine:
-            async with online_site(tmp_path, [engine.url], monkeypatch) as site:
+            async with online_calls(tmp_path, [engine.url], monkeypatch) as site:
                 text = await site.ended(await site.accepted(ASK))
                 vectors = await site.ended(await site.accepted({"input": ["a", "b"], "model": "tiny"}))
                 assert isinstance(text["output"], str) and text["usage"]["completion_tokens"] == 8
@@ -200,7 +200,7 @@ def test_the_simulated_engine_answers_both_kinds(tmp_path: Path, monkeypatch: py
 def test_what_is_wrong_is_said_with_its_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str | None, code: str | None
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         answer = await site.client.post("/v1/inference", json={"model": "tiny", **body})
         error = error_of(answer)
         assert answer.status_code == 400 and error["code"] == code
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_said_with_its_parameter(
 
 
 def test_the_model_may_be_left_out_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         async def known() -> frozenset[str] | None:
             return None if said[0] is None else frozenset(said[0])
 
@@ -240,7 +240,7 @@ def test_the_model_may_be_left_out_where_there_is_one(tmp_path: Path, monkeypatc
 def test_a_repeated_key_is_the_same_task_and_another_request_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         first = await site.accepted(ASK, idempotency_key="k1")
         assert await site.accepted(ASK, idempotency_key="k1") == first
         await site.ended(first)
@@ -255,7 +255,7 @@ def test_a_repeated_key_is_the_same_task_and_another_request_is_refused(
 
 
 def test_a_result_is_waited_for_and_the_wait_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         engine.hold = asyncio.Event()
         task_id = await site.accepted(ASK)
         pending = await site.result(task_id, 0.05)
@@ -273,7 +273,7 @@ def test_a_result_is_waited_for_and_the_wait_is_bounded(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("task_id", ["task_" + "0" * 32, "x", "task_" + "f" * 32, "%00", "a" * 300])
 def test_an_unknown_task_is_404(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task_id: str) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         answer = await site.client.get(f"/v1/result/{task_id}")
         assert answer.status_code == 404 and error_of(answer)["param"] == "task_id"
 
@@ -290,7 +290,7 @@ def test_tenants_see_their_own_tasks_only_and_need_the_scope(tmp_path: Path, mon
     acme, other = key_for(tmp_path, "acme"), key_for(tmp_path, "other")
     reader = key_for(tmp_path, "acme", "batches.read")
 
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         assert (await site.submit(ASK)).status_code == 401
         assert (await site.submit(ASK, **reader)).status_code == 403
         task_id = await site.accepted(ASK, idempotency_key="k", **acme)
@@ -306,7 +306,7 @@ def test_limits_hold_and_tokens_are_settled_by_what_was_used(tmp_path: Path, mon
     (tmp_path / "limits.yaml").write_text("default: {requests_per_minute: 1000000, tokens_per_minute: 10000}\n")
     acme = key_for(tmp_path, "acme")
 
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         big = {**ASK, "params": {"max_tokens": 9000}}
         assert (await site.result(await site.accepted(big, **acme), **acme))["status"] == "SUCCESS"
         async with asyncio.timeout(20):  # by itself, the bucket has room for this after most of a minute
@@ -322,7 +322,7 @@ def test_dead_letters_are_for_operators(tmp_path: Path, monkeypatch: pytest.Monk
     acme, operator = key_for(tmp_path, "acme"), key_for(tmp_path, "ops", "dead_letters")
     assert Scope.DEAD_LETTERS not in checked_scopes([])
 
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         assert (await site.client.get("/v1/dead_letters", headers=acme)).status_code == 403
         engine.body = b"no answer"
         task_id = await site.accepted({**ASK, "input": "secret words"}, **acme)
@@ -344,7 +344,7 @@ def test_dead_letters_are_for_operators(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_calls_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: OnlineSite, engine: Engine) -> None:
+    async def scenario(site: OnlineCalls, engine: Engine) -> None:
         described = (await site.client.get("/openapi.json")).json()
         submit = described["paths"]["/v1/inference"]["post"]
         assert submit["responses"]["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/Accepted")

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.exc import OperationalError
 from support.http_server import http_server
-from support.online_site import OnlineSite, online_site
+from support.online_calls import OnlineCalls, online_calls
 
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.interactive import routes as interactive
@@ -115,7 +115,7 @@ def seen(answer: httpx.Response) -> tuple[int, Any, list[str], str | None]:
     return answer.status_code, text, names, answer.headers.get("content-type")
 
 
-async def both(site: OnlineSite, monkeypatch: pytest.MonkeyPatch, call: Call) -> tuple[Any, Any, bool]:
+async def both(site: OnlineCalls, monkeypatch: pytest.MonkeyPatch, call: Call) -> tuple[Any, Any, bool]:
     """The answer as it is and that of FastAPI alone, and whether the first one came directly."""
     taken: list[bool] = []
     takes = DirectRoute.takes
@@ -133,7 +133,7 @@ async def both(site: OnlineSite, monkeypatch: pytest.MonkeyPatch, call: Call) ->
 
 def test_both_ways_give_the_same_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
+        async with online_calls(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
             for name, call in CALLS.items():
                 direct, framework, directly = await both(site, monkeypatch, call)
                 assert direct == framework, name
@@ -144,7 +144,7 @@ def test_both_ways_give_the_same_answer(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_both_ways_give_the_same_interactive_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with http_server({"/v1/{task:.*}": engine}) as url, online_site(tmp_path, [url], monkeypatch) as site:
+        async with http_server({"/v1/{task:.*}": engine}) as url, online_calls(tmp_path, [url], monkeypatch) as site:
             for name, call in INTERACTIVE.items():
                 direct, framework, directly = await both(site, monkeypatch, call)
                 assert direct == framework, name
@@ -164,7 +164,7 @@ def test_callers_are_asked_for_their_key_and_counted_on_both_ways(
         secret = keys.create("acme", frozenset(scopes))[1]
 
     async def scenario() -> None:
-        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
+        async with online_calls(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
             for key in ("", "Bearer wrong", f"Bearer {secret}"):
                 headers = {"Authorization": key} if key else {}
                 for call in (
@@ -188,7 +188,7 @@ def test_a_defect_is_answered_as_one_and_reaches_the_log_of_the_server(
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
+        async with online_calls(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
             monkeypatch.setattr(OnlineService, "submit", broken)
             direct, framework, directly = await both(site, monkeypatch, CALLS["accepted"])
             assert directly and direct == framework and direct[0] == 500
@@ -217,7 +217,7 @@ def test_an_error_while_the_engine_is_asked_is_answered_on_both_ways(
         raise error
 
     async def scenario() -> None:
-        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch) as site:
+        async with online_calls(tmp_path, ["http://127.0.0.1:9"], monkeypatch) as site:
             monkeypatch.setattr(site.door.inner.state.proxy.choice, "sent", broken)
             direct, framework, directly = await both(site, monkeypatch, INTERACTIVE["a chat"])
             assert directly and direct == framework and direct[0] == status
@@ -235,7 +235,7 @@ def test_an_error_after_the_beginning_of_an_answer_breaks_it_off(
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        async with http_server({CHAT: engine}) as url, online_site(tmp_path, [url], monkeypatch) as site:
+        async with http_server({CHAT: engine}) as url, online_calls(tmp_path, [url], monkeypatch) as site:
             monkeypatch.setattr(Proxy, "relay", broken)
             raising = httpx.ASGITransport(site.door.app)
             async with httpx.AsyncClient(transport=raising, base_url="http://127.0.0.1:8080") as client:
@@ -248,7 +248,7 @@ def test_an_error_after_the_beginning_of_an_answer_breaks_it_off(
 
 def test_metrics_name_the_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with online_site(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
+        async with online_calls(tmp_path, ["http://127.0.0.1:9"], monkeypatch, CONCURRENCY="0") as site:
             await CALLS["accepted"](site.client)
             await CALLS["no such task"](site.client)
             count = "batch_assets_http_requests_total"
@@ -260,7 +260,7 @@ def test_metrics_name_the_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_each_direct_route_is_one_of_fastapi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with online_site(tmp_path, [], monkeypatch, CONCURRENCY="0") as site:
+        async with online_calls(tmp_path, [], monkeypatch, CONCURRENCY="0") as site:
             paths = site.door.inner.openapi()["paths"]
             direct = (*interactive.DIRECT_ROUTES, *DIRECT_ROUTES)
             assert all(route.method.lower() in paths[route.path] for route in direct)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_site import no_instance, settings_of
+from support.api_service import no_instance, settings_of
 from support.asgi_calls import AsgiCall
 
 from batch_assets.api import service

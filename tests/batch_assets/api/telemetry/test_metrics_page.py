@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.api_site import settings_of
+from support.api_service import settings_of
 from support.certificates import Authority
 from support.front_doors import front_door_alone
 

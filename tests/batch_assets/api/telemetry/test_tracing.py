@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from support.api_site import ApiSite, line, no_instance, settings_of
+from support.api_service import ApiService, line, no_instance, settings_of
 from support.http_server import http_server
 from support.otlp_receiver import Collector, SeenSpan, otlp_receiver
 
@@ -67,7 +67,7 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def whole_service(home: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiSite]:
+async def whole_service(home: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
     """The service with callers, worker and one key."""
     monkeypatch.setattr(service, "_open_instance", no_instance)
     settings = settings_of(home, endpoint)
@@ -78,7 +78,7 @@ async def whole_service(home: Path, endpoint: str, monkeypatch: pytest.MonkeyPat
         transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
         headers = {"Authorization": f"Bearer {secret}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-            yield ApiSite(built.inner, client)
+            yield ApiService(built.inner, client)
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.dataset_site import MODEL, DatasetSite, dataset_site
+from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import plain_engine
 
 from batch_assets.cli.dataset_commands import plan, status_command
@@ -20,9 +20,9 @@ SAID = "d: 20 rows are new, or changed in the file or its source since the snaps
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetSite]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetProject]:
     """20 rows, generated."""
-    with dataset_site(tmp_path) as site, plain_engine(MODEL) as engine:
+    with dataset_project(tmp_path) as site, plain_engine(MODEL) as engine:
         site.source([f"What is {i} plus {i}?" for i in range(20)])
         assert site.materialize("prompts").success
         assert site.run_rows("00000", "00001", engine.url).success
@@ -38,13 +38,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetSit
         yield site
 
 
-def changed(site: DatasetSite) -> GeneratedDatasetSpec:
+def changed(site: DatasetProject) -> GeneratedDatasetSpec:
     """The dataset after its prompt was written anew."""
     spec, _ = site.specs["d"]
     return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"user": "Say: {{ question }}"})})
 
 
-def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: DatasetSite) -> None:
+def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: DatasetProject) -> None:
     spec, folder = site.specs["d"]
     assert DeclaredChanges.look(spec, folder, site.store).lines("d") == []
     assert DeclaredChanges.look(changed(site), folder, site.store).lines("d")[0].startswith(SAID)
@@ -55,7 +55,7 @@ def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: Dataset
     assert "cannot be compared" in DeclaredChanges.look(spec, folder, site.store).lines("d")[0]
 
 
-def test_status_verify_and_plan_say_so(site: DatasetSite, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_verify_and_plan_say_so(site: DatasetProject, capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = site.specs["d"]
     status_command.show_status(["d"], (), declared=(changed(site), folder), watch=False, as_json=False)
     assert SAID in capsys.readouterr().out

@@ -13,8 +13,8 @@ import dagster as dg
 import pytest
 import yaml
 from dagster._core.test_utils import create_run_for_test
-from support.capacity_site import SPEC, fleet_yaml, instance
-from support.sensor_site import KEYS, Site
+from support.capacity_fleet import SPEC, fleet_yaml, instance
+from support.sensor_dataset import KEYS, SensorDataset
 from typer.testing import CliRunner
 
 from batch_assets.cli.dataset_commands.plan import report, wanted_words
@@ -147,13 +147,13 @@ def test_options_count_before_the_request_under_way_and_that_before_the_yaml(tmp
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[SensorDataset]:
     with contextlib.ExitStack() as stack:
         fleet_yaml(tmp_path)
-        yield Site.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
+        yield SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC)
 
 
-def test_what_is_held_and_spent_already_is_part_of_the_plan(site: Site) -> None:
+def test_what_is_held_and_spent_already_is_part_of_the_plan(site: SensorDataset) -> None:
     site.snapshot(1200, keys=[f"{i:05d}" for i in range(120)])
     site.request()
     site.tick("capacity")
@@ -237,7 +237,7 @@ def test_a_request_that_no_sensor_has_ended_is_over_for_adjust_and_plan(home: Pa
     assert found["deadline_seconds"] == pytest.approx(6 * 3600, abs=60)  # the file's, not that of what is over
 
 
-def test_a_request_is_under_way_until_its_batches_are_there_or_it_is_canceled(site: Site) -> None:
+def test_a_request_is_under_way_until_its_batches_are_there_or_it_is_canceled(site: SensorDataset) -> None:
     spec, folder = site.specs["d"]
 
     def under_way() -> DatasetTarget | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.kubernetes_site import OFFER, TOKEN, fake_cluster, write_kubeconfig
+from support.fake_kubernetes import OFFER, TOKEN, fake_cluster, write_kubeconfig
 from typer.testing import CliRunner
 
 from batch_assets.cli.fleet_commands.fleet_check import check_providers

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 import yaml
-from support.market_site import H100, L4, T4, FakeProvider
+from support.market_offers import H100, L4, T4, FakeProvider
 from support.snapshots import commit, questions, write_snapshot
 from typer.testing import CliRunner, Result
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from support.api_site import CHAT, ApiSite, api_site, jsonl, line
+from support.api_service import CHAT, ApiService, api_service, jsonl, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.batches.redrive import REDRIVE_OF, BatchRedrive, RedriveRefused
@@ -39,7 +39,7 @@ def materialize(home: Path, instance: dg.DagsterInstance, *partitions: str) -> d
     return dg.materialize([api_batches], instance=instance, resources={"store": store}, tags=tags, raise_on_error=False)
 
 
-async def ended(site: ApiSite, instance: dg.DagsterInstance, wanted: list[Any], **more: Any) -> Any:
+async def ended(site: ApiService, instance: dg.DagsterInstance, wanted: list[Any], **more: Any) -> Any:
     """A batch that has ended, and is in the catalog."""
     batch = await site.until((await site.create(wanted, **more))["id"])
     record = site.app.state.batches.of_any_tenant(batch["id"])
@@ -60,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_backfill_asks_for_the_lines_without_an_answer_once_more(home: Path) -> None:
     async def steps(instance: dg.DagsterInstance) -> None:
-        async with api_site(home, engine.url) as site:
+        async with api_service(home, engine.url) as site:
             batch = await ended(site, instance, lines(600, 7, 599), window="2h", metadata={"who": "me"})
             assert batch["request_counts"] == {"total": 600, "completed": 598, "failed": 2}
             keys = [partition_of(batch["id"], f"{number:05}") for number in range(3)]
@@ -89,7 +89,7 @@ def test_a_backfill_asks_for_the_lines_without_an_answer_once_more(home: Path) -
 
 def test_what_cannot_be_re_driven_is_named_and_the_rest_goes_on(home: Path) -> None:
     async def steps(instance: dg.DagsterInstance) -> None:
-        async with api_site(home, engine.url) as site:
+        async with api_service(home, engine.url) as site:
             first = await ended(site, instance, lines(2, 1))
             instance.add_dynamic_partitions(PARTITIONS, [partition_of("batch_unknown", "00000")])
             last = await ended(site, instance, lines(3, 2))
@@ -108,7 +108,7 @@ def test_what_cannot_be_re_driven_is_named_and_the_rest_goes_on(home: Path) -> N
 
 def test_the_same_request_makes_one_batch_and_its_refusals_say_what_was_found(home: Path) -> None:
     async def steps() -> tuple[str, str]:
-        async with api_site(home, engine.url) as site:
+        async with api_service(home, engine.url) as site:
             bad = await site.until((await site.create(lines(2, 0)))["id"])
             good = await site.until((await site.create(lines(2)))["id"])
             return str(bad["id"]), str(good["id"])
@@ -152,7 +152,7 @@ def test_the_same_request_makes_one_batch_and_its_refusals_say_what_was_found(ho
 
 def test_a_part_with_all_its_answers_is_not_read_and_the_new_file_lives_no_longer_than_the_old_one(home: Path) -> None:
     async def steps() -> str:
-        async with api_site(home, engine.url) as site:
+        async with api_service(home, engine.url) as site:
             form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
             files = {"file": ("in.jsonl", jsonl(lines(600, 7, 599)))}
             file = (await site.client.post("/v1/files", files=files, data=form)).json()

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pyarrow.parquet as pq
 import pytest
-from support.dataset_site import DatasetSite, dataset_site
+from support.dataset_project import DatasetProject, dataset_project
 from support.simulated_engine import simulated_engine
 from support.snapshots import MODEL, commit, questions, write_snapshot
 
@@ -161,7 +161,7 @@ def test_text_completions_with_lists_that_do_not_fit_are_garbage(given: Any) -> 
 @contextlib.contextmanager
 def generated(folder: Path, *arguments: str, **attributes: Any) -> Any:
     """A dataset of twelve questions and one that is asked twice, generated and published."""
-    with dataset_site(folder, **attributes) as site:
+    with dataset_project(folder, **attributes) as site:
         site.source([f"What is {i} plus {i}?" for i in [*range(12), 5]])
         assert site.materialize("prompts").success
         with simulated_engine("--speed", "200", *arguments, model=MODEL) as engine:
@@ -170,7 +170,7 @@ def generated(folder: Path, *arguments: str, **attributes: Any) -> Any:
         yield site
 
 
-def table_of(site: DatasetSite) -> list[dict[str, Any]]:
+def table_of(site: DatasetProject) -> list[dict[str, Any]]:
     table = published_table(site.store)
     assert table is not None
     read = pq.read_table(io.BytesIO(site.store.objects.get(f"{table.path}/{table.files[0].name}")))

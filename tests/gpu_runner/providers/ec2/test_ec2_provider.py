@@ -12,7 +12,7 @@ from typing import Any
 import botocore.awsrequest
 import botocore.exceptions
 import pytest
-from support.ec2_site import HOME_REGION, OTHER_REGION, Ec2Site, ec2_site, moto_server
+from support.fake_ec2 import HOME_REGION, OTHER_REGION, FakeEc2, fake_ec2, moto_server
 from support.machines import ORDER
 
 from gpu_runner.fleet.database import FleetDatabase
@@ -38,8 +38,8 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def site(server: str, tmp_path: Path) -> Iterator[Ec2Site]:
-    with ec2_site(server, tmp_path) as made:
+def site(server: str, tmp_path: Path) -> Iterator[FakeEc2]:
+    with fake_ec2(server, tmp_path) as made:
         yield made
 
 
@@ -78,7 +78,7 @@ def answer_with(provider: Ec2Provider, operation: str, status: int, code: str, s
 LOST = botocore.exceptions.ReadTimeoutError(endpoint_url="http://ec2")
 
 
-def test_a_create_with_a_lost_reply_and_its_repeat_are_one_vm(site: Ec2Site):
+def test_a_create_with_a_lost_reply_and_its_repeat_are_one_vm(site: FakeEc2):
     provider = site.provider()
     offer = on_demand(provider)
     lose_replies(provider, "RunInstances", LOST)
@@ -90,7 +90,7 @@ def test_a_create_with_a_lost_reply_and_its_repeat_are_one_vm(site: Ec2Site):
     assert len(site.named("ba-1")) == 1
 
 
-def test_a_repeat_before_the_list_shows_anything_is_the_same_vm_by_its_token(site: Ec2Site, monkeypatch: Any):
+def test_a_repeat_before_the_list_shows_anything_is_the_same_vm_by_its_token(site: FakeEc2, monkeypatch: Any):
     """Also where the first zone had no room at first, and has some now: the token counts in the zone that was asked."""
     first, second = site.subnets[HOME_REGION]
     site.full = {first}
@@ -107,7 +107,7 @@ def test_a_repeat_before_the_list_shows_anything_is_the_same_vm_by_its_token(sit
     assert len(site.named("ba-1")) == 1
 
 
-def test_an_order_of_a_name_with_other_parameters_is_the_vm_that_is_there(site: Ec2Site, monkeypatch: Any):
+def test_an_order_of_a_name_with_other_parameters_is_the_vm_that_is_there(site: FakeEc2, monkeypatch: Any):
     provider = site.provider()
     offer = on_demand(provider)
     machine_id = provider.create(offer, "ba-1", ORDER)
@@ -124,7 +124,7 @@ def test_an_order_of_a_name_with_other_parameters_is_the_vm_that_is_there(site: 
     assert len(site.named("ba-1")) == 1
 
 
-def test_two_vms_of_one_name_become_the_older_one(site: Ec2Site):
+def test_two_vms_of_one_name_become_the_older_one(site: FakeEc2):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
     for region in (HOME_REGION, OTHER_REGION):
         blind = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
@@ -136,7 +136,7 @@ def test_two_vms_of_one_name_become_the_older_one(site: Ec2Site):
     assert [one.id for one in site.running()] == [older.id]
 
 
-def test_no_capacity_in_one_zone_is_followed_by_the_next_and_at_last_by_no_capacity(site: Ec2Site):
+def test_no_capacity_in_one_zone_is_followed_by_the_next_and_at_last_by_no_capacity(site: FakeEc2):
     first, second = site.subnets[HOME_REGION]
     provider = site.provider()
     site.full = {first}
@@ -166,7 +166,7 @@ def test_no_capacity_in_one_zone_is_followed_by_the_next_and_at_last_by_no_capac
     ],
 )
 def test_what_ec2_refuses_is_told_apart_from_what_nobody_knows(
-    site: Ec2Site, status: int, code: str, raised: type[Exception]
+    site: FakeEc2, status: int, code: str, raised: type[Exception]
 ):
     provider = site.provider()
     offer = on_demand(provider)
@@ -177,7 +177,7 @@ def test_what_ec2_refuses_is_told_apart_from_what_nobody_knows(
     assert code in str(found.value)
 
 
-def test_each_request_is_sent_once(site: Ec2Site):
+def test_each_request_is_sent_once(site: FakeEc2):
     """A repeat by botocore would hide a lost order behind the refusal that comes after it."""
     provider = site.provider(clients=Clients(None))
     offer = on_demand(provider)
@@ -191,13 +191,13 @@ def test_each_request_is_sent_once(site: Ec2Site):
     assert (client.meta.config.connect_timeout, client.meta.config.read_timeout) == (1.0, 3.0)
 
 
-def test_an_ec2_that_cannot_be_reached_was_sent_nothing(site: Ec2Site, monkeypatch: Any):
+def test_an_ec2_that_cannot_be_reached_was_sent_nothing(site: FakeEc2, monkeypatch: Any):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(ProviderError, match="not sent"):
         site.provider(clients=Clients(None)).list("ba-")
 
 
-def test_a_region_that_is_silent_makes_the_whole_list_unclear(site: Ec2Site):
+def test_a_region_that_is_silent_makes_the_whole_list_unclear(site: FakeEc2):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
     provider.create(on_demand(provider), "ba-1", ORDER)
     lose_replies(provider, "DescribeInstances", LOST, OTHER_REGION)
@@ -205,7 +205,7 @@ def test_a_region_that_is_silent_makes_the_whole_list_unclear(site: Ec2Site):
         provider.list("ba-")
 
 
-def test_a_region_that_is_silent_stops_neither_orders_nor_ends_in_another(site: Ec2Site):
+def test_a_region_that_is_silent_stops_neither_orders_nor_ends_in_another(site: FakeEc2):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION), instance_types=SPOT)
     lose_replies(provider, "DescribeInstances", LOST, OTHER_REGION)
     lose_replies(provider, "DescribeSpotPriceHistory", LOST, OTHER_REGION)
@@ -219,7 +219,7 @@ def test_a_region_that_is_silent_stops_neither_orders_nor_ends_in_another(site: 
     assert made and ended.state == "ended"
 
 
-def test_regions_that_are_all_silent_are_told(site: Ec2Site):
+def test_regions_that_are_all_silent_are_told(site: FakeEc2):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION), instance_types=SPOT)
     for region in (HOME_REGION, OTHER_REGION):
         lose_replies(provider, "DescribeSpotPriceHistory", LOST, region)
@@ -227,7 +227,7 @@ def test_regions_that_are_all_silent_are_told(site: Ec2Site):
         provider.offers()
 
 
-def test_a_vm_is_launched_so_that_it_ends_by_itself_and_keeps_its_keys(site: Ec2Site):
+def test_a_vm_is_launched_so_that_it_ends_by_itself_and_keeps_its_keys(site: FakeEc2):
     provider = site.provider(tags={"team": "data"})
     provider.create(on_demand(provider), "ba-1", ORDER)
     (vm,) = site.named("ba-1")
@@ -243,7 +243,7 @@ def test_a_vm_is_launched_so_that_it_ends_by_itself_and_keeps_its_keys(site: Ec2
     }
 
 
-def test_notice_of_an_interruption_and_then_its_end(site: Ec2Site):
+def test_notice_of_an_interruption_and_then_its_end(site: FakeEc2):
     provider = site.provider(instance_types=SPOT)
     provider.create(spot_offer(provider), "ba-1", ORDER)
     (machine,) = provider.list("ba-")
@@ -256,7 +256,7 @@ def test_notice_of_an_interruption_and_then_its_end(site: Ec2Site):
     assert (machine.state, machine.reason, machine.notice_seconds) == ("ended", "interrupted", None)
 
 
-def test_a_recommendation_to_leave_is_that_of_the_spot_vm_itself(site: Ec2Site):
+def test_a_recommendation_to_leave_is_that_of_the_spot_vm_itself(site: FakeEc2):
     """VMs on demand and VMs that boot are not asked; the address asked is the one that tunnels lead to."""
     asked: list[str] = []
 
@@ -281,7 +281,7 @@ def test_a_recommendation_to_leave_is_that_of_the_spot_vm_itself(site: Ec2Site):
     assert not any(one.at_risk for one in provider.list("ba-"))
 
 
-def test_a_boot_that_fails_ends_the_wait_and_the_tunnel(site: Ec2Site):
+def test_a_boot_that_fails_ends_the_wait_and_the_tunnel(site: FakeEc2):
     provider = site.provider()
     provider.create(on_demand(provider), "ba-1", ORDER)
     (vm,) = site.named("ba-1")
@@ -294,7 +294,7 @@ def test_a_boot_that_fails_ends_the_wait_and_the_tunnel(site: Ec2Site):
     assert site.opened == site.closed == 1
 
 
-def test_a_host_with_another_key_is_not_talked_to(site: Ec2Site):
+def test_a_host_with_another_key_is_not_talked_to(site: FakeEc2):
     provider = site.provider()
     provider.create(on_demand(provider), "ba-1", ORDER)
     machine = provider.wait_ready("ba-1", 20, time.sleep)
@@ -308,7 +308,7 @@ def test_a_host_with_another_key_is_not_talked_to(site: Ec2Site):
             provider.access("ba-1", wrong)
 
 
-def test_an_orphan_is_found_by_its_tag_in_any_region_and_ended_by_the_reaper(site: Ec2Site, tmp_path: Path):
+def test_an_orphan_is_found_by_its_tag_in_any_region_and_ended_by_the_reaper(site: FakeEc2, tmp_path: Path):
     provider = site.provider(in_regions=(HOME_REGION, OTHER_REGION))
     with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
         tag = fleet_db.tag()
@@ -323,7 +323,7 @@ def test_an_orphan_is_found_by_its_tag_in_any_region_and_ended_by_the_reaper(sit
         )
 
 
-def test_prices_of_fleet_yaml_of_lists_and_of_ec2_are_one_list(site: Ec2Site):
+def test_prices_of_fleet_yaml_of_lists_and_of_ec2_are_one_list(site: FakeEc2):
     """On demand: fleet.yaml before a list. Spot: EC2 before a list, unless it is above the highest price."""
 
     def listed() -> list[Offer]:
@@ -351,7 +351,7 @@ def test_prices_of_fleet_yaml_of_lists_and_of_ec2_are_one_list(site: Ec2Site):
     }
 
 
-def test_a_spot_offer_may_become_cheaper_and_not_dearer(site: Ec2Site):
+def test_a_spot_offer_may_become_cheaper_and_not_dearer(site: FakeEc2):
     provider = site.provider(instance_types=SPOT)
     offer = spot_offer(provider)
     with pytest.raises(ProviderError, match="no such offer"):
@@ -360,7 +360,7 @@ def test_a_spot_offer_may_become_cheaper_and_not_dearer(site: Ec2Site):
     assert len(site.named("ba-1")) == 1
 
 
-def test_a_fleet_of_more_than_a_page_is_listed_whole(site: Ec2Site, monkeypatch: Any):
+def test_a_fleet_of_more_than_a_page_is_listed_whole(site: FakeEc2, monkeypatch: Any):
     monkeypatch.setattr("gpu_runner.providers.ec2.inventory.PAGE_SIZE", 5)
     provider = site.provider()
     offer = on_demand(provider)
@@ -376,7 +376,7 @@ def subjects(found: list[Any]) -> dict[CheckSubject, list[CheckOutcome]]:
     return by
 
 
-def test_check_looks_at_everything_and_rents_nothing(site: Ec2Site):
+def test_check_looks_at_everything_and_rents_nothing(site: FakeEc2):
     ok, warning = CheckOutcome.OK, CheckOutcome.WARNING
     found = site.provider(instance_types=SPOT).check()
     assert subjects(found) == {
@@ -389,7 +389,7 @@ def test_check_looks_at_everything_and_rents_nothing(site: Ec2Site):
     assert not site.instances()
 
 
-def test_check_says_which_permission_is_missing(site: Ec2Site):
+def test_check_says_which_permission_is_missing(site: FakeEc2):
     provider = site.provider()
     answer_with(provider, "RunInstances", 403, "UnauthorizedOperation")
     (failed,) = [one for one in provider.check() if one.outcome is CheckOutcome.FAILED]
@@ -398,7 +398,7 @@ def test_check_says_which_permission_is_missing(site: Ec2Site):
     assert failed.remedy == "allow ec2:RunInstances with ec2:CreateTags to this identity"
 
 
-def test_check_says_that_an_image_is_not_there_that_prices_are_missing_and_a_digest(site: Ec2Site):
+def test_check_says_that_an_image_is_not_there_that_prices_are_missing_and_a_digest(site: FakeEc2):
     site.images[HOME_REGION] = "ami-00000000000000000"
     found = site.provider(
         instance_types=[{"instance_type": "g5.xlarge"}], engine_image="vllm/vllm-openai:latest"
@@ -407,7 +407,7 @@ def test_check_says_that_an_image_is_not_there_that_prices_are_missing_and_a_dig
     assert failed == {CheckSubject.IMAGE, CheckSubject.PRICES}
 
 
-def test_check_without_credentials_ends_there(site: Ec2Site, monkeypatch: Any):
+def test_check_without_credentials_ends_there(site: FakeEc2, monkeypatch: Any):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     (found,) = site.provider(clients=Clients(None)).check()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kubernetes_site import OFFER, FakeCluster, fake_cluster, pod_provider
+from support.fake_kubernetes import OFFER, FakeCluster, fake_cluster, pod_provider
 
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.kubernetes import inspection

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.kubernetes_site import OFFER, FakeCluster, fake_cluster, pod_provider
+from support.fake_kubernetes import OFFER, FakeCluster, fake_cluster, pod_provider
 from support.machines import ORDER, eventually, first_offer, get
 
 from gpu_runner.providers.base import EngineAccess, NoCapacity, ProviderError, ProviderUnclear

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.kubernetes_site import OFFER
+from support.fake_kubernetes import OFFER
 
 from gpu_runner.providers.base import EngineOrder
 from gpu_runner.providers.kubernetes.config import KubernetesProviderConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kubernetes_site import FakeCluster, fake_cluster, pod_provider
+from support.fake_kubernetes import FakeCluster, fake_cluster, pod_provider
 from support.machines import ORDER, first_offer, get
 
 from gpu_runner.providers.kubernetes.api import ClusterApi

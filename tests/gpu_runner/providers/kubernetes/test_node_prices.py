@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kubernetes_site import OFFER, FakeCluster, fake_cluster, pod_provider
+from support.fake_kubernetes import OFFER, FakeCluster, fake_cluster, pod_provider
 from support.machines import ORDER
 
 from gpu_runner.market.offers import Offer

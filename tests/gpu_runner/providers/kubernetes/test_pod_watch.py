@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from support.kubernetes_site import fake_cluster, pod_provider
+from support.fake_kubernetes import fake_cluster, pod_provider
 from support.machines import ORDER, eventually, first_offer, get
 
 from gpu_runner.providers.base import EndReason

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.kubernetes_site import FakeCluster, fake_cluster, pod_provider
+from support.fake_kubernetes import FakeCluster, fake_cluster, pod_provider
 from support.machines import ORDER, eventually, first_offer
 
 from gpu_runner.providers.kubernetes import api as api_module

@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass
-class Site:
+class ClusterProviders:
     """The cluster, and providers on it with the account of docs/providers.md."""
 
     cluster: RealCluster
@@ -71,7 +71,7 @@ def get(provider: KubernetesProvider, name: str) -> Machine:
 
 
 @contextmanager
-def machine(site: Site, name: str, **settings: Any) -> Iterator[tuple[KubernetesProvider, EngineAccess]]:
+def machine(site: ClusterProviders, name: str, **settings: Any) -> Iterator[tuple[KubernetesProvider, EngineAccess]]:
     """A machine that is ready, and the way to it; ended afterwards."""
     provider = site.provider(**settings)
     create(provider, name)
@@ -96,7 +96,7 @@ def models(access: EngineAccess, key: str | None) -> int:
         return error.code
 
 
-def a_machine_boots_serves_with_its_key_and_ends_without_a_trace(site: Site) -> None:
+def a_machine_boots_serves_with_its_key_and_ends_without_a_trace(site: ClusterProviders) -> None:
     provider = site.provider()
     with ThreadPoolExecutor(4) as pool:
         ids = set(pool.map(lambda _: create(site.provider(), "ba-1-a"), range(4)))
@@ -120,7 +120,7 @@ def a_machine_boots_serves_with_its_key_and_ends_without_a_trace(site: Site) -> 
     eventually(lambda: not site.cluster.run("get", "secrets", "-o", "name"))
 
 
-def an_engine_is_reached_from_outside_and_its_tunnel_comes_again(site: Site) -> None:
+def an_engine_is_reached_from_outside_and_its_tunnel_comes_again(site: ClusterProviders) -> None:
     with machine(site, "ba-2", reach="port_forward") as (_, access):
         assert access.endpoint.startswith("http://127.0.0.1:")
         assert models(access, access.api_key) == 200
@@ -141,7 +141,7 @@ def forwards() -> list[psutil.Process]:
     return found
 
 
-def boots_that_cannot_work_say_why(site: Site) -> None:
+def boots_that_cannot_work_say_why(site: ClusterProviders) -> None:
     missing = site.provider(image="no-such-image:1")
     create(missing, "ba-3-image")
     huge = site.provider({"gpus": 8, "capacity_wait_seconds": 2})
@@ -163,7 +163,7 @@ def boots_that_cannot_work_say_why(site: Site) -> None:
         greedy.wait_ready("ba-3-oom", SECONDS, time.sleep)
 
 
-def what_the_api_server_refuses_is_told_apart(site: Site) -> None:
+def what_the_api_server_refuses_is_told_apart(site: ClusterProviders) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus", "namespace": NAMESPACE}}
     provider = site.provider()
     create(provider, "ba-4-a")
@@ -189,13 +189,13 @@ def what_the_api_server_refuses_is_told_apart(site: Site) -> None:
         grant(site, ROLE["rules"])
 
 
-def grant(site: Site, rules: list[dict[str, Any]]) -> None:
+def grant(site: ClusterProviders, rules: list[dict[str, Any]]) -> None:
     """Give the account these rights and no other."""
     site.cluster.apply({**ROLE, "rules": rules})
     wait_for_rights(site, rules)
 
 
-def wait_for_rights(site: Site, rules: list[dict[str, Any]]) -> None:
+def wait_for_rights(site: ClusterProviders, rules: list[dict[str, Any]]) -> None:
     """Wait until the API server decides by these rules.
 
     It learns of a role some time after the role was stored, and some time after its own start; until then it refuses.
@@ -210,7 +210,7 @@ def rights(rules: list[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(verb, resource) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
 
 
-def refusal_of_another(site: Site, name: str) -> str:
+def refusal_of_another(site: ClusterProviders, name: str) -> str:
     """What the API server says against one more pod like this one, which is not made; empty: nothing."""
     pod = json.loads(site.cluster.run("get", "pod", name, "-o", "json"))
     spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
@@ -220,7 +220,7 @@ def refusal_of_another(site: Site, name: str) -> str:
     return done.stderr if done.returncode else ""
 
 
-def a_drain_is_a_notice_in_which_the_engine_answers(site: Site) -> None:
+def a_drain_is_a_notice_in_which_the_engine_answers(site: ClusterProviders) -> None:
     with machine(site, "ba-5", notice_seconds=15) as (provider, access):
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "ba-5", "namespace": NAMESPACE}}
         site.cluster.run(
@@ -234,14 +234,14 @@ def a_drain_is_a_notice_in_which_the_engine_answers(site: Site) -> None:
         assert get(provider, "ba-5").reason.startswith("drained")
 
 
-def a_pod_that_somebody_deletes_ends_with_that_reason(site: Site) -> None:
+def a_pod_that_somebody_deletes_ends_with_that_reason(site: ClusterProviders) -> None:
     with machine(site, "ba-6", notice_seconds=0) as (provider, _):
         site.cluster.run("delete", "pod", "ba-6", "--wait=false", "--grace-period=1")
         eventually(lambda: get(provider, "ba-6").state == "ended")
         assert get(provider, "ba-6").reason == "deleted by somebody else"
 
 
-def an_api_server_that_is_away_leaves_engines_alone(site: Site) -> None:
+def an_api_server_that_is_away_leaves_engines_alone(site: ClusterProviders) -> None:
     with machine(site, "ba-7") as (provider, access):
         create(provider, "ba-7-b")
         site.cluster.tool("stop", "apiserver")
@@ -262,7 +262,7 @@ def an_api_server_that_is_away_leaves_engines_alone(site: Site) -> None:
         assert [one.name for one in patiently(lambda: provider.list("ba-7"))] == ["ba-7", "ba-7-b"]
 
 
-def everything_that_renting_needs_is_found(site: Site) -> None:
+def everything_that_renting_needs_is_found(site: ClusterProviders) -> None:
     found = site.provider().check()
     assert CheckOutcome.FAILED not in {one.outcome for one in found}
     assert "system:serviceaccount:engines:fleet" in found[0].found
@@ -270,7 +270,7 @@ def everything_that_renting_needs_is_found(site: Site) -> None:
     assert [one.found for one in admin if one.subject is CheckSubject.MACHINES] == ["h100: 1 nodes, 4 nvidia.com/gpu"]
 
 
-PARTS: list[Callable[[Site], None]] = [
+PARTS: list[Callable[[ClusterProviders], None]] = [
     a_machine_boots_serves_with_its_key_and_ends_without_a_trace,
     an_engine_is_reached_from_outside_and_its_tunnel_comes_again,
     boots_that_cannot_work_say_why,
@@ -289,7 +289,7 @@ def test_the_provider_on_a_real_cluster(
 ) -> None:
     with real_cluster() as cluster:
         monkeypatch.setenv("PATH", f"{cluster.kubectl.parent}{os.pathsep}{os.environ['PATH']}")
-        site = Site(cluster, tmp_path, cluster.account("fleet", tmp_path / "kubeconfig"))
+        site = ClusterProviders(cluster, tmp_path, cluster.account("fleet", tmp_path / "kubeconfig"))
         for part in PARTS:
             began = time.monotonic()
             with subtests.test(part.__name__.replace("_", " ")):

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fake_runpod import KEY, FakeRunPod, engine_words, fake_runpod
 from support.machines import ORDER, eventually, first_offer
-from support.runpod_site import KEY, RunPodSite, engine_words, runpod_site
 
 from gpu_runner.providers.engine_process import answers, free_port
 from gpu_runner.providers.runpod.pod_watch import activity
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[RunPodSite]:
-    with runpod_site(tmp_path) as made:
+def site(tmp_path: Path) -> Iterator[FakeRunPod]:
+    with fake_runpod(tmp_path) as made:
         yield made
 
 
@@ -33,7 +33,7 @@ vllm:kv_cache_usage_perc{model_name="m"} 0.5
     assert activity("") == activity("no number\n\n{") == (0.0, False)
 
 
-def test_a_pod_is_started_under_its_watch(site: RunPodSite):
+def test_a_pod_is_started_under_its_watch(site: FakeRunPod):
     site.provider(orphan_minutes=45).create(first_offer(site.provider()), "ba-1", ORDER)
     body = site.pods[0].body
     assert body["dockerEntrypoint"][:2] == ["python3", "-c"]
@@ -43,7 +43,7 @@ def test_a_pod_is_started_under_its_watch(site: RunPodSite):
 
 
 @pytest.mark.slow
-def test_a_pod_that_nobody_asks_ends_itself_with_the_key_that_runpod_gave_it(site: RunPodSite):
+def test_a_pod_that_nobody_asks_ends_itself_with_the_key_that_runpod_gave_it(site: FakeRunPod):
     site.provider().create(first_offer(site.provider()), "ba-1", ORDER)
     (pod,) = site.pods
     port = free_port()
@@ -63,7 +63,7 @@ def test_a_pod_that_nobody_asks_ends_itself_with_the_key_that_runpod_gave_it(sit
 
 
 @pytest.mark.slow
-def test_an_engine_that_ends_is_started_again_and_the_pod_ends_all_the_same(site: RunPodSite):
+def test_an_engine_that_ends_is_started_again_and_the_pod_ends_all_the_same(site: FakeRunPod):
     site.provider().create(first_offer(site.provider()), "ba-1", ORDER)
     (pod,) = site.pods
     command = [sys.executable, *pod.body["dockerEntrypoint"][1:], "1", str(free_port()), "false"]

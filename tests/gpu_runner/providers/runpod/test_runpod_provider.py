@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.fake_runpod import GPU, FakeRunPod, fake_runpod
 from support.machines import ORDER, first_offer
-from support.runpod_site import GPU, RunPodSite, runpod_site
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reaper import sweep
@@ -25,12 +25,12 @@ from gpu_runner.providers.runpod.provider import RunPodProvider, https_proxy
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[RunPodSite]:
-    with runpod_site(tmp_path) as made:
+def site(tmp_path: Path) -> Iterator[FakeRunPod]:
+    with fake_runpod(tmp_path) as made:
         yield made
 
 
-def ordered_without_an_answer(site: RunPodSite) -> tuple[RunPodProvider, Offer]:
+def ordered_without_an_answer(site: FakeRunPod) -> tuple[RunPodProvider, Offer]:
     provider = site.provider()
     offer = first_offer(provider)
     site.fault("lost_reply", "create")
@@ -39,13 +39,13 @@ def ordered_without_an_answer(site: RunPodSite) -> tuple[RunPodProvider, Offer]:
     return provider, offer
 
 
-def test_a_lost_reply_and_its_repeat_are_one_pod(site: RunPodSite):
+def test_a_lost_reply_and_its_repeat_are_one_pod(site: FakeRunPod):
     provider, offer = ordered_without_an_answer(site)
     assert provider.create(offer, "ba-1", ORDER) == site.pods[0].id
     assert len(site.pods) == 1
 
 
-def test_a_pod_that_no_list_shows_yet_is_not_ordered_again(site: RunPodSite):
+def test_a_pod_that_no_list_shows_yet_is_not_ordered_again(site: FakeRunPod):
     site.lag_seconds = 10
     provider = site.provider()
     offer = first_offer(provider)
@@ -58,7 +58,7 @@ def test_a_pod_that_no_list_shows_yet_is_not_ordered_again(site: RunPodSite):
     assert len(site.pods) == 1
 
 
-def test_an_order_that_was_never_taken_is_sent_again_once_lists_have_settled(site: RunPodSite):
+def test_an_order_that_was_never_taken_is_sent_again_once_lists_have_settled(site: FakeRunPod):
     provider = site.provider()
     offer = first_offer(provider)
     site.fault("time_out", "create")
@@ -70,7 +70,7 @@ def test_an_order_that_was_never_taken_is_sent_again_once_lists_have_settled(sit
     assert provider.create(offer, "ba-1", ORDER) == site.pods[0].id
 
 
-def test_a_list_that_settles_too_late_gives_two_pods_of_which_the_older_stays(site: RunPodSite):
+def test_a_list_that_settles_too_late_gives_two_pods_of_which_the_older_stays(site: FakeRunPod):
     site.lag_seconds = SETTLE_SECONDS * 2
     provider, offer = ordered_without_an_answer(site)
     site.skip(SETTLE_SECONDS + 1)
@@ -83,7 +83,7 @@ def test_a_list_that_settles_too_late_gives_two_pods_of_which_the_older_stays(si
     assert not site.running()
 
 
-def test_a_late_list_does_not_make_a_second_pod_of_orders_at_once(site: RunPodSite):
+def test_a_late_list_does_not_make_a_second_pod_of_orders_at_once(site: FakeRunPod):
     site.lag_seconds = 60
     offer = first_offer(site.provider())
     with ThreadPoolExecutor(6) as pool:
@@ -93,7 +93,7 @@ def test_a_late_list_does_not_make_a_second_pod_of_orders_at_once(site: RunPodSi
 
 
 @pytest.mark.parametrize(("kind", "raised"), [("error", ProviderError), ("no_capacity", NoCapacity)])
-def test_a_refusal_is_certain_and_the_name_may_be_ordered_at_once(site: RunPodSite, kind: str, raised: type[Exception]):
+def test_a_refusal_is_certain_and_the_name_may_be_ordered_at_once(site: FakeRunPod, kind: str, raised: type[Exception]):
     provider = site.provider()
     offer = first_offer(provider)
     site.fault(kind, "create")
@@ -104,7 +104,7 @@ def test_a_refusal_is_certain_and_the_name_may_be_ordered_at_once(site: RunPodSi
 
 
 @pytest.mark.parametrize(("kind", "raised"), [("error", ProviderError), ("time_out", ProviderUnclear)])
-def test_a_list_without_an_answer_orders_nothing(site: RunPodSite, kind: str, raised: type[Exception]):
+def test_a_list_without_an_answer_orders_nothing(site: FakeRunPod, kind: str, raised: type[Exception]):
     provider = site.provider()
     offer = first_offer(provider)
     site.fault(kind, "list")
@@ -113,7 +113,7 @@ def test_a_list_without_an_answer_orders_nothing(site: RunPodSite, kind: str, ra
     assert site.calls == ["list"] and not site.pods
 
 
-def test_an_end_that_was_accepted_and_not_done_is_not_believed(site: RunPodSite):
+def test_an_end_that_was_accepted_and_not_done_is_not_believed(site: FakeRunPod):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
     site.fault("deaf_terminate")
@@ -125,7 +125,7 @@ def test_an_end_that_was_accepted_and_not_done_is_not_believed(site: RunPodSite)
     assert machine.state == "ended" and not site.running()
 
 
-def test_a_pod_is_billed_until_the_end_that_was_done(site: RunPodSite):
+def test_a_pod_is_billed_until_the_end_that_was_done(site: FakeRunPod):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
     site.fault("deaf_terminate")
@@ -139,7 +139,7 @@ def test_a_pod_is_billed_until_the_end_that_was_done(site: RunPodSite):
 
 
 def test_a_pod_that_is_gone_and_still_listed_has_ended_when_it_was_ended(
-    site: RunPodSite, monkeypatch: pytest.MonkeyPatch
+    site: FakeRunPod, monkeypatch: pytest.MonkeyPatch
 ):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
@@ -154,7 +154,7 @@ def test_a_pod_that_is_gone_and_still_listed_has_ended_when_it_was_ended(
     assert machine.state == "ended" and machine.ended_seconds == pytest.approx(15, abs=1)
 
 
-def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: RunPodSite):
+def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: FakeRunPod):
     provider, _ = ordered_without_an_answer(site)
     provider.terminate("ba-1")
     site.skip(5)
@@ -163,7 +163,7 @@ def test_the_end_of_a_pod_is_known_whose_order_was_not_answered(site: RunPodSite
     assert machine.id == site.pods[0].id and not site.running()
 
 
-def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_error(site: RunPodSite):
+def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_error(site: FakeRunPod):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
     site.fault("deaf_terminate")
@@ -180,7 +180,7 @@ def test_an_end_that_was_not_done_is_not_believed_for_one_list_that_is_empty_by_
     assert site.calls.count("list") == before + 1
 
 
-def test_a_pod_that_is_not_listed_yet_is_ended_by_its_id(site: RunPodSite):
+def test_a_pod_that_is_not_listed_yet_is_ended_by_its_id(site: FakeRunPod):
     site.lag_seconds = 60
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
@@ -188,7 +188,7 @@ def test_a_pod_that_is_not_listed_yet_is_ended_by_its_id(site: RunPodSite):
     assert not site.running()
 
 
-def test_a_pod_that_costs_more_than_its_offer_is_ended_at_once(site: RunPodSite):
+def test_a_pod_that_costs_more_than_its_offer_is_ended_at_once(site: FakeRunPod):
     site.usd_per_hour = 4.0
     provider = site.provider()
     with pytest.raises(NoCapacity, match="costs 4 "):
@@ -196,7 +196,7 @@ def test_a_pod_that_costs_more_than_its_offer_is_ended_at_once(site: RunPodSite)
     assert len(site.pods) == 1 and not site.running()
 
 
-def test_a_pod_is_billed_since_it_was_made_not_since_it_was_listed(site: RunPodSite, tmp_path: Path):
+def test_a_pod_is_billed_since_it_was_made_not_since_it_was_listed(site: FakeRunPod, tmp_path: Path):
     provider = site.provider()
     provider.create(first_offer(provider), "ba-1", ORDER)
     site.skip(7)
@@ -207,7 +207,7 @@ def test_a_pod_is_billed_since_it_was_made_not_since_it_was_listed(site: RunPodS
     assert machine.billed_seconds is None, "RunPod says nothing of pods that have ended"
 
 
-def test_the_reaper_ends_an_orphan_and_survives_every_fault_of_a_list(site: RunPodSite, tmp_path: Path):
+def test_the_reaper_ends_an_orphan_and_survives_every_fault_of_a_list(site: FakeRunPod, tmp_path: Path):
     provider = site.provider()
     with contextlib.closing(FleetDatabase(f"sqlite:///{tmp_path}/fleet.db")) as fleet_db:
         name = f"{fleet_db.tag()}lost"
@@ -221,7 +221,7 @@ def test_the_reaper_ends_an_orphan_and_survives_every_fault_of_a_list(site: RunP
     assert [pod.body["name"] for pod in site.running()] == ["ba-other"]
 
 
-def test_a_pod_is_asked_for_with_its_key_in_the_environment_and_reached_as_configured(site: RunPodSite):
+def test_a_pod_is_asked_for_with_its_key_in_the_environment_and_reached_as_configured(site: FakeRunPod):
     provider = site.provider(reach="tcp")
     provider.create(first_offer(provider), "ba-1", ORDER)
     body = site.pods[0].body
@@ -234,7 +234,7 @@ def test_a_pod_is_asked_for_with_its_key_in_the_environment_and_reached_as_confi
     assert https_proxy("abc123") == "https://abc123-8000.proxy.runpod.net"
 
 
-def test_prices_of_lists_count_where_fleet_yaml_has_none(site: RunPodSite):
+def test_prices_of_lists_count_where_fleet_yaml_has_none(site: FakeRunPod):
     own = first_offer(site.provider())
 
     def listed() -> list[Offer]:
@@ -249,7 +249,7 @@ def test_prices_of_lists_count_where_fleet_yaml_has_none(site: RunPodSite):
     assert not site.provider(gpus=[unpriced]).offers()
 
 
-def test_the_key_is_sent_encrypted_only_and_never_said(site: RunPodSite, monkeypatch: Any):
+def test_the_key_is_sent_encrypted_only_and_never_said(site: FakeRunPod, monkeypatch: Any):
     with pytest.raises(ValidationError, match="https://"):
         site.provider(api="http://rest.runpod.io/v1")
     for wrong in ("", "two\nlines"):
@@ -262,7 +262,7 @@ def test_the_key_is_sent_encrypted_only_and_never_said(site: RunPodSite, monkeyp
     assert "wrong-secret" not in str(raised.value)
 
 
-def test_check_says_what_is_known_and_what_is_not(site: RunPodSite, monkeypatch: Any):
+def test_check_says_what_is_known_and_what_is_not(site: FakeRunPod, monkeypatch: Any):
     found = {one.subject: one.outcome for one in site.provider().check()}
     assert found == {
         CheckSubject.CREDENTIALS: CheckOutcome.OK,

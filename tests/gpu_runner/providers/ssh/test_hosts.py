@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from support.machines import ORDER, eventually, first_offer, get
-from support.ssh_site import Hosts, missing, ssh_hosts
+from support.ssh_hosts import Hosts, missing, ssh_hosts
 from support.timing import PATIENCE
 
 from gpu_runner.market.offers import Offer

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 from aiohttp import web
-from support.api_site import CHAT, api_site, line
+from support.api_service import CHAT, api_service, line
 from support.http_server import ANSWER, http_server, status
 from support.timing import PATIENCE
 
@@ -65,7 +65,7 @@ def batch_of(
 
     async def run() -> tuple[dict[str, object], list[dict[str, object]]]:
         routes = {"/tokenize": tokenize, "/v1/models": engine.models, CHAT: engine.chat}
-        async with http_server(routes) as url, api_site(tmp_path, url) as site:
+        async with http_server(routes) as url, api_service(tmp_path, url) as site:
             batch = await site.until((await site.create(lines))["id"])
             return batch, await site.lines_of(batch["error_file_id"])
 
@@ -192,7 +192,7 @@ def test_counting_keeps_no_other_batch_from_its_validation(tmp_path: Path, monke
             raise AssertionError
 
         routes = {"/tokenize": hang, "/v1/models": counting.models, CHAT: counting.chat}
-        async with http_server(routes) as url, api_site(tmp_path, url) as site:
+        async with http_server(routes) as url, api_service(tmp_path, url) as site:
             await site.until((await site.create([line("warm")]))["id"])  # an engine runs
             warm.set()
             long = [line("long", messages=[{"role": "user", "content": "long " + "w" * 300}])]

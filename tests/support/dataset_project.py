@@ -28,7 +28,7 @@ BATCH = 10
 
 
 @dataclass
-class DatasetSite:
+class DatasetProject:
     """Batches of ten rows. `run_rows` is one range run, as a backfill or the launcher starts it."""
 
     folder: Path
@@ -100,7 +100,7 @@ class DatasetSite:
 
 
 @contextlib.contextmanager
-def dataset_site(folder: Path, home: Path | None = None, **attributes: Any) -> Iterator[DatasetSite]:
+def dataset_project(folder: Path, home: Path | None = None, **attributes: Any) -> Iterator[DatasetProject]:
     """An empty dataset of questions with the id column `id`, and simulated providers unless there is a fleet.yaml.
 
     `home`: where events and logs are kept as files.
@@ -120,7 +120,7 @@ def dataset_site(folder: Path, home: Path | None = None, **attributes: Any) -> I
     database = f"sqlite:///{folder}/fleet.db"
     kept = dg.DagsterInstance.ephemeral() if home is None else dg.DagsterInstance.local_temp(str(home))
     with kept as instance, contextlib.closing(FleetDatabase(database)) as fleet_db:
-        yield DatasetSite(
+        yield DatasetProject(
             folder,
             instance,
             fleet_db,

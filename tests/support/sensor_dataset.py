@@ -47,7 +47,7 @@ SPEC = {
 
 
 @dataclass
-class Site:
+class SensorDataset:
     """One dataset: instance, fleet's database, store, and the definitions of it and its neighbours. Nothing runs."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Site:
         instance: dg.DagsterInstance,
         stack: contextlib.ExitStack,
         *specs: Mapping[str, Any],
-    ) -> Site:
+    ) -> SensorDataset:
         """The site of the first spec (default: SPEC). `specs` may be changed while it is open: it is read again."""
         database = f"sqlite:///{folder}/fleet.db"
         fleet = GpuFleet(database=database, home=str(folder), config_path=str(folder / "fleet.yaml"))
@@ -182,7 +182,7 @@ class Site:
         self.instance.report_dagster_event(dg.DagsterEvent(kind.value, "j"), run_id)
 
 
-def report_in_bulk(site: Site, keys: Sequence[str]) -> None:
+def report_in_bulk(site: SensorDataset, keys: Sequence[str]) -> None:
     """Ledger entries as `report_runless_asset_event` writes them, without its transaction for each: one is copied."""
     versions = {entry.key: entry for entry in site.store.entries(site.store.current_snapshot() or "")}
     site.commit(keys[0])
@@ -209,7 +209,7 @@ def report_in_bulk(site: Site, keys: Sequence[str]) -> None:
         connection.execute(TAGS.insert(), tag_lines)
 
 
-def publish_run(site: Site, status: S) -> None:
+def publish_run(site: SensorDataset, status: S) -> None:
     """A publication that the publisher asked for."""
     (found,) = site.tick("publisher").run_requests or ()
     site.run(status, {PUBLISH_TAG: found.tags[PUBLISH_TAG]}, job_name="d_publish")

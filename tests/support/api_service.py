@@ -48,7 +48,7 @@ def no_instance(home: Path) -> Any:
 
 
 @dataclass
-class ApiSite:
+class ApiService:
     """Calls of the application."""
 
     app: FastAPI
@@ -115,14 +115,14 @@ def settings_of(home: Path, endpoint: str | Sequence[str] | None, limits: ApiLim
 
 
 @contextlib.asynccontextmanager
-async def api_site(
+async def api_service(
     home: Path,
     endpoint: str | Sequence[str] | None,
     limits: ApiLimits | None = None,
     store_root: str | None = None,
     prices: PriceList | None = None,
     models: ModelSettings | None = None,
-) -> AsyncIterator[ApiSite]:
+) -> AsyncIterator[ApiService]:
     """The application with its worker, ended in order."""
     settings = replace(settings_of(home, endpoint, limits), prices=prices or PriceList())
     settings = replace(settings, models=models or ModelSettings())
@@ -134,6 +134,6 @@ async def api_site(
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                yield ApiSite(app, client)
+                yield ApiService(app, client)
     finally:
         service._open_instance = before

@@ -26,7 +26,7 @@ from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.front_door import build_front_door
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiLimits, ApiSettings
-from support.api_site import jsonl, line, no_instance
+from support.api_service import jsonl, line, no_instance
 from support.timing import PATIENCE
 
 SECRET = "very-secret-name"
@@ -35,7 +35,7 @@ SCOPES = frozenset(Scope) - {Scope.METRICS_READ}
 
 
 @dataclass
-class Site:
+class TenantService:
     """The service, the victim's things, and keys of everybody."""
 
     run: Callable[[Any], Any]
@@ -86,7 +86,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def tenant_site(home: Path) -> Iterator[Site]:
+def tenant_service(home: Path) -> Iterator[TenantService]:
     """The service below this folder, with its worker."""
     (home / "limits.yaml").write_text(
         "default: {requests_per_minute: 1000000}\n"
@@ -113,7 +113,7 @@ def tenant_site(home: Path) -> Iterator[Site]:
         stack = contextlib.AsyncExitStack()
         runner.run(stack.enter_async_context(door.inner.router.lifespan_context(door.inner)))
         try:
-            made = Site(runner.run, client, keys, private, home)
+            made = TenantService(runner.run, client, keys, private, home)
             make_victim(made)
             yield made
         finally:
@@ -136,7 +136,7 @@ def make_keys(database: str) -> dict[str, str]:
     return keys
 
 
-def make_victim(site: Site) -> None:
+def make_victim(site: TenantService) -> None:
     lines = jsonl([line("a"), line("b")])
     files = {"file": (f"{SECRET}.jsonl", lines)}
     site.file_id = site.victim("POST", "/v1/files", files=files, data={"purpose": "batch"}).json()["id"]

@@ -101,7 +101,7 @@ def _engine(module: str, *words: str) -> Iterator[tuple[str, int]]:
             process.kill()
 
 
-class Site:
+class OnlineProcesses:
     """All processes of a run. `fronts`: ports that accept requests."""
 
     def __init__(self, plan: Plan, folder: Path, engine: str) -> None:

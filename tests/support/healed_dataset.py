@@ -16,17 +16,17 @@ from batch_assets.sensors.reconcile import reconcile_sensor
 from batch_assets.tags import RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG
 from resources.endpoints import allow
 from resources.store.dataset_store import BatchStore
-from support.dataset_site import DatasetSite
+from support.dataset_project import DatasetProject
 from support.simulated_engine import SimulatedEngine
 
 STEPS = 8
 
 
 @dataclass
-class HealedSite:
+class HealedDataset:
     """`run` does what the command, daemon and sensors do; the engine is simulated, everything else is real."""
 
-    site: DatasetSite
+    site: DatasetProject
     engine: SimulatedEngine
     cursor: str | None = None
     sensor: dg.SensorDefinition = field(init=False)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.engine_process import free_port
+from support.fake_kubernetes import fake_cluster, pod_provider
+from support.fake_runpod import fake_runpod
 from support.guarded_engine import GuardedEngine
-from support.kubernetes_site import fake_cluster, pod_provider
 from support.machines import H100, ended_machines, eventually, local_provider, processes, simulated_cloud
 from support.processes import environment
-from support.runpod_site import runpod_site
-from support.ssh_site import Hosts
+from support.ssh_hosts import Hosts
 
 
 def nothing(name: str) -> None:
@@ -22,7 +22,7 @@ def nothing(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class ProviderSite:
+class ProviderCloud:
     """A provider's cloud, empty at first.
 
     `make`: opens the provider anew. `alive`: ids of machines that run, by their cloud. `boots`, `ends`: have a machine
@@ -39,16 +39,16 @@ class ProviderSite:
     mute: str = ""
 
 
-def _of_this_computer(home: Path, make: Callable[[], Provider]) -> ProviderSite:
+def _of_this_computer(home: Path, make: Callable[[], Provider]) -> ProviderCloud:
     def alive() -> list[str]:
         machines = [one.id for one in make().list("")]
         return sorted(one for one in machines if processes(one))
 
-    return ProviderSite(make, alive, keys=False)
+    return ProviderCloud(make, alive, keys=False)
 
 
 @contextlib.contextmanager
-def simulated(home: Path) -> Iterator[ProviderSite]:
+def simulated(home: Path) -> Iterator[ProviderCloud]:
     """A simulated cloud; its machines are processes of this computer."""
     with ended_machines(home):
         cloud = {"offers": [{**H100, "capacity": 3}]}
@@ -56,14 +56,14 @@ def simulated(home: Path) -> Iterator[ProviderSite]:
 
 
 @contextlib.contextmanager
-def local(home: Path) -> Iterator[ProviderSite]:
+def local(home: Path) -> Iterator[ProviderCloud]:
     """This computer, with three GPUs."""
     with ended_machines(home):
         yield _of_this_computer(home, lambda: local_provider(home, capacity=3))
 
 
 @contextlib.contextmanager
-def ssh(home: Path, hosts: Hosts) -> Iterator[ProviderSite]:
+def ssh(home: Path, hosts: Hosts) -> Iterator[ProviderCloud]:
     """A host with sshd in a network namespace, and three GPUs."""
 
     def make() -> Provider:
@@ -73,32 +73,32 @@ def ssh(home: Path, hosts: Hosts) -> Iterator[ProviderSite]:
         names = {environment(process).get("GPU_RUNNER_MACHINE") for process in hosts.processes()}
         return sorted(name for name in names if name)
 
-    yield ProviderSite(make, alive, mute="gpu_runner.providers.ssh.connections.HostConnection.engine_answers")
+    yield ProviderCloud(make, alive, mute="gpu_runner.providers.ssh.connections.HostConnection.engine_answers")
     for machine in make().list(""):
         make().terminate(machine.name)
     eventually(lambda: not alive())
 
 
 @contextlib.contextmanager
-def ec2(home: Path, moto: str) -> Iterator[ProviderSite]:
+def ec2(home: Path, moto: str) -> Iterator[ProviderCloud]:
     """An account of moto's server."""
-    from support.ec2_site import ec2_site  # and with it moto
+    from support.fake_ec2 import fake_ec2  # and with it moto
 
-    with ec2_site(moto, home) as site:
+    with fake_ec2(moto, home) as site:
         alive = lambda: sorted(one.id for one in site.running())  # noqa: E731
-        yield ProviderSite(site.provider, alive, mute="gpu_runner.providers.ec2.provider.answers")
+        yield ProviderCloud(site.provider, alive, mute="gpu_runner.providers.ec2.provider.answers")
 
 
 @contextlib.contextmanager
-def runpod(home: Path) -> Iterator[ProviderSite]:
+def runpod(home: Path) -> Iterator[ProviderCloud]:
     """A server of the shape of RunPod's API."""
-    with runpod_site(home) as site:
+    with fake_runpod(home) as site:
         alive = lambda: sorted(one.id for one in site.running())  # noqa: E731
-        yield ProviderSite(site.provider, alive, mute="gpu_runner.providers.runpod.provider.answers")
+        yield ProviderCloud(site.provider, alive, mute="gpu_runner.providers.runpod.provider.answers")
 
 
 @contextlib.contextmanager
-def kubernetes(home: Path) -> Iterator[ProviderSite]:
+def kubernetes(home: Path) -> Iterator[ProviderCloud]:
     """A server of the shape of Kubernetes' API. Nobody but the test runs its pods."""
     with fake_cluster() as cluster, contextlib.ExitStack() as engines:
         port = free_port()
@@ -112,7 +112,7 @@ def kubernetes(home: Path) -> Iterator[ProviderSite]:
             if name in cluster.pods:
                 cluster.remove(name)
 
-        yield ProviderSite(
+        yield ProviderCloud(
             lambda: pod_provider(home, cluster, port=port),
             lambda: sorted(str(pod["metadata"]["uid"]) for pod in cluster.pods.values()),
             boots,

@@ -62,7 +62,7 @@ class Pod:
 
 
 @dataclass
-class RunPodSite:
+class FakeRunPod:
     """The cloud. `rules`: what goes wrong, as in the simulated one. `now` may be moved by tests with `skip`.
 
     `most`: pods at once, for which it has room. `boot`: starts a pod's engine from the body of its order.
@@ -160,7 +160,7 @@ class RunPodSite:
             pod.engine.close()
 
 
-def _handler(site: RunPodSite) -> type[BaseHTTPRequestHandler]:
+def _handler(site: FakeRunPod) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -212,9 +212,9 @@ def _handler(site: RunPodSite) -> type[BaseHTTPRequestHandler]:
 
 
 @contextlib.contextmanager
-def runpod_site(home: Path) -> Iterator[RunPodSite]:
+def fake_runpod(home: Path) -> Iterator[FakeRunPod]:
     """An empty account, and its key in the environment."""
-    site = RunPodSite(home)
+    site = FakeRunPod(home)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(site))
     server.daemon_threads = True
     thread = threading.Thread(target=lambda: server.serve_forever(0.02), daemon=True)

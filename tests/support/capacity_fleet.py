@@ -11,7 +11,7 @@ import yaml
 from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet.database import Lease
 from gpu_runner.market.offers import Offer
-from support.sensor_site import Site
+from support.sensor_dataset import SensorDataset
 
 HOUR = 3600.0
 
@@ -44,7 +44,7 @@ def fleet_yaml(folder: Path, *, clock: float = 1.0, most: int = 20, price: float
 
 
 def instance(
-    site: Site, name: str, *, of: str = "sim-one", dataset: str = "d", seconds: float = 0.0, tokens: int = 0
+    site: SensorDataset, name: str, *, of: str = "sim-one", dataset: str = "d", seconds: float = 0.0, tokens: int = 0
 ) -> Lease:
     """A ready instance that a run of the dataset holds; it did so many tokens in so many useful seconds."""
     offered = offer(site, of)
@@ -59,7 +59,7 @@ def instance(
     return lease
 
 
-def offer(site: Site, name: str = "sim-one", **more: Any) -> Offer:
+def offer(site: SensorDataset, name: str = "sim-one", **more: Any) -> Offer:
     """As the provider of this name offers it."""
     (found,) = site.fleet.providers(site.fleet.config())[name].offers()
     return replace(found, **more)

@@ -21,7 +21,7 @@ from support.timing import PATIENCE
 
 
 @dataclass
-class OnlineSite:
+class OnlineCalls:
     """Calls of one service."""
 
     door: FrontDoor
@@ -57,7 +57,7 @@ class OnlineSite:
 
 
 @contextlib.asynccontextmanager
-async def online_site(
+async def online_calls(
     home: Path,
     engines: Sequence[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -65,7 +65,7 @@ async def online_site(
     redis: str | None = None,
     headers: dict[str, str] | None = None,
     **environment: str,
-) -> AsyncIterator[OnlineSite]:
+) -> AsyncIterator[OnlineCalls]:
     """The service with engines of the model `tiny`. `environment`: CONCURRENCY, MOST_WAITING, CACHE_GROUPS."""
     door = _door(home, monkeypatch, redis, environment)
     for url in engines:
@@ -76,7 +76,7 @@ async def online_site(
         door.inner.router.lifespan_context(door.inner),
         httpx.AsyncClient(transport=transport, base_url=base, headers=headers, timeout=60) as client,
     ):
-        yield OnlineSite(door, client)
+        yield OnlineCalls(door, client)
 
 
 def _door(home: Path, monkeypatch: pytest.MonkeyPatch, redis: str | None, environment: dict[str, str]) -> FrontDoor:

@@ -52,7 +52,7 @@ SMALL = 6  # requests a minute of the tenant small, whose program asks about onc
 CERTIFICATE_LIFE = datetime.timedelta(days=60)
 
 
-def why_no_site() -> str:
+def why_no_dashboard() -> str:
     """What is missing here, or ""."""
     if shutil.which("prometheus") is None:
         return "needs prometheus: apt-get install -y --no-install-recommends prometheus"
@@ -63,7 +63,7 @@ def why_no_site() -> str:
     return why_not()
 
 
-needs_site = pytest.mark.skipif(bool(why_no_site()), reason=why_no_site())
+needs_site = pytest.mark.skipif(bool(why_no_dashboard()), reason=why_no_dashboard())
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class DashboardSite:
+class DashboardSources:
     """`keys`: of the tenants acme and small, and of Prometheus (ops)."""
 
     services: tuple[Service, Service]
@@ -114,7 +114,7 @@ class DashboardSite:
 
 
 @contextlib.contextmanager
-def dashboard_site(folder: Path) -> Iterator[DashboardSite]:
+def dashboard_sources(folder: Path) -> Iterator[DashboardSources]:
     """Everything started; everything ended afterwards."""
     home = folder / "home"
     home.mkdir(mode=0o700)
@@ -150,7 +150,7 @@ def dashboard_site(folder: Path) -> Iterator[DashboardSite]:
             service.start()
             eventually(service.answers, 60, f"{service.url}/readyz; its log is in {folder}")
         url = stack.enter_context(_prometheus(folder, (first, second), keys["ops"]))
-        yield DashboardSite((first, second), engines, keys, pem, url)
+        yield DashboardSources((first, second), engines, keys, pem, url)
 
 
 def _engine() -> contextlib.AbstractContextManager[SimulatedEngine]:

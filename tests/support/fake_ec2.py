@@ -114,7 +114,7 @@ class Vm:
 
 
 @dataclass
-class Ec2Site:
+class FakeEc2:
     """The cloud. `full`: subnets without capacity. `statuses`: of spot requests, by id.
 
     `most`: VMs at once, for which it has room. `spot_usd`: an hour of any spot VM. `boot`: makes a VM of its user data.
@@ -303,11 +303,11 @@ def moto_server() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def ec2_site(url: str, home: Path) -> Iterator[Ec2Site]:
+def fake_ec2(url: str, home: Path) -> Iterator[FakeEc2]:
     """An empty account with two zones in each of two regions."""
     import moto.backends
 
-    site = Ec2Site(url, home)
+    site = FakeEc2(url, home)
     original = InstanceBackend.run_instances
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
@@ -359,7 +359,7 @@ def ec2_site(url: str, home: Path) -> Iterator[Ec2Site]:
             site.close()
 
 
-def _furnish(site: Ec2Site) -> None:
+def _furnish(site: FakeEc2) -> None:
     for region, zones in ZONES.items():
         backend = site.backend(region)
         by_zone = {one.availability_zone: one.id for one in backend.describe_subnets()}
