@@ -148,12 +148,50 @@ def load_documents(text: str) -> list[Document]:
         _check(text)
         return list(_documents(text))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)  # never the line itself: it may hold a secret
-        said = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
-        place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-        raise YamlProblem("YAML", str(said), *place) from None
+        raise _syntax_problem(error, text) from None
     except RecursionError:
         raise YamlProblem(f"at most {MAX_DEPTH} levels", "more") from None
+
+
+# A part of what the parser says, what was expected then, and what was found. `{line}`: where what is open begins.
+_SYNTAX = (
+    ("',' or ']'", "a comma or ] in the list that begins in line {line}", "something else"),
+    ("',' or '}'", "a comma or }} in the mapping that begins in line {line}", "something else"),
+    ("'-' indicator", "an item with - of the list that begins in line {line}", "something else in its column"),
+    ("expected key", "a key in the same column as the first one, in line {line}", "text in another column"),
+    ("could not find expected ':'", "a colon and a space after the key in line {line}", "none"),
+    ("mapping values are not allowed", "a line with one key and its value; put text with a colon in quotes",
+     "a colon where no key can end"),
+    ("block sequence entries", "the items of a list on lines of their own", "an item beside its key"),
+    ("undefined alias", "text that begins with * in quotes", "an alias (*) of no anchor (&)"),
+    ("alphabetic or numeric character", "a name behind & or *; put text that begins with them in quotes", "none"),
+    ("constructor for the tag", "values without tags", "a tag (!) that means nothing here"),
+    ("unknown escape character", "a known escape behind \\ in double quotes, or single quotes", "another one"),
+    ("comment or line break", "the text behind | or > on lines of its own", "text in the same line"),
+    ("node content", "a value", "none"),
+    ("<document start>", "the end of the document, or ---", "more text"),
+    ("control characters", "text without control characters", "one of these"),
+)  # fmt: skip
+_SIGNS = {"\t": "a tab", "@": "a @", "`": "a `", "%": "a %"}  # that begin no value, and hold no secret
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str) -> YamlProblem:
+    """What is wrong in a text that is no YAML, in words for people. It never quotes the line: it may hold a secret."""
+    mark, begun = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__)
+    place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+    line = begun.line + 1 if begun else place[0]
+    if "unexpected end of stream" in said:
+        return YamlProblem(f"YAML, a quote that closes the text of line {line}", "the end of the file", *place)
+    if "cannot start any token" in said and mark is not None:
+        lines = text.splitlines()
+        here = lines[mark.line][mark.column : mark.column + 1] if mark.line < len(lines) else ""
+        expected = "spaces before a key, no tab" if here == "\t" else "text that begins with this sign in quotes"
+        return YamlProblem(f"YAML, {expected}", _SIGNS.get(here, "a sign that begins no value"), *place)
+    for part, expected, found in _SYNTAX:
+        if part in said:
+            return YamlProblem(f"YAML, {expected.format(line=line)}", found, *place)
+    return YamlProblem("YAML", said.removeprefix("found "), *place)
 
 
 def _documents(text: str) -> Iterator[Document]:

@@ -75,7 +75,7 @@ def read_yaml(path: Path) -> list[PriceLine]:
         text = read_text(path)
         content, root = load(text), compose(text)
     except YamlProblem as error:
-        line = f", line {error.line}" if error.line else ""
+        line = f", line {error.line}, column {error.column}" if error.line else ""
         raise PricingError(f"{path}{line}: {error.said}") from None
     except OSError as error:
         raise PricingError(f"{path}: expected a readable file, found: {error.strerror}") from None

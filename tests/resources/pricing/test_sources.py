@@ -218,7 +218,7 @@ YAML_ERRORS = {
     "offers: 3\n": "{path}: expected one key `offers` with a list, found keys offers, offers: int",
     "prices: []\n": "{path}: expected one key `offers` with a list, found keys prices",
     "": "{path}: expected one key `offers` with a list, found NoneType",
-    "offers: [\n": "{path}, line 2: expected YAML, found did not find expected node content",
+    "offers: [\n": "{path}, line 2, column 1: expected YAML, a value, found none",
 }
 
 
