@@ -5,9 +5,13 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 PAUSE_SECONDS = 0.02
+SYNCHRONOUS = "NORMAL"  # of `sqlite_engine`: no commit waits for the disk in write-ahead mode, and none is torn
 
 
 def use_write_ahead_log(
@@ -31,3 +35,27 @@ def use_write_ahead_log(
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or clock() >= deadline:
                 raise
             sleep(PAUSE_SECONDS)
+
+
+def sqlite_engine(url: sa.URL, busy_seconds: int) -> sa.Engine:
+    """An engine whose transactions that write exclude each other, and wait `busy_seconds` for another writer. One that
+    only reads says so by the execution option `reading`.
+    """
+    import sqlalchemy  # slow to import, and not wanted by those who use `sqlite3` alone
+
+    def begin(connection: sa.Connection) -> None:
+        reading = connection.get_execution_options().get("reading")
+        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+    def configure(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # the BEGIN above is the only one
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={1000 * busy_seconds}")
+        use_write_ahead_log(cursor.execute, busy_seconds)
+        cursor.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
+        cursor.close()
+
+    engine = sqlalchemy.create_engine(url, connect_args={"timeout": busy_seconds})
+    sqlalchemy.event.listen(engine, "connect", configure)
+    sqlalchemy.event.listen(engine, "begin", begin)
+    return engine

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 Result = TypeVar("Result")
@@ -71,9 +70,7 @@ class LoopThread:
         """Run a short function on the loop."""
         self._loop.call_soon_threadsafe(callback)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.submit(self._cancel_all()).wait(self._join_seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=self._join_seconds)

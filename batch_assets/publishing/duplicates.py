@@ -9,7 +9,6 @@ tokens, tries, seconds and dollars are 0.
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,7 @@ class Duplicates:
             self._hashes = np.unique(np.concatenate(found))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._outcomes.close()
 
     def note(self, rows: pa.Table) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import io
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, TypeVar
 
 import aiohttp
@@ -165,9 +164,7 @@ class EngineClient:
         self._fresh = self._open(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=watched_socket))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

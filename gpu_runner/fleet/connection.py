@@ -21,7 +21,7 @@ from gpu_runner.boot_clock import ClockReading, Steady, boot_name, boot_seconds,
 from gpu_runner.fleet.clock_jumps import KEPT_SECONDS, Agreed, ClockJump, jumps_since, kept, settle, total_of_jumps
 from gpu_runner.fleet.migrations import HEAD, upgrade, version_of
 from gpu_runner.fleet.tables import CLAIMS, DATASETS, FACTS, INSTANCES, LEASES, OFFER_FAILURES, RUNS
-from gpu_runner.sqlite_files import use_write_ahead_log
+from gpu_runner.sqlite_files import sqlite_engine
 
 __all__ = ["CLAIMS", "DATASETS", "FACTS", "INSTANCES", "LEASES", "OFFER_FAILURES", "RUNS", "Tables", "database_now"]
 
@@ -144,10 +144,7 @@ def _open(url: str) -> sa.Engine:
     """An engine each of whose calls ends, in Postgres as `gpu_runner.bounded_postgres` says."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_SECONDS})
-        sa.event.listen(engine, "connect", _configure_sqlite)
-        sa.event.listen(engine, "begin", _begin_sqlite)
-        return engine
+        return sqlite_engine(parsed, BUSY_SECONDS)
     if parsed.get_dialect().driver == PSYCOPG2:
         from gpu_runner.bounded_postgres import bounded_engine
 
@@ -156,20 +153,6 @@ def _open(url: str) -> sa.Engine:
         engine = sa.create_engine(parsed, pool_pre_ping=True)
     sa.event.listen(engine, "connect", _configure_postgres)
     return engine
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    reading = connection.get_execution_options().get("reading")
-    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
-
-
-def _configure_sqlite(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # the BEGIN above is the only one
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000}")
-    use_write_ahead_log(cursor.execute, BUSY_SECONDS)
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.close()
 
 
 def _configure_postgres(connection: Any, record: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.util import LRUCache
 
 from batch_assets.api.records import database as api_records
+from gpu_runner import sqlite_files
 from gpu_runner.fleet import connection as fleet_connection
 
 Statements = list[tuple[str, Any]]
@@ -56,12 +57,8 @@ def unsynced_databases() -> Iterator[None]:
         if isinstance(connection, sqlite3.Connection):
             connection.execute("PRAGMA synchronous=OFF")
 
-    def with_unsynced(configure: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        return lambda connection, record: (configure(connection, record), unsynced(connection))[0]
-
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fleet_connection, api_records):
-            patch.setattr(module, "_configure_sqlite", with_unsynced(module._configure_sqlite))
+        patch.setattr(sqlite_files, "SYNCHRONOUS", "OFF")
         sa.event.listen(sa.Engine, "connect", unsynced)
         try:
             yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from batch_assets.api.billing.journal import UsageJournal
@@ -22,10 +21,8 @@ class InteractiveUsage:
         self._journal.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._journal.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._journal.__exit__()
 
     @property
     def lost(self) -> int:

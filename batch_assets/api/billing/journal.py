@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -69,9 +68,7 @@ class UsageJournal:
         self._task.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._task.end()
         with self._lock:
             for segment in (*self._before, self._segment):

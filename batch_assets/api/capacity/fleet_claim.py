@@ -12,7 +12,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from batch_assets.api.records.database import Records
@@ -74,9 +73,7 @@ class FleetClaim:
         self._task.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._task.end()
         try:
             with self._fleet.open_database() as fleet_db:

@@ -15,7 +15,6 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -138,9 +137,7 @@ class Proxy:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.directory.close()
         if self.salts is not None:
             await self.salts.close()

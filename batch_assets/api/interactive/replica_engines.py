@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from batch_assets.api.billing.margin import fleet_name
@@ -77,9 +76,7 @@ class ReplicaEngines:
         self._task.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._task.end(FIND_SECONDS)
 
     def want(self, model: str) -> None:

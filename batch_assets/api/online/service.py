@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from batch_assets.api.access.enforcement import LimitedAuthenticator
@@ -137,9 +136,7 @@ class OnlineService:
         self._tasks = [asyncio.create_task(loop) for loop in loops]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         for ended in await asyncio.gather(*self._tasks, return_exceptions=True):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import secrets
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -15,9 +14,9 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlch
 from batch_assets.api.records.migrations import HEAD, upgrade, version_of
 from batch_assets.api.records.tables import IDENTITY
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.sqlite_files import use_write_ahead_log
+from gpu_runner.sqlite_files import sqlite_engine
 
-BUSY_MILLISECONDS = 10_000
+BUSY_SECONDS = 10
 POOL_SECONDS = 5.0  # how long a caller waits for one of the connections, when all are taken
 PSYCOPG2 = "psycopg2"
 
@@ -46,7 +45,7 @@ class Records:
     """The records' database. `url`: SQLAlchemy's; it may hold a password and is never shown.
 
     Every call ends: in Postgres as `gpu_runner.bounded_postgres` says, in SQLite when another has written for
-    BUSY_MILLISECONDS.
+    BUSY_SECONDS.
     """
 
     def __init__(self, url: str) -> None:
@@ -122,26 +121,9 @@ class Records:
 def _bounded_engine(url: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = sa.create_engine(parsed)
-        sa.event.listen(engine, "connect", _configure_sqlite)
-        sa.event.listen(engine, "begin", _begin_sqlite)
-        return engine
+        return sqlite_engine(parsed, BUSY_SECONDS)
     if parsed.get_dialect().driver != PSYCOPG2:
         return sa.create_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS)
     from gpu_runner.bounded_postgres import bounded_engine
 
     return bounded_engine(parsed, pool_pre_ping=True, pool_timeout=POOL_SECONDS)
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    reading = connection.get_execution_options().get("reading")
-    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
-
-
-def _configure_sqlite(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # the BEGIN above is the only one
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
-    use_write_ahead_log(cursor.execute, BUSY_MILLISECONDS / 1000)
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.close()
