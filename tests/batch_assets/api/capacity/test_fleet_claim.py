@@ -83,9 +83,9 @@ def test_a_service_whose_fleet_is_taken_plans_nothing(tmp_path: Path, monkeypatc
     settings = ApiSettings(tmp_path, str(tmp_path / "store"), f"sqlite:///{tmp_path}/api.db")
     service = Service(settings, check_fleet=taken)
     try:
-        assert service._site.capacity is not None
+        assert service._worker_context.capacity is not None
         with pytest.raises(Taken):
-            service._site.capacity([], [])
+            service._worker_context.capacity([], [])
     finally:
         service.records.close()
 
