@@ -4,4 +4,4 @@
 runs as the instance knows them; `progress` makes figures of them.
 """
 
-__all__ = ["backfills", "ledger", "lost_workers", "progress", "publications", "ranges", "reader", "run_errors"]
+__all__ = ["backfills", "ledger", "progress", "publications", "ranges", "reader", "run_errors"]

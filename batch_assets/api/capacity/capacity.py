@@ -21,7 +21,6 @@ from batch_assets.api.billing.margin import FLEET_PREFIX, fleet_name
 from batch_assets.api.billing.spending import BUDGET, SpendingRecords
 from batch_assets.api.capacity.backlog import Backlog, BatchBudgets, backlogs, with_work
 from batch_assets.api.capacity.early_speeds import at_slow_speed, is_too_late_to_measure, until_measured
-from batch_assets.api.capacity.fleet_changes import at_least, end_model
 from batch_assets.api.capacity.line_lengths import LineLengths
 from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
 from batch_assets.api.execution.catalog import KEY
@@ -30,7 +29,8 @@ from batch_assets.planning.decision import Decision, capacity_plan, observation
 from batch_assets.planning.planner_input import FleetView, Markets, PlannerInput, build_input
 from batch_assets.planning.standing_engines import with_standing_engines
 from batch_assets.spec.hardware import HardwareSpec
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet.capacity_plan import RequestSummary
+from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import ControlTiming, Plan, Target
@@ -338,3 +338,56 @@ def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
     for one in command.assignments:
         if not one.beside:
             fleet_db.retire(one.instance, command.reason)
+
+
+def at_least(command: Command, held: Sequence[str], least: int) -> Command:
+    """The command with no fewer instances than that, of those `held` first, whatever a budget or the plan says.
+
+    A first engine is what serves a model at all; budgets of batches bound what is rented beyond it.
+    """
+    if command.instances >= least:
+        return command
+    ended = [name for name in command.retire if name in held]
+    kept = frozenset(ended[: max(0, least - (len(held) - len(ended)))])
+    words = f"{least} stay: the reserve of the model, and one for each kind of task"
+    return replace(
+        command,
+        instances=least,
+        pause=None,
+        retire=tuple(name for name in command.retire if name not in kept),
+        replaced=tuple(name for name in command.replaced if name not in kept),
+        assignments=tuple(one for one in command.assignments if one.instance not in kept),
+        reason=f"{words}; {command.reason}",
+    )
+
+
+def end_model(fleet_db: FleetDatabase, target: DatasetTarget, reserve: int) -> bool:
+    """No batch is open: what the model pays for ends at once, one instance or the reserve when it is idle for long.
+
+    False: its request is another one by now.
+    """
+    spent, now = fleet_db.spend(target.dataset), fleet_db.now()
+    summary = RequestSummary(
+        request=target.request,
+        finished_at=now,
+        usd_spent=spent.usd,
+        instances=max(1, reserve),
+        reason="no batch is open",
+    )
+    if not fleet_db.end_request(target.dataset, target.request, summary):
+        return False
+    if reserve > 1:
+        fleet_db.set_instances(target.dataset, reserve)
+    mine = sorted((one for one in fleet_db.fleet() if _stands_for(one, target.dataset)), key=_leaves_last)
+    for one in mine[max(1, reserve) :]:
+        fleet_db.retire(one.name, "no batch is open")
+    return True
+
+
+def _stands_for(one: Instance, dataset: str) -> bool:
+    return one.payer == dataset and not one.retiring and one.state in ("intent", "booting", "ready")
+
+
+def _leaves_last(one: Instance) -> tuple[bool, bool, float]:
+    """Leased and ready ones first, the cheapest of them."""
+    return not one.leased, one.state != "ready", one.price_per_hour

@@ -32,12 +32,12 @@ from support.snapshots import questions, write_snapshot
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import UNFINISHED, open_backfill, range_runs
-from batch_assets.catalog.lost_workers import lost_workers
 from batch_assets.catalog.publications import PUBLISH_ATTEMPTS
 from batch_assets.catalog.ranges import KeyRange
 from batch_assets.generation.op import ENDPOINT_TAG
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.sensors.launcher import SPARE_RUNS
+from batch_assets.sensors.liveness import lost_workers
 from batch_assets.tags import (
     CANCELED_TAG,
     PARTITION_TAG,
