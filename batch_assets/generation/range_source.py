@@ -13,20 +13,19 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from batch_assets.generation.range_plan import RunIdentity, Work
+from batch_assets.generation.range_claims import RunClaims
+from batch_assets.generation.range_job import RangeJob
+from batch_assets.generation.range_plan import Work
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.publishing.row_condition import RowCondition
-from batch_assets.work.part_journal import PartJournal
-from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Batch, Outcome, Row
-from resources.objects.health import StoreHealth
 from resources.objects.opening import CorruptObject
 from resources.store.batch_check import check_object
-from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.dataset_store import BatchEntry, BatchObject
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 
@@ -43,61 +42,21 @@ class Claimed(enum.Enum):
     NOT_NOW = "not_now"  # another run has done it or holds it: it comes later, or not at all
 
 
-class RunClaims:
-    """One run's claims in the fleet's database. `silent`: seconds without a heartbeat after which a run is dead."""
-
-    def __init__(self, fleet_db: FleetDatabase, run_id: str, dataset: str, silent: float) -> None:
-        self._book, self._run_id, self._dataset, self._silent = fleet_db, run_id, dataset, silent
-
-    def take(self, objects: Sequence[str]) -> Claim:
-        """Claim one of these; none while the fleet's database does not answer."""
-        try:
-            return self._book.claim(self._run_id, self._dataset, objects, self._silent)
-        except FleetDatabaseError as error:
-            log.warning("run %s: no batch claimed: %s", self._run_id, type(error).__name__)
-            return Claim()
-
-    def release(self, objects: Sequence[str]) -> bool:
-        """Give claims up. False while the fleet's database does not answer."""
-        try:
-            self._book.release_claims(self._run_id, self._dataset, objects)
-        except FleetDatabaseError:
-            return False
-        return True
-
-
 class RangeSource:
     """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
 
-    `adopted(work, footer)` is called for a batch that another run has committed. Segments of `journal` that other
-    writers have left are taken in. Without `claims` the run is alone. `reuse`: True, or the datasets whose
-    answers are taken, where some lie beside the snapshot. `store_is_there` asks the store something small; while it is
-    away, everything that is read from it is waited for. `simulated`: whose rows are taken where some are known, an
-    engine simulator's or a model's; None: both.
+    Segments of the job's journal that other writers have left are taken in. Without claims the run is alone. `reuse`:
+    True, or the datasets whose answers are taken, where some lie beside the snapshot. While the store is away,
+    everything that is read from it is waited for. `simulated`: whose rows are taken where some are known, an engine
+    simulator's or a model's; None: both.
     """
 
-    def __init__(
-        self,
-        store: DatasetStore,
-        manifest: SnapshotManifest,
-        works: dict[str, Work],
-        identity: RunIdentity,
-        claims: RunClaims | None,
-        *,
-        adopted: Callable[[Work, BatchFooter], None],
-        journal: PartJournal,
-        health: StoreHealth,
-        store_is_there: Callable[[], bool],
-        reuse: bool | Sequence[str] = False,
-        simulated: bool | None = None,
-    ) -> None:
-        self._simulated = simulated
-        self._store, self._manifest, self._works, self._identity = store, manifest, works, identity
-        self._claims, self._adopted, self._journal = claims, adopted, journal
-        self._reads = StoreReads(health, store_is_there)
+    def __init__(self, job: RangeJob, *, reuse: bool | Sequence[str] = False, simulated: bool | None = None) -> None:
+        self._job, self._simulated = job, simulated
+        self._store, self._manifest, self._works = job.store, job.manifest, job.works
+        self._reads = StoreReads(job.health, job.store_is_there)
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
-        self._reused: dict[str, int] = {}
-        self._answers = ReusableAnswers(store.objects, store.dataset, reuse) if reuse else None
+        self._answers = ReusableAnswers(job.store.objects, job.store.dataset, reuse) if reuse else None
         self._reusable: Mapping[str, ReusableBatch] = {}
         self._gone: frozenset[str] = frozenset()
         self._aside: dict[str, Work] = {}
@@ -133,10 +92,6 @@ class RangeSource:
         self._reads.close()
         self._engine_there.set()
 
-    def release_committed(self, keys: Sequence[str]) -> bool:
-        """Give up the claims on these batches. False: not yet."""
-        return self._claims is None or not keys or self._claims.release([self._name(self._works[key]) for key in keys])
-
     def batches(self) -> Iterator[Batch]:
         """Every batch that this run has to do; with claims, those that need an engine only while there is one."""
         self._read_journal()
@@ -145,7 +100,7 @@ class RangeSource:
             work = self._works[entry.key]
             batch = self._batch(work, rows)
             known = len(batch.known) == len(rows)
-            mine = Claimed.MINE if known or self._claims is None else self._claim(work, self._claims)
+            mine = Claimed.MINE if known or self._job.claims is None else self._claim(work, self._job.claims)
             if self._closed.is_set():
                 return
             if mine is not Claimed.NOT_NOW:
@@ -176,8 +131,8 @@ class RangeSource:
         """In key order, then those that other runs held, as they become free."""
         yield from [work.entry for work in self._works.values()]
         while self._aside and not self._closed.is_set():
-            assert self._claims is not None
-            free = self._claims.take(list(self._aside)).object
+            assert self._job.claims is not None
+            free = self._job.claims.take(list(self._aside)).object
             if free is not None:
                 self._waiting_since = None
                 yield self._aside.pop(free).entry
@@ -221,21 +176,18 @@ class RangeSource:
             self._works[work.entry.key] = self._aside[self._name(again)] = again
             return True
         self._journaled.pop(work.entry.key, None)
-        self._adopted(work, footer)
+        self._job.adopt(work, footer)
         return True
 
     def _newest(self, work: Work) -> BatchObject | None:
         """The highest generation in the store, from the one on that this run was to write."""
-        newest, batch = None, self._object(work)
+        newest, batch = None, self._job.object_of(work)
         while self._store.objects.exists(self._store.batch_path(batch)):
             newest, batch = batch, replace(batch, generation=batch.generation + 1)
         return newest
 
-    def _object(self, work: Work) -> BatchObject:
-        return BatchObject(work.entry.key, work.entry.data_version, work.generation)
-
     def _name(self, work: Work) -> str:
-        return self._object(work).name
+        return self._job.object_of(work).name
 
     def _batch(self, work: Work, rows: tuple[Row, ...]) -> Batch:
         keys = {row.row_id: row.row_key for row in rows}
@@ -247,8 +199,8 @@ class RangeSource:
         elsewhere = {} if work.anew else self._reusable_outcomes(work.entry, rows)
         kept = of_this_batch(elsewhere.values()) | of_this_batch(self.kept(work))
         journaled = of_this_batch(self._new_in_journal(work))
-        self._reused[work.entry.key] = len(kept.keys() - journaled.keys())
-        return Batch(work.entry.key, rows, kept | journaled)
+        self._job.reused[work.entry.key] = len(kept.keys() - journaled.keys())
+        return Batch(work.entry.key, rows, kept | journaled, job=self._job.name)
 
     def _new_in_journal(self, work: Work) -> Iterable[Outcome]:
         """What the journal has of a batch: where it is made anew, nothing that its former object has, too."""
@@ -263,14 +215,10 @@ class RangeSource:
         newest = max(outcome.started_at for outcome in outcomes)
         return [outcome for outcome in found if outcome.started_at > newest]
 
-    def reused(self, key: str) -> int:
-        """Rows of an opened batch whose outcome was in an earlier object, of this dataset or another."""
-        return self._reused.get(key, 0)
-
     def _find_reusable(self) -> None:
         """Which batches have answers of other datasets beside the snapshot. A regenerate asks for all rows."""
         answers, works = self._answers, list(self._works)
-        if answers is not None and works and not self._identity.intent.regenerate:
+        if answers is not None and works and not self._job.identity.intent.regenerate:
             snapshot = self._manifest.snapshot
             self._reusable = self._reads.look(lambda: answers.of_snapshot(snapshot, works[0], works[-1]))
 
@@ -311,9 +259,9 @@ class RangeSource:
 
     def _read_journal(self) -> None:
         """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
-        for path in self._reads.look(self._journal.unread):
-            outcomes = self._reads.read(partial(self._journal.read, path))
-            self._journal.take_in(path, outcomes)
+        for path in self._reads.look(self._job.journal.unread):
+            outcomes = self._reads.read(partial(self._job.journal.read, path))
+            self._job.journal.take_in(path, outcomes)
             for key, rows in outcomes.items():
                 if key in self._works:
                     self._journaled[key].update({outcome.row_id: outcome for outcome in rows})

@@ -40,7 +40,7 @@ from gpu_runner.rows import Batch, Origin, Outcome, Urgency
 # Open files that are no connection to an engine: store, database, logs.
 OTHER_FILES = 256
 
-__all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress"]
+__all__ = ["Counts", "Engine", "Feed", "FeedPolicy", "FeedProgress", "RequestContext"]
 
 
 @dataclass(frozen=True, slots=True)

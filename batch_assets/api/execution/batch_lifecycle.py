@@ -311,7 +311,7 @@ class BatchLifecycle:
             )
             if moved:
                 with contextlib.suppress(Exception):  # garbage, deleted with the batch otherwise
-                    await self._store.call(lambda: run.drop_segments(all_of_them=True))
+                    await self._store.call(run.drop_journal)
                 return True
         log.warning("batch %s: another worker has taken it over; its journal stays", run.batch_id)
         return True

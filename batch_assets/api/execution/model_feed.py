@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,17 +29,15 @@ from batch_assets.api.execution.engines.engine_supply import (
 from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
 from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.telemetry.tracing import NO_SPANS, SpanKind, Spans, engine_call, sent_in
+from batch_assets.work.job_worker import JobWorker
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.verbatim_client import VerbatimClient
 from gpu_runner.http.tls_files import TlsFilesError
-from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.rows import Generation, Origin, Outcome, Task
-from resources.objects.health import is_store_trouble
+from gpu_runner.rows import Generation, Origin, Task
 from resources.store.dataset_store import BatchFooter
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
 AWAY_SECONDS = (0.2, 2.0)  # between two tries to get an engine, at first and at most
 FLUSH_SECONDS = 0.2
 ANSWER_BYTES = 64 << 20
@@ -73,25 +70,24 @@ class ModelFeed:
         self._local = local
         self._engines, self._on_commit = engines, committed
         self._queue = BatchQueue()
-        self._runs: dict[str, BatchRun] = {}
-        self._changed: dict[str, asyncio.Event] = {}
+        self._done: dict[str, asyncio.Event] = {}  # by name of a run
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="batches-store")
         self._work = asyncio.Event()
         self._stops: set[asyncio.Event] = set()  # of the sessions with engines that are under way
         self._draining = False
-        self._feed = Feed(
+        self._worker = JobWorker[BatchRun](
             self._queue,
-            on_row=self._on_row,
-            on_batch=self._on_batch,
-            policy=FeedPolicy(),
-            rng=random.Random(),
+            self._pool,
             next_urgency=self._queue.next_urgency,
+            committed=self._committed,
+            noted=lambda run, part, outcome: local.note(run.batch_id, part, outcome),
+            left_out=self._read_again,
         )
 
     def add(self, run: BatchRun) -> asyncio.Event:
         """Take a batch on; returns an event that is set when all its rows are kept."""
-        done = self._changed[run.name] = asyncio.Event()
-        self._runs[run.name] = run
+        done = self._done[run.name] = asyncio.Event()
+        self._worker.add(run)
         if run.done:
             done.set()
         else:
@@ -105,13 +101,13 @@ class ModelFeed:
         """A batch is over: its rows that were read already reach no engine, and what they would answer is not kept."""
         run.over = True  # the queue reads no more of it
         if not run.done:
-            self._feed.end_job(run.name)
+            self._worker.end(run)
 
     def remove(self, run: BatchRun) -> None:
         """A batch is over, and what it has kept is written, or another worker's to write."""
         self.end(run)
-        self._runs.pop(run.name, None)
-        self._changed.pop(run.name, None)
+        self._worker.remove(run)
+        self._done.pop(run.name, None)
 
     def keep(self, until: float) -> None:
         """Have engines until this time of the monotonic clock, whether there are batches or not."""
@@ -139,7 +135,7 @@ class ModelFeed:
 
     @property
     def _has_lines(self) -> bool:
-        return not all(run.paused for run in self._runs.values())
+        return not all(run.paused for run in self._worker.jobs.values())
 
     @property
     def waiting(self) -> Waiting | None:
@@ -157,7 +153,7 @@ class ModelFeed:
 
     async def serve(self) -> None:
         """Until drained or cancelled: an engine while there is work, the journal often."""
-        flushing = asyncio.create_task(self._flush_often())
+        flushing = asyncio.create_task(self._worker.flush_often(FLUSH_SECONDS, self.flush))
         try:
             await self._slots.run(self._serve)
         finally:
@@ -197,7 +193,7 @@ class ModelFeed:
 
     def _call_span(self, names: Sequence[str], endpoint: str) -> AbstractContextManager[object]:
         """The span of one request for lines of the runs of these names: of the first one that is traced."""
-        traces = (run.trace for name in names if (run := self._runs.get(name)) is not None)
+        traces = (run.trace for name in names if (run := self._worker.jobs.get(name)) is not None)
         trace = next((trace for trace in traces if trace is not None), None)
         if trace is None:
             return contextlib.nullcontext()
@@ -226,14 +222,12 @@ class ModelFeed:
             watching = asyncio.create_task(self._stop_in_time(engine, slot, stop))
             try:
                 with self._wait.serving():
-                    await self._feed.serve(
+                    await self._worker.serve(
                         client,
                         origin,
-                        engine.max_num_seqs,
+                        engine,
                         stop=stop,
-                        spending=engine.spending,
                         share=engine.share,
-                        limits=engine.limits,
                         context=partial(self._call_span, endpoint=engine.endpoint) if self._spans.active else None,
                     )
             finally:
@@ -264,67 +258,27 @@ class ModelFeed:
         self._work.clear()
         return True
 
-    def _on_row(self, name: str, part: str, outcome: Outcome) -> None:
-        if (run := self._runs.get(name)) is not None and not run.over:
-            run.note(part, outcome)
-            self._local.note(run.batch_id, part, outcome)
-
-    async def _on_batch(self, name: str, part: str, outcomes: list[Outcome]) -> None:
-        run = self._runs.get(name)
-        if run is not None and not run.is_whole(part, outcomes):
-            self._read_again(run, part)
-            return
-        await self._commit(name, part, outcomes)  # called again when it is cancelled
-
-    async def _commit(self, name: str, part: str, outcomes: list[Outcome]) -> None:
-        while (run := self._runs.get(name)) is not None and not run.over:
-            try:
-                footer = await asyncio.get_running_loop().run_in_executor(self._pool, run.commit, part, outcomes)
-            except Exception as error:
-                if not is_store_trouble(error):
-                    raise
-                log.warning("batch %s: rows not written: %s", run.batch_id, type(error).__name__)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            self._on_commit(run, footer)
-            if run.done and (done := self._changed.get(name)) is not None:
-                done.set()
-            return
+    def _committed(self, run: BatchRun, footer: BatchFooter) -> None:
+        self._on_commit(run, footer)
+        if run.done and (done := self._done.get(run.name)) is not None:
+            done.set()
 
     def _read_again(self, run: BatchRun, part: str) -> None:
         """A batch of 250 rows of which a budget has let some through: the rest is read when there is room."""
-        if not run.over:
-            run.put_back(part)
-            self._wait_to_be_read(run)
+        run.put_back(part)
+        self._wait_to_be_read(run)
 
     def _wait_to_be_read(self, run: BatchRun) -> None:
         self._queue.add(run)
-        self._feed.batch_came()
-
-    async def _flush_often(self) -> None:
-        while True:
-            began = time.monotonic()
-            await self.flush()
-            if self._queue.take_back():
-                self._feed.batch_came()
-            await asyncio.sleep(max(FLUSH_SECONDS, time.monotonic() - began))
+        self._worker.more()
 
     async def flush(self) -> None:
-        """Write what waits for the journal. A store that is away is tried again with the next call."""
+        """Write what waits for the journal; and look whether batches that could not be read are to be read again."""
         self._local.turn()
-        written = await asyncio.gather(*(self._written(run) for run in self._runs.values() if run.unwritten))
-        if all(written):
+        if await self._worker.flush():
             self._local.drop_closed()
-
-    async def _written(self, run: BatchRun) -> bool:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._pool, run.flush)
-            await loop.run_in_executor(self._pool, run.drop_segments)
-        except Exception as error:  # RuntimeError: the pool is closed
-            log.warning("batch %s: journal not written: %s", run.batch_id, type(error).__name__)
-            return False
-        return True
+        if self._queue.take_back():
+            self._worker.more()
 
 
 def _awaited(error: EngineLost | EngineRefused | EngineAway | TlsFilesError) -> Awaited:

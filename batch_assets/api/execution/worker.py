@@ -325,7 +325,7 @@ class Worker:
         done = feed.add(run)
         rest = await self._lifecycle.until_over(carried, done)
         feed.end(run)
-        await self._lifecycle.patiently(run.flush)
+        await self._lifecycle.patiently(run.write_journal)
         feed.remove(run)
         return await self._lifecycle.deliver(carried, run, rest)
 

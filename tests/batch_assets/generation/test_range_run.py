@@ -208,7 +208,7 @@ def test_a_regenerated_row_stays_when_the_rows_around_it_change(local_objects: O
         commit(store, manifest, answer=lambda row, n, said=answers: said.get(row.row_id, f"answer {n}"))
         age_objects(store, manifest, extra)
         run = a_run(store, write_snapshot(store, questions(4)), "next")
-        ((_, batch),) = [(work, list(run.source.kept(work))) for work in run._work.values()]
+        ((_, batch),) = [(work, list(run.source.kept(work))) for work in run._job.works.values()]
         kept = {outcome.row_id: outcome.output for outcome in batch}
         assert kept["id-000000"] == f"answer of version {extra}"
 

@@ -99,7 +99,7 @@ def test_rows_of_an_earlier_object_are_kept_though_the_store_was_away_when_it_wa
     commit(store, write_snapshot(store, questions(10)))
     manifest = write_snapshot(store, questions(8) + questions(2, start=100))
     with contextlib.closing(a_run(store, manifest, "run-1")) as run:
-        (work,) = run._work.values()
+        (work,) = run._job.works.values()
         kept = asked_while_away(any_objects, monkeypatch, lambda: list(run.source.kept(work)))
     assert len(kept) == 10
 
@@ -111,7 +111,7 @@ def test_rows_of_an_earlier_object_that_is_gone_while_the_store_is_there_are_not
     commit(store, write_snapshot(store, questions(10)))
     manifest = write_snapshot(store, questions(8) + questions(2, start=100))
     with contextlib.closing(a_run(store, manifest, "run-1")) as run:
-        (work,) = run._work.values()
+        (work,) = run._job.works.values()
         any_objects.delete([store.batch_path(work.keep[0])])
         assert list(run.source.kept(work)) == []
 

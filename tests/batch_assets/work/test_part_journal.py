@@ -93,7 +93,7 @@ def test_segments_go_while_the_run_goes_on_when_their_batches_are_committed(loca
     with simulated_engine("--speed", "5", model=MODEL) as engine:
         run = a_run(store, manifest, "run-1")
         asyncio.run(watched(run, engine.url))
-        written = run._journal.sequence
+        written = run._job.journal.sequence
         run.close()
     assert written > most > 0
 

@@ -207,7 +207,7 @@ class KeptRows:
             return {**self._journaled.get(key, {}), **new}
 
     def keep_soon(self, key: str, outcome: Outcome) -> None:
-        """The next `flush` writes this row to the journal. Not blocking."""
+        """The next `write_journal` writes this row to the journal. Not blocking."""
         self._journal.note(key, outcome)
 
     @property
@@ -215,7 +215,7 @@ class KeptRows:
         """Rows wait for the journal, or are on their way there."""
         return self._journal.pending
 
-    def flush(self) -> None:
+    def write_journal(self) -> None:
         """Write what waits to the journal. What cannot be written waits for the next time.
 
         On return all that was noted before the call is in the journal, whoever wrote it.
@@ -256,12 +256,13 @@ class KeptRows:
         )
         return self.store.commit(footer, outcomes, _COLUMNS)[0]
 
-    def drop_segments(self, *, all_of_them: bool = False) -> None:
+    def tidy(self) -> None:
         """Delete segments of the journal whose rows are all in batch objects."""
-        if all_of_them:
-            self._journal.drop_all()
-        else:
-            self._journal.drop_finished(lambda key: key in self._objects and key not in self.given_up)
+        self._journal.drop_finished(lambda key: key in self._objects and key not in self.given_up)
+
+    def drop_journal(self) -> None:
+        """Delete all segments of the journal: the batch is over."""
+        self._journal.drop_all()
 
     def outcomes(self, key: str) -> Mapping[str, Outcome] | None:
         """What is kept of a batch of 250 rows, by row id; None: its object is damaged or gone."""

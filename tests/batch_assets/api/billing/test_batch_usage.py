@@ -113,7 +113,7 @@ def test_cached_tokens_are_charged_as_such_on_the_day_of_their_lines(site: Bille
     site.now = LAST_DAY
     for number in range(250, 300):
         run.note("00001", answered(str(number), "k"))
-    run.flush()
+    run.write_journal()
     site.end(run)
     assert site.days() == {0: lines(250), 2: lines(50)}
     assert site.spending.read([record.id]) == {record.id: Spending(300 * LINE, False)}
@@ -126,7 +126,7 @@ def test_a_budget_counts_cached_tokens_as_they_are_charged(site: BilledService) 
         run.note("00001", answered(str(250 + number), "k"))
     assert run.budget is not None and run.budget.spent == 3 * LINE
     committed(run)
-    run.flush()
+    run.write_journal()
     taken = site.batches.claim(record.id, "other", 1e10, 5.0)
     assert taken is not None
     again = site.run(replace(record, epoch=taken.epoch), taken)

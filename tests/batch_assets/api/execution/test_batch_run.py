@@ -68,11 +68,11 @@ def test_a_flush_waits_for_the_rows_of_a_flush_that_is_under_way(held_store: Hel
     run = run_of(held_store, "a", "b")
     run.note(KEY, answered("a"))
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(run.flush)
+        first = pool.submit(run.write_journal)
         assert held_store.begun.wait(4 * PATIENCE)
         assert run.unwritten  # a kill now: only this computer's disk has the row
         run.over = True  # cancelled while the journal is being written
-        second = pool.submit(lambda: (run.flush(), write_results(run, "batch_cancelled", 1, 2))[1])
+        second = pool.submit(lambda: (run.write_journal(), write_results(run, "batch_cancelled", 1, 2))[1])
         try:
             with pytest.raises(TimeoutError):  # before: it returned at once, and the row was lost
                 second.result(0.2)
@@ -92,7 +92,7 @@ def test_who_takes_a_batch_over_counts_all_that_is_kept_once_into_its_budget(tmp
         rows = [replace(answered(row.row_id), row_key=row.row_key) for row in part.rows]
         first.commit(part.key, rows)
     first.note("00002", answered("500"))
-    first.flush()
+    first.write_journal()
     on_this_disk = {"00002": {"501": answered("501"), "502": answered("502")}}
     budget = BatchBudget(10**12, TokenPrices(input=Decimal(1), output=Decimal(1)))
     again = BatchRun(objects, replace(first.record, epoch=2), Held(first.batch_id, 2), "other", budget)

@@ -113,7 +113,7 @@ def test_rows_of_a_damaged_object_that_the_journal_has_are_not_asked_for_again(t
     first = run_of(objects)
     parts = list(first.batches())
     first.note(FIRST, replace(answered("7"), row_key=parts[0].rows[7].row_key))
-    first.flush()
+    first.write_journal()
     commit(first, parts)
     torn(objects, first.store.batch_path(first.objects[FIRST]))
     again = run_of(objects, epoch=2)
@@ -254,7 +254,7 @@ def test_who_takes_over_a_batch_asks_no_more_for_results_that_were_lost_each_tim
     run = run_of(objects)
     parts = list(run.batches())
     run.note(FIRST, replace(answered("7"), row_key=parts[0].rows[7].row_key))
-    run.flush()
+    run.write_journal()
     for _ in range(GENERATIONS):
         commit(run, [part for part in parts if key_of(part) not in run.objects])
         torn(objects, run.store.batch_path(run.objects[FIRST]))
@@ -263,7 +263,7 @@ def test_who_takes_over_a_batch_asks_no_more_for_results_that_were_lost_each_tim
         run.ask_again([FIRST])
     again = run_of(objects, epoch=2)
     assert again.done and list(again.batches()) == [] and (again.completed, again.failed) == (2, 249)
-    again.drop_segments()
+    again.tidy()
     assert write_results(run_of(objects, epoch=3), "", 1, 2).completed == 2, "the journal has a line of it"
 
 

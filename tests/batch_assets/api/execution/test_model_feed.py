@@ -120,9 +120,9 @@ def test_rows_of_a_batch_that_is_over_stay_on_this_disk_until_the_store_has_them
         feed.add(run)
         (rows,) = run.batches()
         kept = [Outcome(row.row_id, row.row_key, "{}", "stop", 1, 1, 1, None, None, ORIGIN, 0, 1) for row in rows.rows]
-        feed._on_row(rows.job, rows.key, kept[0])
+        feed._worker._on_row(rows.job, rows.key, kept[0])
         feed.end(run)  # cancelled
-        feed._on_row(rows.job, rows.key, kept[1])
+        feed._worker._on_row(rows.job, rows.key, kept[1])
         await feed.flush()
         (file,) = local.iterdir()
         assert len(file.read_bytes().splitlines()) == 1
@@ -144,8 +144,8 @@ def test_rows_of_an_earlier_hold_write_nothing_for_the_later_one(tmp_path: Path)
         again = run_of(objects, epoch=2)
         feed.add(again)
         refused = Outcome("a", rows.rows[0].row_key, None, None, 0, 0, 1, "rejected_500", None, ORIGIN, 0.0, 0.0)
-        feed._on_row(rows.job, rows.key, refused)
-        await feed._on_batch(rows.job, rows.key, [refused])
+        feed._worker._on_row(rows.job, rows.key, refused)
+        await feed._worker._on_part(rows.job, rows.key, [refused])
         assert next(iter(again.batches())).job != rows.job
         assert not again.done and not again.unwritten
 
@@ -218,10 +218,10 @@ def test_cancelled_batches_leave_nothing_in_a_feed_that_goes_on(tmp_path: Path) 
                 run = run_of(LocalObjects(tmp_path), lines=600)
                 feed.add(run)
                 await until(lambda: run.unwritten or run.completed > 0)
-                assert feed._feed.progress().open_batches > 0
+                assert feed._worker.progress().open_batches > 0
                 feed.end(run)
                 feed.remove(run)
-                progress = feed._feed.progress()
+                progress = feed._worker.progress()
                 assert (progress.open_batches, progress.in_flight, progress.queued) == (0, 0, 0)
                 await until(lambda: engine.get("/simulator/stats")["in_flight"] == 0)
             finally:

@@ -112,7 +112,7 @@ def test_a_worker_that_lost_its_batch_leaves_the_journal_to_the_next(tmp_path: P
         run = BatchRun(site.objects, record, held, "old")
         run.load()
         run.note(KEY, answered("a"))
-        run.flush()
+        run.write_journal()
         claimed(site, batch, "new", 10.0)
         await BatchLifecycle(site).deliver(Carried(held, record), run, "batch_expired")
         return len(list(run.store.journal.segments((KEY, KEY))))

@@ -1,0 +1,165 @@
+"""One range of a dataset's batches as a job: what is left of it, its journal, its committed objects, its claims.
+
+A batch is a part: it is committed as one object. Rows come from `range_source`, outcomes from the `JobWorker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+
+from batch_assets.generation.range_claims import RunClaims
+from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
+from batch_assets.work.part_journal import PartJournal
+from gpu_runner.rows import Outcome
+from resources.objects.health import StoreHealth, is_store_trouble
+from resources.objects.opening import StoreError, self_test
+from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+
+
+class RangeJob:
+    """For several threads. `works`: what is to do, by key.
+
+    `fence` says whether this run may still clean up after itself: one that was declared dead deletes nothing, its
+    successor does. `claims` keep it from asking for rows that another run of these batches asks for. `reports` has the
+    footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
+    come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
+    """
+
+    over = False  # what comes is always kept
+    unwritten = True  # claims on committed batches are given up with each look, whether rows wait or not
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        manifest: SnapshotManifest,
+        plan: RangePlan,
+        identity: RunIdentity,
+        *,
+        fence: Callable[[], bool],
+        claims: RunClaims | None,
+        health: StoreHealth,
+    ) -> None:
+        self.store, self.manifest, self.identity, self.health = store, manifest, identity, health
+        self.task = manifest.settings().task
+        self.works = {work.entry.key: work for work in plan.todo}
+        self.rows = sum(work.entry.rows for work in plan.todo)
+        self.claims, self._fence = claims, fence
+        self.reports: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
+        self.reused: dict[str, int] = {}
+        self.epoch = 0
+        self.failure: Exception | None = None  # why a batch cannot be committed, whatever is tried
+        self._committed: set[str] = {footer.key for footer in plan.done}
+        self._released: set[str] = set(self._committed)
+        self.journal = PartJournal(
+            store, identity.writer, self.task, closed=self._committed.__contains__, writing=self.writing
+        )
+
+    @property
+    def name(self) -> str:
+        """As its batches say whose they are."""
+        return self.identity.run_id
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all batches of the range that have rows."""
+        return self.works.keys() | self._committed
+
+    def missing(self) -> list[str]:
+        """Keys that are not committed."""
+        return [key for key in self.works if key not in self._committed]
+
+    def store_is_there(self) -> bool:
+        """The store has the snapshot of this run: it is the one that was there at the start, and it answers."""
+        return self.store.objects.exists(self.store.snapshot_path(self.manifest.snapshot, "manifest.json"))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A write in the body. Never into what is left where the store was, as an empty mount point."""
+        with self.health.call("write"):
+            if not self.store_is_there():
+                raise StoreError(f"{self.store.objects.root}: the store has not the snapshot of this run any more")
+            yield
+
+    def test_write(self) -> None:
+        """Write something small. Blocks; `health` knows what became of it."""
+        with self.writing():
+            self_test(self.store.objects)
+
+    def object_of(self, work: Work) -> BatchObject:
+        """The object that this run is to write for a batch."""
+        return BatchObject(work.entry.key, work.entry.data_version, work.generation)
+
+    def adopt(self, work: Work, footer: BatchFooter) -> None:
+        """Another run has committed this batch meanwhile: it is reported, and its rows are no work of ours."""
+        self.rows -= work.entry.rows
+        self._committed.add(work.entry.key)
+        self.reports.put(footer)
+
+    def release_committed(self) -> None:
+        """Give up the claims on committed batches; those of the last ones end with the run. Blocks."""
+        keys = [key for key in list(self._committed) if key not in self._released]
+        names = [self.object_of(self.works[key]).name for key in keys]
+        if self.claims is None or not keys or self.claims.release(names):
+            self._released.update(keys)
+
+    # what the worker calls
+
+    def note(self, part: str, outcome: Outcome) -> None:
+        """A row has its outcome."""
+        self.journal.note(part, outcome)
+
+    def is_whole(self, part: str, outcomes: Sequence[Outcome]) -> bool:
+        """No row of a batch is left out."""
+        return True
+
+    def write_journal(self) -> None:
+        """Write finished rows of open batches. Blocks."""
+        self.journal.flush()
+
+    def tidy(self) -> None:
+        """Delete segments of committed batches, and give up the claims on these. Blocks."""
+        self.drop_finished()
+        self.release_committed()
+
+    def drop_finished(self) -> None:
+        """Delete segments of committed batches, where the store answers and this run may. Blocks."""
+        self.journal.drop_finished(
+            self._committed.__contains__, lambda: not self.health.silent_seconds() and self._fence()
+        )
+
+    def commit(self, part: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        """Write the object of a batch. Blocks.
+
+        Called again while the store does not answer: what is finished is worth waiting for. Who gives leases back and
+        at last ends the run watches `health`.
+        """
+        try:
+            return self._commit(part, outcomes)
+        except Exception as error:
+            if not is_store_trouble(error):
+                self.failure = error
+            raise
+
+    def _commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
+        work = self.works[key]
+        footer = BatchFooter.of(
+            self.store.dataset,
+            work.entry,
+            outcomes,
+            snapshot=self.manifest.snapshot,
+            generation=work.generation,
+            epoch=self.epoch,
+            run_id=self.identity.run_id,
+            root_run_id=self.identity.intent.root_run_id,
+            reused=self.reused.get(key, 0),
+        )
+        with self.writing():
+            return self.store.commit(footer, outcomes, self.task)[0]
+
+    def committed(self, footer: BatchFooter) -> None:
+        """A batch is in the store."""
+        self._committed.add(footer.key)
+        self.journal.forget(footer.key)
+        self.reports.put(footer)
