@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, fields
 from sys import getsizeof
 
+from gpu_runner.answers import NO_PARTS
 from gpu_runner.client.protocol import Completion
 from gpu_runner.rows import Outcome
 
@@ -55,6 +56,8 @@ def bytes_of(answer: Outcome | Completion) -> tuple[int, int]:
         elif type(value) is tuple:
             held += NUMBER_BYTES * len(value)
             stored += STORED_NUMBER_BYTES * len(value)
+    if answer.parts is NO_PARTS:
+        return held, stored
     beside = answer.parts.bytes
     return held + beside, stored + beside
 

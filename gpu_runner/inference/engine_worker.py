@@ -435,11 +435,13 @@ class EngineWorker:
 
     def _done_reading(self, request: Request) -> None:
         memory = self.work.memory
-        was_full = memory.full
-        if not request.broken_off:
-            self._read(request)
-        if request.broken_off or (was_full and not memory.full):
+        if request.broken_off:
             self._loop.call_soon(self._wake)
+        elif memory.reading:
+            was_full = memory.full
+            self._read(request)
+            if was_full and not memory.full:
+                self._loop.call_soon(self._wake)
 
     def _read(self, request: Request) -> None:
         for item in request.rows:

@@ -169,7 +169,8 @@ class Work:
         item.check_end(outcome)
         self._on_row(batch.job, batch.key, outcome)
         item.end(outcome)
-        self.memory.keep(batch.bytes, -item.kept)
+        if item.kept:
+            self.memory.keep(batch.bytes, -item.kept)
         self.memory.keep(batch.bytes, *bytes_of(outcome))
         counts = self.counts
         if outcome.error is None:
