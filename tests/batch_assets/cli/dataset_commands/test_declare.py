@@ -176,3 +176,22 @@ def test_dg_scaffold_says_where_datasets_are_read_from_and_leaves_nothing(defs: 
     assert found.returncode == 1
     assert f"BATCH_ASSETS_DEFS={defs}" in found.stderr and "batch-assets new" in found.stderr
     assert not (project / "batch_assets" / "defs" / "zzz").exists()
+
+
+@pytest.mark.soak("dagster")
+def test_of_dagsters_commands_only_check_defs_sees_a_broken_file_where_datasets_are_read_from(defs: Path):
+    """`dg check yaml` passes it, named or not: `docs/datasets.md` sends people to `batch-assets check`."""
+    WRONG["no source"][0](defs)
+    assert ask("check").exit_code == 2
+
+    def dg(*words: str) -> tuple[int, str]:
+        command = [str(Path(sys.executable).parent / "dg"), "check", *words]
+        project = Path(__file__).parents[4]
+        found = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=100, env=os.environ)
+        return found.returncode, found.stdout + found.stderr
+
+    for words in (["yaml"], ["yaml", str(defs)], ["yaml", str(defs / "bad")]):
+        status, said = dg(*words)
+        assert status == 0 and "validated successfully" in said
+    status, said = dg("defs")
+    assert status == 1 and f"{defs}/bad/defs.yaml" in said
