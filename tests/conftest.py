@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import pytest
 from support.soak import GROUPS, group_of
 from support.timing import PATIENCE
 from support.whole_modules import MARKS, mark_of
+from support.worker_shares import in_shares
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 # Almost nothing of what is imported and collected is garbage: looking for it took a fifth of a collection's CPU.
 gc.disable()
 
+LONG_SECONDS = 300.0  # a module with such a time-out has long tests
 SLOW_SECONDS = 400.0  # after which a slow test without a time-out of its own is held to hang
 # Modules of the engine contract that ask the same servers, which live as long as the process that runs the tests.
 SHARED_SERVERS = ("tests/contract/test_engine_client_contract.py", "tests/contract/test_engine_contract.py")
@@ -100,12 +103,20 @@ def needs_cluster(item: pytest.Item) -> bool:
     return module is not None and uses_cluster(module.obj)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of pytest-xdist does not know by itself how the tests are handed out."""
+    node.workerinput["dist"] = node.config.getoption("dist")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose a group. A test that hangs ends after `PATIENCE` times what its mark says, or --timeout.
 
     Tests that need the cluster come first. Of several workers the first one then has them all, one after the other;
     elsewhere in the order two workers would meet at the cluster's lock, and one of them wait. Modules with time-outs of
-    their own follow, the longest first: when a long test is begun last, all other workers wait for its end.
+    their own follow, the longest first: when a long test is begun last, all other workers wait for its end. Where
+    workers take tests from each other, each begins with its share of the long ones.
     """
     longest: dict[Path, float] = {}
     for item in items:
@@ -114,6 +125,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted := config.getoption("group"):
         config.hook.pytest_deselected(items=[item for item in items if group_of(item) != wanted])
         items[:] = [item for item in items if group_of(item) == wanted]
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if worker.get("dist") == "worksteal":
+        long = [item for item in items if needs_cluster(item) or longest[item.path] >= LONG_SECONDS]
+        by_module = [list(found) for _, found in groupby(long, lambda item: needs_cluster(item) or item.path)]
+        items[:] = in_shares(by_module, items[len(long) :], int(worker["workercount"]))
     if config.getoption("timeout") is not None:
         return
     for item in items:

@@ -18,6 +18,7 @@ from batch_assets.generation import store_wait
 from batch_assets.generation.range_run import RangeRun
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.orchestration.reconcile import Reconciler
+from resources.objects import health
 from resources.objects.health import StoreAway, StoreHealth
 from resources.objects.opening import LocalObjects, StoreError
 
@@ -104,7 +105,8 @@ def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
         return real(self, path)
 
     monkeypatch.setattr(LocalObjects, "exists", hangs)
-    monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 7.0)  # a call is unanswered after 5
+    monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.5)  # after which a call is unanswered
+    monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 1.0)
     monkeypatch.setattr(batch_assets.orchestration.assets, "self_test", lambda objects: answers.wait(60))
     try:
         assert not site.materialize("prompts").success
