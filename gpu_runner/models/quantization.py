@@ -55,18 +55,6 @@ class Quantization:
         return not any(_names(entry, module) for entry in self.skipped)
 
 
-# Schemes by name, for a checkpoint that does not state one (vLLM's --quantization fp8) and for what-if questions.
-# Group sizes are the defaults of the tools: AWQ and GPTQ 128; MXFP4 32 values and NVFP4 16 values per 1-byte scale.
-SCHEMES: Mapping[str, Quantization] = {
-    "fp8": Quantization("fp8", 8, scale_bytes=4),
-    "int8": Quantization("int8", 8, scale_bytes=2, block_out=1),
-    "awq": Quantization("awq", 4, scale_bytes=2, block_in=128, block_out=1, zero_bits=4),
-    "gptq": Quantization("gptq", 4, scale_bytes=2, block_in=128, block_out=1, zero_bits=4),
-    "mxfp4": Quantization("mxfp4", 4, scale_bytes=1, block_in=32, block_out=1),
-    "nvfp4": Quantization("nvfp4", 4, scale_bytes=1, block_in=16, block_out=1),
-}
-
-
 def read_quantization(stated: Mapping[str, Any], where: str) -> Quantization:
     """Quantization from a `quantization_config`; raises UnknownQuantization for one without a formula."""
     where = f"{where} quantization_config"

@@ -23,7 +23,7 @@ from gpu_runner.models.config import (
     parse,
 )
 from gpu_runner.models.files import ModelFilesUnreadable, read_folder, read_hub
-from gpu_runner.models.quantization import SCHEMES, UnknownQuantization, read_quantization
+from gpu_runner.models.quantization import Quantization, UnknownQuantization, read_quantization
 from gpu_runner.models.sizing import (
     GIB,
     Gpu,
@@ -468,6 +468,17 @@ def test_longer_context_never_fits_more_sequences(
     shorter, longer = sorted((one, other))
     gpu = catalog_gpu("any", gib)
     assert sequences_that_fit(model, gpu, longer, serving) <= sequences_that_fit(model, gpu, shorter, serving)
+
+
+# Group sizes are the defaults of the tools: AWQ and GPTQ 128; MXFP4 32 values and NVFP4 16 values per 1-byte scale.
+SCHEMES = {
+    "fp8": Quantization("fp8", 8, scale_bytes=4),
+    "int8": Quantization("int8", 8, scale_bytes=2, block_out=1),
+    "awq": Quantization("awq", 4, scale_bytes=2, block_in=128, block_out=1, zero_bits=4),
+    "gptq": Quantization("gptq", 4, scale_bytes=2, block_in=128, block_out=1, zero_bits=4),
+    "mxfp4": Quantization("mxfp4", 4, scale_bytes=1, block_in=32, block_out=1),
+    "nvfp4": Quantization("nvfp4", 4, scale_bytes=1, block_in=16, block_out=1),
+}
 
 
 @light
