@@ -160,7 +160,7 @@ class CommandProject:
 
 @contextlib.contextmanager
 def site(folder: Path) -> Iterator[CommandProject]:
-    """A site; whatever was started on it is ended afterwards."""
+    """A project; whatever was started on it is ended afterwards."""
     names = {"DAGSTER_HOME": "home", "BATCH_ASSETS_STORE": "store", "BATCH_ASSETS_DEFS": "defs"}
     environment = {name: str(folder / value) for name, value in names.items()}
     environment["BATCH_ASSETS_FLEET"] = str(folder / "fleet.yaml")

@@ -29,7 +29,7 @@ os.execv(sys.executable, [sys.executable, "-m", "gpu_runner.simulator", "--model
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[CommandProject]:
-    """A site with the project's own datasets and no fleet.yaml."""
+    """A project with this repository's datasets and no fleet.yaml."""
     with new_site(tmp_path) as found:
         del found.environment["BATCH_ASSETS_DEFS"], found.environment["BATCH_ASSETS_FLEET"]
         (tmp_path / "fleet.yaml").unlink()

@@ -82,7 +82,7 @@ def of_home(home: Path) -> list[psutil.Process]:
 
 @dataclass
 class Series:
-    """One command after the other on a site, and what is killed of them."""
+    """One command after the other on a project, and what is killed of them."""
 
     here: CommandProject
     rng: random.Random

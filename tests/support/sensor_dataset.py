@@ -68,7 +68,7 @@ class SensorDataset:
         stack: contextlib.ExitStack,
         *specs: Mapping[str, Any],
     ) -> SensorDataset:
-        """The site of the first spec (default: SPEC). `specs` may be changed while it is open: it is read again."""
+        """The project of the first spec (default: SPEC). `specs` may be changed while it is open: it is read again."""
         database = f"sqlite:///{folder}/fleet.db"
         fleet = GpuFleet(database=database, home=str(folder), config_path=str(folder / "fleet.yaml"))
         resources = {"store": BatchStore(root=str(folder / "store")), "fleet": fleet}

@@ -23,7 +23,7 @@ from batch_assets.tags import REFRESH_TAG
 
 @dataclass
 class Shared:
-    """One site for all tests, as each leaves it healed; a new one after a test that did not."""
+    """One dataset for all tests, as each leaves it healed; a new one after a test that did not."""
 
     template: Path
     engine: SimulatedEngine

@@ -1,4 +1,4 @@
-"""What every provider must do. A new one is added to `site`, with its counterpart in `support.provider_clouds`.
+"""What every provider must do. A new one is added to the fixture, with its counterpart in `support.provider_clouds`.
 
 What only one of them has (slots, zones, tunnels, quotas, late lists) is tested beside it.
 """
