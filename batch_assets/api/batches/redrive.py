@@ -36,7 +36,7 @@ class RedriveRefused(UserFacingError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """250 rows of the old batch. `lines`: how many of them are asked for once more."""
+    """A part of the old batch. `lines`: how many of them are asked for once more."""
 
     footer: BatchFooter
     lines: int

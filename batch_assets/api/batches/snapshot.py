@@ -1,4 +1,4 @@
-"""All lines of an input file, checked in one pass, and kept as a snapshot of 250-row batches.
+"""All lines of an input file, checked in one pass, and kept as a snapshot in parts of 250 lines.
 
 The file is read line by line; memory holds 250 lines and 16 bytes for each custom_id. What is kept has the form of a
 dataset's snapshot (`resources.store.dataset_store`): `row_id` is the custom_id, `prompt` the body of the request. Made
@@ -25,7 +25,7 @@ from gpu_runner.rows import Task, data_version
 from resources.objects.opening import Objects, temporary_folder
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 
-BATCH_ROWS = 250
+PART_LINES = 250
 SHARD_BATCHES = 40
 SNAPSHOT = "input"
 READ_BYTES = 4 << 20  # of one ranged request to S3
@@ -155,7 +155,7 @@ class _SnapshotWriter:
         """One more row."""
         self._rows.append(line)
         self.rows += 1
-        if len(self._rows) == BATCH_ROWS:
+        if len(self._rows) == PART_LINES:
             self._write_batch()
 
     def _write_batch(self) -> None:
@@ -165,7 +165,7 @@ class _SnapshotWriter:
         if self._parquet is None:
             self._parquet = pq.ParquetWriter(self._shard_file, _SCHEMA, compression="zstd", compression_level=1)
         table = pa.table([ids, keys, [row.body for row in rows]], schema=_SCHEMA)
-        self._parquet.write_table(table, row_group_size=BATCH_ROWS)
+        self._parquet.write_table(table, row_group_size=PART_LINES)
         key = f"{len(self._entries):05d}"
         version = data_version(zip(ids, keys, strict=True))
         self._entries.append(BatchEntry(key, len(rows), version, len(self._shards), self._groups))
@@ -210,7 +210,7 @@ class _SnapshotWriter:
                 source=batch_id,
                 rows=self.rows,
                 batches=len(self._entries),
-                batch_rows=BATCH_ROWS,
+                batch_rows=PART_LINES,
                 source_rows=self.rows,
                 rejected=0,
                 duplicates=0,

@@ -54,7 +54,7 @@ def tokens_of(outcomes: Iterable[Outcome]) -> Tokens:
 
 
 def object_tokens(footer: BatchFooter) -> Tokens | None:
-    """What the lines of a batch object are charged for, as `tokens_of` its outcomes; None: only those say it."""
+    """What the lines of a part are charged for, as `tokens_of` its outcomes; None: only those say it."""
     prompt, completion = footer.answered_prompt_tokens, footer.answered_completion_tokens
     if footer.cached_tokens is None:  # an earlier version has written it
         return None

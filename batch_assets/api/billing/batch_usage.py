@@ -1,6 +1,6 @@
-"""Usage of batches, on its way into the ledger: by batch object while a batch is under way, the rest when it ends.
+"""Usage of batches, on its way into the ledger: by part while a batch is under way, the rest when it ends.
 
-A batch object is durable before it is told here, and the end of a batch settles whatever is missing, in the transaction
+A part is durable before it is told here, and the end of a batch settles whatever is missing, in the transaction
 that ends it. So the queue is bounded, and what a kill takes of it is lost to nobody.
 """
 
@@ -95,7 +95,7 @@ class BatchUsage:
             self._thread.join(seconds)
 
     def committed(self, record: BatchRecord, footer: BatchFooter) -> None:
-        """A batch object was written. One of an earlier version, which does not say what it is charged, is settled with
+        """A part was written. One of an earlier version, which does not say what it is charged, is settled with
         the end of its batch.
         """
         if object_tokens(footer) is None:

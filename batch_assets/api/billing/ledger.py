@@ -130,7 +130,7 @@ class UsageLedger:
     # batches
 
     def add_part(self, batch_id: str, part: str, key: UsageKey, used: Used) -> bool:
-        """Add a batch object of a batch that is under way. False: it is there already, or its batch has ended."""
+        """Add a part of a batch that is under way. False: it is there already, or its batch has ended."""
         with self._records.writing() as connection:
             locked = sa.select(BATCHES.c.status).where(BATCHES.c.id == batch_id).with_for_update()
             if connection.scalar(locked) not in [state.value for state in OPEN]:

@@ -75,7 +75,7 @@ class BatchBudget:
         self._limit, self._prices, self._context = limit, prices, context
         self._lock = threading.Lock()
         self._spent = 0
-        self._parts: dict[str, int] = {}  # what of that is of lines of which 250 rows, by key
+        self._parts: dict[str, int] = {}  # what of that is of lines of which part, by key
         self._held: dict[str, int] = {}  # by row id
         self._held_back = 0  # their sum
         self._refused: int | None = None  # the bound of the line that was refused last
@@ -92,7 +92,7 @@ class BatchBudget:
             return self._refused is not None and not self._held and self._refused > self._room()
 
     def set_part(self, part: str, tokens: Tokens) -> None:
-        """What is kept of 250 rows used these tokens, whatever was counted of them before."""
+        """What is kept of a part used these tokens, whatever was counted of them before."""
         amount = self._prices.amount(tokens)
         with self._lock:
             self._spent += amount - self._parts.get(part, 0)
@@ -118,7 +118,7 @@ class BatchBudget:
         return len(rows)
 
     def settle(self, part: str, row_id: str, tokens: Tokens) -> None:
-        """A line of 250 rows has its outcome."""
+        """A line of a part has its outcome."""
         amount = self._prices.amount(tokens)
         with self._lock:
             self._held_back -= self._held.pop(row_id, 0)

@@ -87,14 +87,14 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a worker works with. `committed` hears of every batch object, `usage` of what each batch used.
+    """What a worker works with. `committed` hears of every part that is written, `usage` of what each batch used.
 
     `resolve`: the model behind a name. `reserve`: engines of a model that stay, also without work. `engines_at_once`:
     how many a feed asks for without a reserve. `capacity`: how many engines each feed may have of a fleet, as of open
-    batches and those that this worker holds; None: nothing is rented. `never_served`: why nothing can
-    ever serve a model; it may block. `lost`: hears of batch objects that are damaged or gone: of how many the lines are
-    asked for again, and of how many not once more. `local`: a folder of this computer for rows that the store does not
-    have yet; None: there is none.
+    batches and those that this worker holds; None: nothing is rented. `never_served`: why nothing can ever serve
+    a model; it may block. `lost`: hears of parts that are damaged or gone: of how many the lines are asked for again,
+    and of how many not once more. `local`: a folder of this computer for rows that the store does not have yet; None:
+    there is none.
     """
 
     batches: BatchRecords

@@ -63,8 +63,8 @@ class BatchRun(KeptRows):
                 self.budget.set_part(key, tokens)
 
     def batches(self) -> Iterator[Batch]:
-        """What is left to do, as the feed takes it, in order, each once. Of 250 rows those are left out that the budget
-        does not pay for now: `put_back` has them read again.
+        """What is left to do, as the feed takes it, in order, each once. Rows that the budget does not pay for
+        now are left out: `put_back` has them read again.
 
         Raises as the store, BudgetHolds, and CorruptObject, which sets `lines_damaged`; call again to go on.
         """
@@ -95,15 +95,15 @@ class BatchRun(KeptRows):
         return [row for row in rows if row.row_id not in later]
 
     def is_whole(self, key: str, outcomes: Sequence[Outcome]) -> bool:
-        """Whether these are all rows of a batch of 250: no budget has left some out."""
+        """Whether these are all rows of a part: no budget has left some out."""
         return len(outcomes) == self._entries[key].rows
 
     def put_back(self, key: str) -> None:
-        """Rows of this batch of 250 were left out: it is to be read again, by the next call of `batches`."""
+        """Rows of this part were left out: it is to be read again, by the next call of `batches`."""
         self._read.discard(key)
 
     def ask_again(self, keys: Collection[str]) -> list[str]:
-        """Batch objects are damaged or gone, found when nothing of this batch is under way: their rows are left.
+        """Objects of parts are damaged or gone, found when nothing of this batch is under way: their rows are left.
 
         Returns the keys of those: what was lost as the last of its GENERATIONS is given up. Neither costs anything.
         """
@@ -128,7 +128,7 @@ class BatchRun(KeptRows):
                 self.budget.settle(key, outcome.row_id, answer_usage(outcome).tokens)
 
     def commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
-        """Write the object of 250 rows, as `KeptRows.commit`, and what it has cost."""
+        """Write the object of a part, as `KeptRows.commit`, and what it has cost."""
         written = super().commit(key, outcomes)
         if self.budget is not None and (tokens := object_tokens(written)) is not None:
             self.budget.set_part(key, tokens)  # another's object, where that was there first

@@ -1,6 +1,6 @@
-"""Tells Dagster's catalog of every batch object: a materialization of `api/batches`, without a run.
+"""Tells Dagster's catalog of every part that is written: a materialization of `api/batches`, without a run.
 
-The partition is the batch's id and the number of its 250 rows. Reports are made in a thread of their own, behind the
+The partition is the batch's id and the key of a part. Reports are made in a thread of their own, behind the
 work: a catalog that is away or slow delays no row. What a killed process did not report is found in the store later.
 """
 
@@ -31,24 +31,24 @@ LOOK_SECONDS = 30.0
 
 
 def partition_of(batch_id: str, key: str) -> str:
-    """The partition key of 250 rows of a batch."""
+    """The partition key of a part of a batch."""
     return f"{batch_id}_{key}"
 
 
 def part_of(partition: str) -> tuple[str, str]:
-    """(batch id, key of its 250 rows) of a partition key."""
+    """(batch id, key of its part) of a partition key."""
     batch_id, _, key = partition.rpartition("_")
     return batch_id, key
 
 
 def materialization(batch_id: str, footer: BatchFooter) -> dg.AssetMaterialization:
-    """The entry of a batch object, made from its footer alone: reporting it again gives the same entry."""
+    """The entry of a part, made from its footer alone: reporting it again gives the same entry."""
     partition = partition_of(batch_id, footer.key)
     return dg.AssetMaterialization(KEY, partition=partition, metadata=part_metadata(batch_id, footer))
 
 
 def part_metadata(batch_id: str, footer: BatchFooter) -> dict[str, dg.MetadataValue]:
-    """What the catalog is told of 250 rows."""
+    """What the catalog is told of a part."""
     return {
         "dagster/partition_row_count": dg.MetadataValue.int(footer.rows),
         "rows": dg.MetadataValue.int(footer.rows),
@@ -85,7 +85,7 @@ class CatalogReports:
         self._thread.join(seconds)
 
     def committed(self, batch_id: str, footer: BatchFooter) -> None:
-        """A batch object was written. With too many waiting, it is found in the store later."""
+        """A part was written. With too many waiting, it is found in the store later."""
         try:
             self._queue.put_nowait((batch_id, footer))
         except queue.Full:

@@ -264,7 +264,7 @@ class ModelFeed:
             done.set()
 
     def _read_again(self, run: BatchRun, part: str) -> None:
-        """A batch of 250 rows of which a budget has let some through: the rest is read when there is room."""
+        """A part of which a budget has let some through: the rest is read when there is room."""
         run.put_back(part)
         self._wait_to_be_read(run)
 

@@ -29,7 +29,7 @@ USAGE = sa.Table(
     sa.Index("api_usage_by_tenant", "tenant", "day"),
 )
 
-# What was added to USAGE of each batch, by batch object, and at the end of the batch as `rest`: nothing twice. `day`,
+# What was added to USAGE of each batch, by part, and at the end of the batch as `rest`: nothing twice. `day`,
 # `service_class`: where it was added; NULL: an earlier version did, and said nothing.
 USAGE_PARTS = sa.Table(
     "api_usage_parts",

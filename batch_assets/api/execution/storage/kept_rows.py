@@ -1,6 +1,6 @@
-"""What is kept of a batch: the journal of its rows, and its batch objects of 250 rows each.
+"""What is kept of a batch: the journal of its rows, and an object for each part of 250 rows.
 
-The store says what is done: a row is done when the journal or a batch object has it. Whoever takes a batch over reads
+The store says what is done: a row is done when the journal or an object has it. Whoever takes a batch over reads
 both. Methods block unless they say otherwise.
 """
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 KEYS = ("00000", "99999")
-GENERATIONS = 3  # of a batch object: where all of them are lost its lines are not asked for once more
+GENERATIONS = 3  # of an object: where all of them are lost its lines are not asked for once more
 READINGS = 2  # of an object before it counts as damaged or gone
 _COLUMNS: Task = "chat"  # outputs are text, whatever the endpoint: the whole answer
 
@@ -47,7 +47,7 @@ class KeptRows:
         self._objects: dict[str, BatchObject] = {}
         self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
         self._counted: dict[str, tuple[int, int]] = {}
-        self._generations: dict[str, int] = {}  # of batch objects to come, where that is not the first one
+        self._generations: dict[str, int] = {}  # of objects to come, where that is not the first one
         self._guard = threading.RLock()  # of what is known
         writer = JournalWriter(self._run_id, KEYS)
         self._journal = PartJournal(
@@ -61,23 +61,23 @@ class KeptRows:
 
     @property
     def done(self) -> bool:
-        """All batch objects are written."""
+        """The objects of all parts are written."""
         return len(self._objects) == len(self._entries)
 
     @property
     def objects(self) -> Mapping[str, BatchObject]:
-        """The batch objects so far, by key."""
+        """The objects so far, by key."""
         return self._objects
 
     @property
     def entries(self) -> Sequence[BatchEntry]:
-        """All batches of 250 rows, in order."""
+        """All parts, in order."""
         return list(self._entries.values())
 
     def read_kept(self, left: Rows, *, counted: bool) -> dict[str, Tokens]:
         """Read the snapshot's index and what is done. Raises CorruptObject for the index, or what the store raises.
 
-        A batch object that is damaged or gone is not done: those of its rows that the journal has are kept, the others
+        A part whose object is damaged or gone is not done: those of its rows that the journal has are kept, the others
         are left, unless it was their last generation. `left`: rows that the journal may not have yet; it has them then.
         Returns the tokens of what is kept, by key, where they are `counted`.
         """
@@ -89,12 +89,12 @@ class KeptRows:
             found = self.store.current_objects(entries)
         used: dict[str, Tokens] = {}
         committed_as = partial(self._committed, counted=counted)
-        for (key, batch), committed in zip(found.items(), read_ahead(committed_as, found.values()), strict=True):
+        for (key, part), committed in zip(found.items(), read_ahead(committed_as, found.values()), strict=True):
             if committed is None:
-                self._lose(batch)
+                self._lose(part)
                 continue
             footer, tokens = committed
-            self._objects[key] = batch
+            self._objects[key] = part
             self._count(key, footer.ok, footer.dead, committed=True)
             used[key] = tokens
         segments = self._journal.unread() if self.held.epoch > 1 else []
@@ -106,30 +106,30 @@ class KeptRows:
             used |= {key: tokens_of(kept.values()) for key, kept in self._journaled.items()}
         return used
 
-    def _committed(self, batch: BatchObject, *, counted: bool) -> tuple[BatchFooter, Tokens] | None:
-        """What a batch object says of itself, with its tokens where they are counted; None: it is damaged or gone."""
-        footer = self._whole(batch, self.store.footer)
+    def _committed(self, part: BatchObject, *, counted: bool) -> tuple[BatchFooter, Tokens] | None:
+        """What an object says of itself, with its tokens where they are counted; None: it is damaged or gone."""
+        footer = self._whole(part, self.store.footer)
         if footer is None:
             return None
         tokens = object_tokens(footer) if counted else Tokens()
         if tokens is not None:
             return footer, tokens
-        outcomes = self._whole(batch, self.store.outcomes)  # an earlier version has written it
+        outcomes = self._whole(part, self.store.outcomes)  # an earlier version has written it
         return None if outcomes is None else (footer, tokens_of(outcomes))
 
-    def _whole(self, batch: BatchObject, read: Callable[[BatchObject], Found]) -> Found | None:
-        """What is read of a batch object; None: it is damaged, or is not in the store. Raises as a store that is away.
+    def _whole(self, part: BatchObject, read: Callable[[BatchObject], Found]) -> Found | None:
+        """What is read of an object; None: it is damaged, or is not in the store. Raises as a store that is away.
 
         It is read again before that is believed: what was wrong may have been the way from the store.
         """
         for _ in range(READINGS):
             try:
-                return read(batch)
+                return read(part)
             except CorruptObject:
                 found = "is damaged"
             except FileNotFoundError:
                 found = "is gone"
-        log.error("batch %s: object %s %s", self.batch_id, batch.name, found)
+        log.error("batch %s: object %s %s", self.batch_id, part.name, found)
         return None
 
     def lose(self, keys: Collection[str]) -> list[str]:
@@ -139,26 +139,26 @@ class KeptRows:
         with self._guard:
             return [key for key in keys if self._lose(self._objects[key])]
 
-    def _lose(self, batch: BatchObject) -> bool:
+    def _lose(self, part: BatchObject) -> bool:
         """An object is damaged or gone. Its rows are left; False: they are not, that was its last generation.
 
         What the journal has of them is kept in both cases.
         """
-        key = batch.key
+        key = part.key
         self.given_up.discard(key)
         self._objects.pop(key, None)
         self._count(key, 0, 0)
-        if batch.generation + 1 < GENERATIONS:
-            self._generations[key] = batch.generation + 1
+        if part.generation + 1 < GENERATIONS:
+            self._generations[key] = part.generation + 1
             return True
         log.error("batch %s: %d generations of object %s are lost: its lines fail", self.batch_id, GENERATIONS, key)
-        self._objects[key] = batch
+        self._objects[key] = part
         self.given_up.add(key)
         self._count(key, 0, self._entries[key].rows, committed=True)
         return False
 
     def _is_open(self, key: str) -> bool:
-        """Whether what is kept of 250 rows is what the journal has."""
+        """Whether what is kept of a part is what the journal has."""
         return key in self._entries and (key not in self._objects or key in self.given_up)
 
     def _take_over(self, left: Rows) -> None:
@@ -171,7 +171,7 @@ class KeptRows:
             self._journal.append(rows)
 
     def _keep_open(self, rows: Mapping[str, Sequence[Outcome]]) -> None:
-        """The journal has these rows, too: of 250 rows that are committed it is not asked any more."""
+        """The journal has these rows, too: of a part that is committed it is not asked any more."""
         with self._guard:
             for key, found in rows.items():
                 if self._is_open(key):
@@ -197,11 +197,11 @@ class KeptRows:
 
     @property
     def open_entries(self) -> list[BatchEntry]:
-        """Batches of 250 rows without an object, in order."""
+        """Parts without an object, in order."""
         return [entry for key, entry in self._entries.items() if key not in self._objects]
 
     def known(self, key: str) -> dict[str, Outcome]:
-        """Outcomes of a batch of 250 rows that no engine is to be asked for, in the journal or on their way there."""
+        """Outcomes of a part that no engine is to be asked for, in the journal or on their way there."""
         new = {row.row_id: row for row in self._journal.unwritten(key)}  # first: rows go from here to there
         with self._guard:
             return {**self._journaled.get(key, {}), **new}
@@ -223,32 +223,32 @@ class KeptRows:
         self._journal.flush()
 
     def commit(self, key: str, outcomes: Sequence[Outcome]) -> BatchFooter:
-        """Write the object of 250 rows, create-only. In place of a damaged one comes the next generation."""
+        """Write the object of a part, create-only. In place of a damaged one comes the next generation."""
         while True:
-            batch = BatchObject(key, self._entries[key].data_version, self._generations.get(key, 0))
+            part = BatchObject(key, self._entries[key].data_version, self._generations.get(key, 0))
             try:
-                written = self._create(batch, outcomes)
+                written = self._create(part, outcomes)
                 break
             except CorruptObject:
-                if not self.store.objects.exists(self.store.batch_path(batch)):
+                if not self.store.objects.exists(self.store.batch_path(part)):
                     raise  # not of an object that is there: these are outcomes of other rows
-                log.error("batch %s: object %s is damaged", self.batch_id, batch.name)
-                self._generations[key] = batch.generation + 1
+                log.error("batch %s: object %s is damaged", self.batch_id, part.name)
+                self._generations[key] = part.generation + 1
         with self._guard:
             self._count(key, written.ok, written.dead, committed=True)
-            self._objects[key] = batch
+            self._objects[key] = part
             self._journaled.pop(key, None)
         self._journal.forget(key)
         return written
 
-    def _create(self, batch: BatchObject, outcomes: Sequence[Outcome]) -> BatchFooter:
+    def _create(self, part: BatchObject, outcomes: Sequence[Outcome]) -> BatchFooter:
         """Write it, or adopt the one that is there. Raises CorruptObject for that, and for outcomes of other rows."""
         footer = BatchFooter.of(
             self.store.dataset,
-            self._entries[batch.key],
+            self._entries[part.key],
             outcomes,
             snapshot=SNAPSHOT,
-            generation=batch.generation,
+            generation=part.generation,
             epoch=self.held.epoch,
             run_id=self._run_id,
             root_run_id=self.batch_id,
@@ -257,7 +257,7 @@ class KeptRows:
         return self.store.commit(footer, outcomes, _COLUMNS)[0]
 
     def tidy(self) -> None:
-        """Delete segments of the journal whose rows are all in batch objects."""
+        """Delete segments of the journal whose rows are all in objects."""
         self._journal.drop_finished(lambda key: key in self._objects and key not in self.given_up)
 
     def drop_journal(self) -> None:
@@ -265,14 +265,14 @@ class KeptRows:
         self._journal.drop_all()
 
     def outcomes(self, key: str) -> Mapping[str, Outcome] | None:
-        """What is kept of a batch of 250 rows, by row id; None: its object is damaged or gone."""
+        """What is kept of a part, by row id; None: its object is damaged or gone."""
         with self._guard:  # a commit moves rows from the one to the other
-            batch = self._objects.get(key)
-            if batch is None:
+            part = self._objects.get(key)
+            if part is None:
                 return dict(self._journaled.get(key, {}))
-        outcomes = self._whole(batch, self.store.outcomes)
+        outcomes = self._whole(part, self.store.outcomes)
         return None if outcomes is None else {outcome.row_id: outcome for outcome in outcomes}
 
     def journaled(self, key: str) -> Mapping[str, Outcome]:
-        """What the journal has of 250 rows whose object is damaged or gone."""
+        """What the journal has of a part whose object is damaged or gone."""
         return self._journaled.get(key, {})

@@ -32,7 +32,7 @@ ENDING = ".rows"
 LARGEST_FILE = 1 << 30  # bytes, of one that is read
 _numbers = itertools.count()
 
-Rows = Mapping[str, Mapping[str, Outcome]]  # by key of 250 rows, by row id
+Rows = Mapping[str, Mapping[str, Outcome]]  # by key of a part, by row id
 
 
 class LocalJournal:
