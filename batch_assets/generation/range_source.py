@@ -21,13 +21,13 @@ from batch_assets.generation.range_claims import RunClaims
 from batch_assets.generation.range_job import RangeJob
 from batch_assets.generation.range_plan import Work
 from batch_assets.generation.store_reads import StoreReads
-from batch_assets.publishing.row_condition import RowCondition
 from gpu_runner.rows import Batch, Outcome, Row
 from resources.objects.opening import CorruptObject
 from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchObject
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
+from resources.store.row_condition import RowCondition
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish
-from batch_assets.publishing.row_condition import BadCondition
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
@@ -55,6 +54,7 @@ from resources.objects.opening import self_test, temporary_folder
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers
+from resources.store.row_condition import BadCondition
 
 KEY_CHUNK = 10_000  # one INSERT of 80,000 keys fails on Postgres and on some SQLite builds
 

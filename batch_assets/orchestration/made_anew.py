@@ -14,9 +14,9 @@ import dagster as dg
 from batch_assets.catalog.ledger import anew_event
 from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
 from batch_assets.generation.mixed_rows import mixed
-from batch_assets.publishing.row_condition import RowCondition
 from batch_assets.snapshot.source.errors import SourceError
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
+from resources.store.row_condition import RowCondition
 
 SIMULATED_REASON = "its rows are simulated, and an engine that is not was asked for"
 ALL = "all"

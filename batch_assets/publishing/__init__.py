@@ -2,7 +2,7 @@
 
 `publish` writes the table, `dead_letters` the rows without a completion, `dataset_card` its README; `quality` measures
 it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte. `current_rows` reads rows
-as they are now, also those of open batches. `row_condition` says which rows of batch objects meet a condition.
+as they are now, also those of open batches.
 """
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "publish",
     "published_table",
     "quality",
-    "row_condition",
     "table_scan",
     "verify",
 ]

@@ -3,7 +3,8 @@
 `dataset_store` is where to begin; `snapshot_manifest` says what a snapshot is, `batch_objects` what a committed batch
 is and `batch_check` whether one is whole; `journal` keeps finished rows of batches that are still open; `integrity`
 holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables, `outcome_columns` the names of
-their columns; `reusable_answers` are those of other datasets beside a snapshot.
+their columns, `row_condition` which of them meet a condition; `reusable_answers` are those of other datasets beside a
+snapshot.
 """
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "outcome_columns",
     "outcome_tables",
     "reusable_answers",
+    "row_condition",
     "snapshot_manifest",
 ]
