@@ -71,14 +71,12 @@ from batch_assets.settings import FLEET_DB, fleet_database
 from gpu_runner.http.key_variables import key_in
 from gpu_runner.http.tls_files import ssl_of
 
+log = logging.getLogger(__name__)
+
 _DIRECT_ROUTES = (*routes.DIRECT_ROUTES, *online_routes.DIRECT_ROUTES)
 _LINES_LOST = ("batch_assets_audit_lines_lost", "Lines of the audit log that could not be written.")
 _ANSWERS_LOST = ("batch_assets_usage_answers_lost", "Answers whose usage could not be written down.")
-
-
-log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 10.0
+LOOK_SECONDS = 10.0  # between two looks at the configured engines
 
 
 class ModelsServer(Protocol):

@@ -24,10 +24,8 @@ GIB = 1 << 30
 REGION_WORDS = "letters, digits, dots, dashes and underscores, 63 at most"
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 TLS_CERTIFICATE, TLS_KEY = "BATCH_ASSETS_TLS_CERTIFICATE", "BATCH_ASSETS_TLS_KEY"
-
-
 MODELS_FILE = "models.yaml"
-MOST_ENTRIES = 10_000
+MOST_ENTRIES = 10_000  # of it
 
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Reserve = Annotated[int, Field(ge=0, le=1000, strict=True)]
@@ -47,9 +45,7 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     aliases: dict[ModelName, ModelName] = Field(default={}, max_length=MOST_ENTRIES)
-    reserve: dict[ModelName, Annotated[int, Field(ge=0, le=1000, strict=True)]] = Field(
-        default={}, max_length=MOST_ENTRIES
-    )
+    reserve: dict[ModelName, Reserve] = Field(default={}, max_length=MOST_ENTRIES)
 
     @model_validator(mode="after")
     def _one_step(self) -> ModelSettings:

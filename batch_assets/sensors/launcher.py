@@ -42,11 +42,7 @@ SPARE_RUNS = 3
 UNPLANNED_INSTANCES = 8  # until the capacity sensor has planned
 COPIED_TAGS = (ENDPOINT_TAG, SIMULATE_TAG, ROWS_TAG, *OPTION_TAGS, *LIMIT_TAGS)  # from a request to its runs
 _NOT_ASKED = "{} batches are missing, but nobody asked for this snapshot: start {}_refresh to generate them"
-
-
 NO_SIZES = WorkerSizes()
-
-
 WAIT_SECONDS = 4.0  # less than from one tick to the next
 LOOK_SECONDS = 0.25
 _UNDER_WAY = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]

@@ -17,8 +17,6 @@ from resources.fleet.resource import GpuFleet
 RETRY_PRIORITY = "10"
 QUEUE_LOOK = 100
 ALIVE = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
-
-
 UNDER_WAY = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 BORN = time.time()  # of this process: the code server, where sensors are evaluated
 

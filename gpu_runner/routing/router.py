@@ -26,8 +26,6 @@ from gpu_runner.routing.prefix_index import PrefixIndex
 MOST_HARDWARE = 100  # kinds of which the last model is kept
 MOST_TRIED = 2 * ENOUGH  # requests to an engine that is still to be known: one that only fails gets no more for it
 TEACH_EVERY = 10
-
-
 ASSUMED_SECONDS = 0.05  # to another region, until something there was measured
 KEPT_TRIPS = 30  # measurements of an engine: half a minute of them
 MOST_REGIONS = 100

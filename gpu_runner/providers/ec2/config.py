@@ -26,7 +26,6 @@ from gpu_runner.providers.cloud.engine_container import WORDS
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
-
 # As `GpuInfo` of EC2's DescribeInstanceTypes has them; a test compares with moto's copy.
 GPUS_OF: dict[str, tuple[str, int, float]] = {}  # instance type: GPU, how many, GiB of each as marketed
 

@@ -37,8 +37,6 @@ UNSEEN_SECONDS = 120.0  # after an outage of the API server a scheduler was seen
 
 _API = (ApiRefused, ApiAway, CredentialsError)
 _NAME = re.compile(DNS_LABEL)
-
-
 LONGEST_DIAGNOSIS = 400
 
 

@@ -21,8 +21,6 @@ from gpu_runner.providers.simulated.faults import FaultPicker, count, share
 from gpu_runner.providers.simulated.market import Prices, offers_at, taken_at
 
 KEEP_CALLS = 100_000
-
-
 ASSUMED = Assumptions()
 
 
