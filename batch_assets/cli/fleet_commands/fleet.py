@@ -171,12 +171,16 @@ def cost_json(line: CostLine) -> dict[str, Any]:
 
 def show_fleet(*, as_json: bool) -> None:
     """Print what is rented now and what everything cost so far."""
-    with the_fleet().open_database() as fleet_db:
+    fleet = the_fleet()
+    with fleet.open_database() as fleet_db:
         instances, costs = fleet_db.fleet(), fleet_db.costs()
+        played = fleet.simulated_providers(fleet_db)
+    simulated = sum(cost.usd.total for cost in costs if cost.provider in played)
     if as_json:
         lines = [cost_json(line) for line in cost_lines(costs)]
         usd = _total([cost.usd for cost in costs])
         total = {"usd": usd.total, **{f"{name}_usd": getattr(usd, name) for name in PARTS}}
+        total["simulated_usd"] = simulated
         told = {"costs": lines, "total": total, "clocks": _clocks(instances, costs)}
         print_json({"instances": [instance_json(one) for one in instances], **told})
         return
@@ -184,6 +188,8 @@ def show_fleet(*, as_json: bool) -> None:
     console.print(instance_table(instances) if instances else "Nothing is rented now.")
     if costs:
         console.print(cost_table(costs))
+    if simulated:
+        console.print(f"{format_usd(simulated, fine=True)} $ of it simulated, paid by nobody", highlight=False)
     _print_scale(console, instances, costs)
 
 

@@ -201,6 +201,20 @@ def test_the_demo_leaves_a_fleet_yaml_that_is_there(tmp_path: Path, with_gpu: No
     assert FleetConfig.load(config).engines[0].name == "mine"
 
 
+def test_the_demo_says_where_its_weights_lie(tmp_path: Path, with_weights: None):
+    said = "; its weights lie in /weights/model.gguf"
+    assert choose(tmp_path / "fleet.yaml").engine.endswith(said)
+    assert choose(tmp_path / "fleet.yaml").engine.endswith(said)  # and of the file that is there then
+
+
+def test_the_demo_on_a_gpu_says_where_its_weights_will_lie(
+    tmp_path: Path, with_gpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", "/models")
+    assert choose(tmp_path / "fleet.yaml").engine.endswith("; its weights lie in Hugging Face's cache, /models/hub")
+
+
 def test_without_a_gpu_the_demo_starts_llama_cpp_and_generates_the_small_example(tmp_path: Path, with_weights: None):
     config = tmp_path / "fleet.yaml"
     first, second = choose(config), choose(config)

@@ -13,6 +13,7 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
+import sqlalchemy as sa
 from dagster._core.definitions.sensor_definition import SensorExecutionData
 from support.fleet_databases import OFFER, Clock, intended, ready
 
@@ -29,6 +30,7 @@ from batch_assets.orchestration.cost_report import (
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import load_spec
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
+from gpu_runner.fleet.connection import INSTANCES
 from gpu_runner.fleet.database import FleetDatabase, LeaseUsage
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_objects
@@ -216,3 +218,15 @@ def test_the_asset_can_be_materialized_by_hand_and_the_platform_has_it(site: Cos
     (event,) = result.asset_materializations_for_node("platform__spend")
     assert event.metadata["usd_total"].value == pytest.approx(10 * CENT)
     assert event.metadata["usd_total"].value == pytest.approx(sum(line.usd for line in by_day(site.fleet_db.charges())))
+
+
+def test_dollars_of_simulated_providers_are_said_to_be_simulated(site: CostedFleet):
+    ready(site.fleet_db, "ba-real", dataset="real", ttl=1e6)
+    with site.fleet_db.engine.begin() as connection:
+        connection.execute(sa.update(INSTANCES).values(provider="lab", clock=1.0))
+    ready(site.fleet_db, ttl=1e6)
+    site.clock.forward(10)
+    (event,) = site.tick().asset_events
+    simulated, total = (event.metadata[name].value for name in ("usd_simulated", "usd_total"))
+    assert simulated == pytest.approx(10 * CENT) and total > simulated
+    assert str(event.metadata["datasets"].value).endswith("\n\n0.6000 $ of it simulated, paid by nobody.")
