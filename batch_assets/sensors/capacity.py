@@ -20,7 +20,8 @@ from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
 from batch_assets.orchestration.request_summary import request_status, summary_of
-from batch_assets.planning.decision import Decision, capacity_plan, observation
+from batch_assets.planning.capacity_question import CapacityQuestion, ask_planner, decision_of, write_command
+from batch_assets.planning.decision import Decision, observation
 from batch_assets.planning.planner_input import (
     FleetView,
     Markets,
@@ -29,7 +30,6 @@ from batch_assets.planning.planner_input import (
     with_hosted_engines,
     with_idle_tail,
 )
-from batch_assets.planning.standing_engines import with_standing_engines
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
 from gpu_runner.fleet.capacity_plan import Pause, PauseKind
@@ -38,7 +38,7 @@ from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.market.offers import Objective
 from gpu_runner.money import round_up_usd
 from gpu_runner.planner.budget import needed_usd
-from gpu_runner.planner.controller import Command, decide
+from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import ControlTiming, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet.config import ENDPOINT_VARIABLE
@@ -205,46 +205,24 @@ def _answer(
     endpoint = found.tags.get(ENDPOINT_TAG) or os.environ.get(ENDPOINT_VARIABLE)
     wanted = with_idle_tail(around.config, _wanted(question, share, spend.usd), timing)
     asked = _asked(fleet_db, around, question, wanted, rows_total, taken, endpoint)
-    command, state, plan = decide(
-        asked.work,
-        asked.options,
-        asked.held,
-        wanted,
-        target.memory.controller,
-        measured=asked.measured,
-        pilots=spec.pilots,
-        timing=timing,
-        room=max(0, around.config.max_instances - len(around.instances)),
-    )
-    command = with_standing_engines(
-        fleet_db,
-        around.config,
-        command,
-        wanted,
+    capacity = CapacityQuestion(
         dataset=spec.name,
         model=spec.model,
-        endpoint=endpoint,
-        units=found.units,
-        rents=bool(asked.held) or any(one.row_usd is None for one in asked.options),
-    )
-    refused = command if asked.held else _unless_refused(command, question, spend.usd, plan, timing)
-    command = _with_enough(refused, spend.usd)
-    idle = around.idle(spec.name, timing.tick) if _bounded(target) else ()
-    report = Decision(
-        dataset=spec.name,
-        work=found.work,
+        asked=asked,
         target=target,
-        command=command,
-        plan=plan,
-        held=asked.held,
-        idle=idle,
-        wanted=wanted,
-        spend=spend,
-        now=fleet_db.now(),
+        work=found.work,
         rows_total=rows_total,
-        clocks=around.clocks,
-        memory=dataclasses.replace(target.memory, controller=state),
+        units=found.units,
+        pilots=spec.pilots,
+        room=max(0, around.config.max_instances - len(around.instances)),
+        timing=timing,
+        endpoint=endpoint,
     )
+    report = decision_of(fleet_db, around, capacity, ask_planner(capacity))
+    if not asked.held:
+        report.command = _unless_refused(report.command, question, spend.usd, report.plan, timing)
+    report.command = _with_enough(report.command, spend.usd)
+    report.idle = around.idle(spec.name, timing.tick) if _bounded(target) else ()
     return _write(fleet_db, report)
 
 
@@ -313,26 +291,13 @@ def _with_enough(command: Command, spent: float) -> Command:
 
 def _write(fleet_db: FleetDatabase, report: Decision) -> Decision:
     command = report.command
-    if not _command(fleet_db, report):
+    if not write_command(fleet_db, report):
         return report  # another sensor has begun another request meanwhile
     # What has a successor is left by its run once that one answers; the rest of what is given up is drained now.
     idle = report.idle[: max(0, len(report.held) + len(report.idle) - command.instances)]
     for name in (*report.drained, *idle):
         fleet_db.retire(name, command.reason)
     return report
-
-
-def _command(fleet_db: FleetDatabase, report: Decision) -> bool:
-    target, command = report.target, report.command
-    return fleet_db.command(
-        target.dataset,
-        target.request,
-        command.instances,
-        command.offers,
-        command.pause,
-        report.memory,
-        capacity_plan(report),
-    )
 
 
 def _tell(
@@ -354,7 +319,7 @@ def _tell(
     for report in reports:
         if (told := state.get(report.dataset, ())) != report.memory.alerts:
             report.memory = dataclasses.replace(report.memory, alerts=told)
-            _command(fleet_db, report)
+            write_command(fleet_db, report)
 
 
 def _bounded(target: DatasetTarget) -> bool:

@@ -25,15 +25,21 @@ from batch_assets.api.capacity.line_lengths import LineLengths
 from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
 from batch_assets.api.execution.catalog import KEY
 from batch_assets.api.records.batches import BatchRecord
-from batch_assets.planning.decision import Decision, capacity_plan, observation
+from batch_assets.planning.capacity_question import (
+    Answer,
+    CapacityQuestion,
+    ask_planner,
+    decision_of,
+    write_command,
+)
+from batch_assets.planning.decision import Decision, observation
 from batch_assets.planning.planner_input import FleetView, Markets, PlannerInput, build_input
-from batch_assets.planning.standing_engines import with_standing_engines
 from batch_assets.spec.hardware import HardwareSpec
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.planner.controller import Command, ControllerState, decide
-from gpu_runner.planner.types import ControlTiming, Plan, Target
+from gpu_runner.planner.controller import Command
+from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.rows import Task
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.objects.opening import Objects
@@ -218,69 +224,25 @@ class ModelCapacity:
         target = fleet_db.begin_request(need.name, request, deadline_at=deadline_at, objective="cheapest")
         most = max(1, len(around.of(need.name)) + room)
         asked = _bound(asked, demand, _budget_usd(fleet_db, target, backlog.budget), most)
-        memory = target.memory
-        command, state, plan = self._ask(fleet_db, around, need, asked, memory.controller, timing, room, most)
-        least = max(1, self._reserve.get(need.name, 0), backlog.feeds)
-        command = at_least(command, [one.instance for one in asked.held], least)
-        decision = Decision(
-            dataset=need.name,
-            work=work,
-            target=target,
-            command=command,
-            plan=plan,
-            held=asked.held,
-            idle=(),
-            wanted=asked.target,
-            spend=fleet_db.spend(need.name),
-            now=fleet_db.now(),
-            rows_total=total,
-            clocks=around.clocks,
-            memory=replace(memory, controller=state),
-        )
-        _write(fleet_db, decision)
-        return decision
-
-    def _ask(
-        self,
-        fleet_db: FleetDatabase,
-        around: FleetView,
-        need: ModelNeed,
-        asked: PlannerInput,
-        memory: ControllerState,
-        timing: ControlTiming,
-        room: int,
-        most: int,
-    ) -> tuple[Command, ControllerState, Plan]:
-        def answer(asked: PlannerInput) -> tuple[Command, ControllerState, Plan]:
-            return decide(
-                asked.work,
-                asked.options,
-                asked.held,
-                asked.target,
-                memory,
-                measured=asked.measured,
-                pilots=PILOTS,
-                detail=False,  # the curve is most of the time, and this process answers requests too
-                timing=timing,
-                room=room,
-            )
-
-        command, state, plan = answer(asked)
-        if is_too_late_to_measure(asked, command, timing):
-            command, state, plan = answer(at_slow_speed(asked))
-            command = replace(command, reason=f"{NOT_MEASURED_IN_TIME}; {command.reason}")
-        command = with_standing_engines(
-            fleet_db,
-            around.config,
-            command,
-            replace(asked.target, max_instances=most),  # engines that stand already boot no more
+        question = CapacityQuestion(
             dataset=need.name,
             model=need.model,
-            endpoint=None,
+            asked=asked,
+            target=target,
+            work=work,
+            rows_total=total,
             units=asked.work.units,
-            rents=bool(asked.options or asked.held),
+            pilots=PILOTS,
+            room=room,
+            timing=timing,
+            most=most,  # engines that stand already boot no more
+            detail=False,  # the curve is most of the time, and this process answers requests too
         )
-        return command, state, plan
+        decision = decision_of(fleet_db, around, question, _in_time(question))
+        least = max(1, self._reserve.get(need.name, 0), backlog.feeds)
+        decision.command = at_least(decision.command, [one.instance for one in asked.held], least)
+        _write(fleet_db, decision)
+        return decision
 
     def _timing_of(self, asked: PlannerInput, tokens: float) -> ControlTiming:
         measuring = max(self._timing.measuring, until_measured(asked, tokens))
@@ -295,6 +257,15 @@ class ModelCapacity:
         log.info("model %s: %s", model, decision.reason)
         metadata = {**said.metadata, "model": dg.MetadataValue.text(model)}
         self._decided(dg.AssetObservation(KEY, description=f"{model}: {decision.reason}", metadata=metadata))
+
+
+def _in_time(question: CapacityQuestion) -> Answer:
+    """The planner's answer; with slow speeds where it is too late to measure any."""
+    answer = ask_planner(question)
+    if not is_too_late_to_measure(question.asked, answer[0], question.timing):
+        return answer
+    command, state, plan = ask_planner(replace(question, asked=at_slow_speed(question.asked)))
+    return replace(command, reason=f"{NOT_MEASURED_IN_TIME}; {command.reason}"), state, plan
 
 
 def _units(rows: int) -> int:
@@ -323,21 +294,12 @@ def _write(fleet_db: FleetDatabase, decision: Decision) -> None:
     An instance that is given up works on where its successor has room beside it. Else it ends at once, and a feed takes
     the successor in its place: leases of the front door do not move from one instance to another.
     """
-    command, target = decision.command, decision.target
-    if not fleet_db.command(
-        target.dataset,
-        target.request,
-        command.instances,
-        command.offers,
-        command.pause,
-        decision.memory,
-        capacity_plan(decision),
-    ):
-        log.info("model %s: another replica has begun another request", target.dataset)
+    if not write_command(fleet_db, decision):
+        log.info("model %s: another replica has begun another request", decision.dataset)
         return
-    for one in command.assignments:
+    for one in decision.command.assignments:
         if not one.beside:
-            fleet_db.retire(one.instance, command.reason)
+            fleet_db.retire(one.instance, decision.reason)
 
 
 def at_least(command: Command, held: Sequence[str], least: int) -> Command:
