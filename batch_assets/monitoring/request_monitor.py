@@ -180,7 +180,8 @@ class RequestMonitor:
     def _paused(self, request: str) -> RunResult | None:
         """The end of a request whose budget lets nothing be done any more; None while it does, or rows are in flight.
 
-        Until the capacity sensor has begun the request, the fleet's database holds the command for the one before.
+        Until the capacity sensor has begun the request, the fleet's database holds the command for the one before. A
+        command from before the last lease ended was about what was held then: a cheaper offer may fit what is left now.
         """
         target = self.observer.fleet_db.target(self._dataset)
         if target is None or target.request != request or target.pause is None or target.pause.kind not in OF_BUDGET:
@@ -188,6 +189,8 @@ class RequestMonitor:
         leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
         leased = leased or self.observer.fleet_db.engines_held()[self._dataset] > 0
         if leased:
+            return None
+        if self.observer.fleet_db.leased_since_command(self._dataset):
             return None
         spent = 0.0 if target.plan is None else target.plan.usd_spent
         return RunResult(False, f"paused: {target.pause.describe()}", pause=target.pause, spent_usd=spent)

@@ -30,7 +30,7 @@ from gpu_runner.fleet.capacity_plan import (
     read_summary,
     to_json,
 )
-from gpu_runner.fleet.connection import DATASETS, Tables
+from gpu_runner.fleet.connection import DATASETS, LEASES, Tables
 from gpu_runner.fleet.leases import end_retired, mark_retired
 
 NO_COMMAND: Mapping[str, Any] = {
@@ -164,6 +164,14 @@ class Targets(Tables):
         with self._transaction() as (connection, now):
             change = DATASETS.update().where(mine).values(instances=max(0, instances), **words, updated_at=now)
             return connection.execute(change).rowcount == 1
+
+    def leased_since_command(self, dataset: str) -> bool:
+        """Whether a lease of the dataset's runs ended after the last command, which counted with what it stood on."""
+        ends = sa.func.max(sa.func.coalesce(LEASES.c.released_at, LEASES.c.expires_at))
+        last = sa.select(ends).where(LEASES.c.dataset == dataset).scalar_subquery()
+        query = sa.select(DATASETS.c.dataset).where((DATASETS.c.dataset == dataset) & (last > DATASETS.c.updated_at))
+        with self._reading() as (connection, _):
+            return connection.execute(query).first() is not None
 
     def end_request(self, dataset: str, request: str, summary: RequestSummary | None = None) -> bool:
         """The request is over: no deadline, no budget, no command. False when it was another one.

@@ -11,6 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.test_utils import create_run_for_test
+from support.fleet_databases import ready
 from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
@@ -161,6 +162,26 @@ def test_a_budget_that_pauses_it_ends_it_with_the_sum_that_would_do_unless_it_is
     assert ending is not None and (ending.ok, ending.pause) == (False, pause)
     waiting = RequestMonitor(site.observer, request, clock=lambda: site.now, waits=True)
     assert waiting.look().ending is None
+
+
+def test_a_pause_that_was_decided_while_a_dear_instance_was_held_ends_nothing_before_the_next_decision(
+    site: RequestedDataset,
+):
+    """What was held has ended meanwhile: a cheaper offer may fit what is left, which the next tick decides."""
+    request = site.run(S.SUCCESS, REFRESH)
+    site.batches(request, S.STARTED)
+    site.fleet_db.begin_request("d", request, budget_usd=1000.0)
+    lease = ready(site.fleet_db, dataset="d", ttl=600)
+    pause = Pause(PauseKind.BUDGET_REACHED, "budget reached: 0.05 $ are left", 1.37)
+    word = ("d", request, 0, (), pause, CapacityMemory(), CapacityPlan())
+    assert site.fleet_db.command(*word)
+    assert site.look(request).ending is None
+    assert site.fleet_db.give_up(lease, "paused")
+    site.fleet_db.ended("ba-1", 0)
+    assert site.look(request).ending is None
+    assert site.fleet_db.command(*word)  # and nothing fits
+    ending = site.look(request).ending
+    assert ending is not None and ending.pause == pause
 
 
 def test_a_request_is_not_paused_by_the_budget_of_the_request_before_it(site: RequestedDataset):
