@@ -252,7 +252,8 @@ def _at_once(
     most = wanted.max_instances or UNPLANNED_INSTANCES
     if (engines := _engines(spec, asked_by, fleet)) is not None:
         most = min(most, engines)
-    return min(most, planned) if planned else most
+    # A plan begins with one instance, to measure it. One run with all batches would leave nothing to a second one.
+    return min(most, max(planned, 2)) if planned else most
 
 
 def _engines(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, fleet: GpuFleet) -> int | None:

@@ -644,3 +644,19 @@ def test_48_rows_on_one_engine_are_one_run(
         site.snapshot(48, batch_rows=4)
         site.request(**tags)
         assert len(site.ranges()) == runs
+
+
+def test_a_plan_that_begins_with_one_instance_leaves_runs_for_those_that_may_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One run with all batches would leave nothing to the second instance, however late the first one is."""
+    monkeypatch.delenv("BATCH_ASSETS_ENDPOINT", raising=False)
+    with contextlib.ExitStack() as stack:
+        spec = {**SPEC, "batches_per_run": 100, "deadline": "6h"}
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, spec)
+        site.snapshot(48, batch_rows=4)
+        site.request()
+        site.tick("capacity")
+        target = site.fleet_db.target(SPEC["name"])
+        assert target is not None and target.plan is not None and target.plan.instances_wanted == 1
+        assert len(site.ranges()) == 3
