@@ -77,6 +77,17 @@ def fleet_of(warm: Sequence[float], budget: float) -> Iterator[FleetDatabase]:
         yield found
 
 
+def believed(offers: Sequence[Offer]) -> list[Offer]:
+    """Those that the market ranks: a price far below all others of its hardware is taken for an error."""
+    cloud = Cloud(offers)
+    accept, longest = NEED.accept, WORK.longest
+    found = Market((cloud,), simulated=[cloud.name]).ranking(
+        NEED.model, NEED.task, WORK.mix, WORK.tokens, accept=accept, objective=NEED.objective, longest=longest
+    )
+    names = {one.offer.name for one in found.ranked}
+    return [one for one in offers if one.name in names]
+
+
 def run(fleet_db: FleetDatabase, offers: Sequence[Offer]) -> LeasedEngine | RunActivity:
     """What a run leases at once, or what it waits for."""
     cloud, heartbeat = Cloud(offers), Heartbeat(fleet_db, "run", ttl=TTL)
@@ -102,6 +113,12 @@ OFFERS = st.lists(st.tuples(st.floats(0.2, 30), st.floats(0, 900), st.sampled_fr
 @property_test(
     25,
     400,
+    {
+        "shapes": [(20.0, 0.0, GPUS[0]), (20.0, 0.0, GPUS[0]), (0.2, 0.0, GPUS[0])],
+        "warm": [],
+        "share": 2.0,
+        "named": None,
+    },
     shapes=OFFERS,
     warm=st.lists(st.floats(0.2, 30), max_size=2),
     share=st.floats(0.3, 6),
@@ -112,13 +129,14 @@ def test_a_run_pauses_for_its_budget_only_where_that_pays_for_no_offer_and_no_wa
 ) -> None:
     """`share`: of what the offer needs that needs least. `named`: the offer that a command names."""
     offers = [offer(number, *shape) for number, shape in enumerate(shapes)]
-    needs = [rule(one.price_per_hour, one.boot_seconds) for one in offers]
+    ranked = believed(offers)
+    needs = [rule(one.price_per_hour, one.boot_seconds) for one in ranked]
     least = min(needs + [rule(price, 0.0) for price in warm])
     budget = share * min(needs)
     with pytest.MonkeyPatch.context() as patch, fleet_of(warm, budget) as fleet_db:
         patch.setattr(module, "answers", lambda endpoint: True)
         if named is not None:
-            fleet_db.command("d", "r", 1, [(offers[named % len(offers)].name, 1)])
+            fleet_db.command("d", "r", 1, [(ranked[named % len(ranked)].name, 1)])
         found = run(fleet_db, offers)
     if least < 0.97 * budget:
         assert isinstance(found, LeasedEngine), found
@@ -133,8 +151,9 @@ def test_where_the_plan_rents_within_the_budget_a_run_leases_at_once(
     shapes: list[tuple[float, float, tuple[str, float]]], share: float
 ) -> None:
     offers = [offer(number, *shape) for number, shape in enumerate(shapes)]
-    options = [PlannedOffer(one.name, one.price_per_hour * CLOCK, 1000.0, one.boot_seconds / CLOCK) for one in offers]
-    budget = share * min(rule(one.price_per_hour, one.boot_seconds) for one in offers)
+    ranked = believed(offers)
+    options = [PlannedOffer(one.name, one.price_per_hour * CLOCK, 1000.0, one.boot_seconds / CLOCK) for one in ranked]
+    budget = share * min(rule(one.price_per_hour, one.boot_seconds) for one in ranked)
     work = Work(6e6, 6e6, 0.0, 24)
     command, _, _ = decide(
         work, options, (), Target(None, budget, 1), ControllerState(), measured=False, detail=False, timing=TIMING
