@@ -150,12 +150,14 @@ def _print_differences(name: str, found: Verification) -> None:
 
 def rebuild(name: str) -> int:
     """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
+    from batch_assets.orchestration.assets import register_batches
     from resources.objects.read_ahead import read_ahead, threads_for
 
     with observing([name]) as (seen,):
         snapshot = seen.store.current_snapshot()
         if snapshot is None:
             raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
+        register_batches(seen.instance, seen.store, seen.store.manifest(snapshot))
         entries, reports = seen.store.entries(snapshot), seen.reports()
         reported = unreadable = 0
         current = seen.store.current_objects(entries).values()
