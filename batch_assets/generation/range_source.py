@@ -260,8 +260,14 @@ class RangeSource:
     def _read_journal(self) -> None:
         """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
         for path in self._reads.look(self._job.journal.unread):
-            outcomes = self._reads.read(partial(self._job.journal.read, path))
+            outcomes = self._segment(path)
             self._job.journal.take_in(path, outcomes)
             for key, rows in outcomes.items():
                 if key in self._works:
                     self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
+
+    def _segment(self, path: str) -> dict[str, list[Outcome]]:
+        try:
+            return self._reads.read(partial(self._store.journal.read, path))
+        except (CorruptObject, FileNotFoundError):  # deleted by the run that committed its batches
+            return {}

@@ -72,7 +72,8 @@ class PartJournal:
     @property
     def pending(self) -> bool:
         """Rows wait to be written, or are on their way."""
-        return bool(self._waiting or self._on_their_way)
+        with self._guard:  # a flush moves them from the one to the other, and back
+            return bool(self._waiting or self._on_their_way)
 
     @property
     def flushing(self) -> bool:

@@ -16,7 +16,7 @@ from support.timing import PATIENCE
 
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.rows import Batch
+from gpu_runner.rows import Batch, Outcome
 from resources.objects.opening import LocalObjects, Objects, S3Objects, StoreError
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
@@ -145,6 +145,26 @@ def test_the_journal_of_earlier_runs_is_read_though_the_store_was_away_at_the_st
     with contextlib.closing(a_run(store, manifest, "run-1")) as run:
         batches = run.source.batches()
         assert known(asked_while_away(any_objects, monkeypatch, lambda: next(batches, None))) == 6
+
+
+def test_a_segment_is_read_though_the_store_was_away_when_the_segments_were_listed_already(
+    local_objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket or folder that is not there for a moment has no such object. Taken for an absence, its rows would be
+    asked for and paid again, and the segment deleted before they are committed."""
+    store = DatasetStore(local_objects, "d")
+    manifest = write_snapshot(store, questions(10))
+    journal(store, manifest, "before", "00000", 6)
+    read, away = store.journal.read, iter([True])
+
+    def gone_at_first(path: str) -> dict[str, list[Outcome]]:
+        if next(away, False):
+            raise FileNotFoundError(path)
+        return read(path)
+
+    monkeypatch.setattr(store.journal, "read", gone_at_first)
+    with contextlib.closing(a_run(store, manifest, "run-1")) as run:
+        assert known(next(run.source.batches())) == 6
 
 
 def test_the_journal_of_a_rival_that_died_is_read_though_the_store_was_away_when_it_was_noticed(

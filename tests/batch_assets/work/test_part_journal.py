@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from support.range_runs import a_run, first_committed, generate, journaled, leased
@@ -113,6 +114,32 @@ def test_a_process_that_starts_again_under_its_run_id_overwrites_no_segment(loca
     again.flush()
     assert journaled(store) == {"id-0", "id-1"}
     assert again.unread() == []
+
+
+def test_rows_that_a_flush_has_just_taken_are_pending(local_objects: Objects) -> None:
+    """Who believes that nothing is pending deletes what this computer keeps of the rows."""
+    seen: list[bool] = []
+    looks: list[threading.Thread] = []
+
+    def closed(key: str) -> bool:
+        """Called when the rows have left what waits, and are not yet on their way."""
+        looks.append(threading.Thread(target=lambda: seen.append(journal.pending)))
+        looks[-1].start()
+        looks[-1].join(0.1)
+        return False
+
+    journal = PartJournal(DatasetStore(local_objects, "d"), JournalWriter("run-1", ("0", "1")), "chat", closed=closed)
+    journal.note("0", outcome(Row("0", "id-0", "key-0", b'"q"')))
+    put = local_objects.put
+
+    def slowly(path: str, data: bytes) -> None:
+        looks[0].join()
+        put(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_objects, "put", slowly)
+        journal.flush()
+    assert seen == [True] and not journal.pending
 
 
 def test_of_a_flush_that_fails_what_is_written_stays_and_the_rest_waits(
