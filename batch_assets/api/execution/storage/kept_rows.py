@@ -101,6 +101,7 @@ class KeptRows:
         for path, outcomes in zip(segments, read_ahead(self._journal.read, segments), strict=True):
             self._journal.take_in(path, outcomes)
             self._keep_open(outcomes)
+        self._keep_open(dict.fromkeys(self._journaled, ()))  # read by a call that the store broke off: counted again
         self._take_over(left)
         if counted:
             used |= {key: tokens_of(kept.values()) for key, kept in self._journaled.items()}

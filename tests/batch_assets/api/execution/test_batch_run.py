@@ -103,3 +103,27 @@ def test_who_takes_a_batch_over_counts_all_that_is_kept_once_into_its_budget(tmp
         assert budget.spent == 0
         again.load(on_this_disk)
     assert budget.spent == 503 * 2 * 10**6, "a token in and one out of each line"
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 10**9])
+def test_who_takes_a_batch_over_counts_what_the_journal_has_of_a_lost_part_whenever_the_store_was_away(
+    tmp_path: Path, left: int
+) -> None:
+    objects = AwayOnce(tmp_path)
+    first = run_of(objects, *(f"{number}" for number in range(300)))
+    (part, _) = first.batches()
+    rows = [replace(answered(row.row_id), row_key=row.row_key) for row in part.rows]
+    for row in rows[:7]:
+        first.note(KEY, row)
+    first.write_journal()
+    first.commit(KEY, rows)
+    (stored,) = (info.path for info in objects.list("") if "/batches/0" in info.path)
+    objects.put(stored, b"damaged")
+    on_this_disk = {"00001": {"251": answered("251")}}
+    again = BatchRun(objects, replace(first.record, epoch=2), Held(first.batch_id, 2), "other")
+    objects.left = left
+    with contextlib.suppress(StoreError):
+        again.load(on_this_disk)
+    if left < 3:
+        again.load(on_this_disk)
+    assert (again.completed, again.failed) == (8, 0)
