@@ -198,7 +198,7 @@ def _neighbours(catalog: Catalog, entries: Sequence[BatchEntry], known: Mapping[
 def _manifest(store: DatasetStore) -> SnapshotManifest:
     snapshot = store.current_snapshot()
     if snapshot is None:
-        raise dg.Failure(f"{store.dataset}: no snapshot in the store; materialize {store.dataset}/prompts first")
+        raise dg.Failure(f"no snapshot in the store; materialize {store.dataset}/prompts first")
     return store.manifest(snapshot)
 
 

@@ -243,7 +243,7 @@ def request_lines(status: DatasetStatus, now: float) -> list[str]:
     if wanted.paused:
         lines.append(f"paused: {wanted.paused}")
     elif wanted.reason:
-        lines.append(f"{wanted.instances} instances: {wanted.reason}")
+        lines.append(f"{wanted.instances} instance{'s' * (wanted.instances != 1)}: {wanted.reason}")
     return lines
 
 

@@ -392,7 +392,7 @@ def current_manifest(store: DatasetStore) -> SnapshotManifest:
     snapshot = store.current_snapshot()
     if snapshot is None:
         raise dg.Failure(
-            f"{store.dataset}: no snapshot in the store; materialize {store.dataset}/prompts first",
+            f"no snapshot in the store; materialize {store.dataset}/prompts first",
             allow_retries=False,
         )
     return store.manifest(snapshot)

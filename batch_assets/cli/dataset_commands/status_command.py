@@ -128,8 +128,9 @@ def verified(name: str, found: Verification) -> str:
     totals = found.totals
     without = f"; {left_out(totals.rejected, totals.source_rows)}" if totals.rejected else ""
     made_up = "; simulated: its texts are made up by an engine simulator" if totals.simulated else ""
+    objects = f"{totals.batches:,} batch object{'s' * (totals.batches != 1)}"
     return (
-        f"{name}: snapshot, {totals.batches:,} batch objects, catalog and table agree: {totals.rows:,} rows, "
+        f"{name}: snapshot, {objects}, catalog and table agree: {totals.rows:,} rows, "
         f"{totals.ok:,} ok, {totals.dead:,} dead{without}{made_up}"
     )
 
@@ -145,7 +146,8 @@ def _print_differences(name: str, found: Verification) -> None:
     console.print(table, markup=False)
     more = len(found.differences) - SHOWN_DIFFERENCES
     rest = f", the first {SHOWN_DIFFERENCES} above (all: --json)" if more > 0 else ""
-    console.print(f"{name}: {len(found.differences)} differences{rest}", highlight=False)
+    count = len(found.differences)
+    console.print(f"{name}: {count} difference{'s' * (count != 1)}{rest}", highlight=False)
 
 
 def rebuild(name: str) -> int:

@@ -130,9 +130,11 @@ def test_verify_of_a_dataset_that_was_never_run_says_what_to_do(home: Path):
     answer = json.loads(found.stdout)
     assert list(answer)[: len(KEYS)] == KEYS
     assert [difference["kind"] for difference in answer["differences"]] == ["no_snapshot"]
+    assert [difference["todo"] for difference in answer["differences"]] == ["batch-assets run haiku"]
     shown = ask("verify", "haiku")
     assert shown.exit_code == 1
     assert "no snapshot" in shown.stdout
+    assert shown.stdout.endswith("haiku: 1 difference\n")
 
 
 def test_a_store_root_that_cannot_be_is_an_error_of_the_user(home: Path, monkeypatch: pytest.MonkeyPatch):
