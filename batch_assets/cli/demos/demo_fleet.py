@@ -45,6 +45,7 @@ DEADLINE = "2m 30s"
 BOOT_SECONDS, SPOT_SECONDS, NOTICE, CUT_SECONDS = 5.0, 25.0, 4.0, 55.0
 FIRST_PRICE, CUT_PRICE = 0.95, 0.2  # of sim-east, US dollars per hour
 DECISIONS = 20  # that are shown
+NO_DECISION = "  nothing: all rows were there already; with another DAGSTER_HOME and BATCH_ASSETS_STORE it begins anew"
 
 
 class DagsterRuns(StackError):
@@ -77,7 +78,8 @@ def run_fleet_demo() -> int:
         with the_fleet().open_database() as fleet_db:
             say("", deadline_line(request_status(fleet_db, EXAMPLE), time.time()))
             with observing([EXAMPLE]) as (seen,):
-                say("What the fleet did, in real seconds:", *decision_lines(seen.instance, EXAMPLE, asked))
+                decided = decision_lines(seen.instance, EXAMPLE, asked) or [NO_DECISION]
+            say("What the fleet did, in real seconds:", *decided)
             say("Machines, with their real time:", *machine_lines(fleet_db.fleet(ended=True), fleet_db.costs()))
     return status
 
