@@ -319,7 +319,7 @@ def _tell(
     for report in reports:
         if (told := state.get(report.dataset, ())) != report.memory.alerts:
             report.memory = dataclasses.replace(report.memory, alerts=told)
-            write_command(fleet_db, report)
+            fleet_db.remember(report.dataset, report.target.request, report.memory)
 
 
 def _bounded(target: DatasetTarget) -> bool:

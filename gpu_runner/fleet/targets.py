@@ -165,6 +165,12 @@ class Targets(Tables):
             change = DATASETS.update().where(mine).values(instances=max(0, instances), **words, updated_at=now)
             return connection.execute(change).rowcount == 1
 
+    def remember(self, dataset: str, request: str, memory: CapacityMemory) -> None:
+        """Keep this for the next decision on the request, beside the command that stands."""
+        mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
+        with self._transaction() as (connection, _):
+            connection.execute(DATASETS.update().where(mine).values(memory=memory_to_json(memory)))
+
     def leased_since_command(self, dataset: str) -> bool:
         """Whether a lease of the dataset's runs ended after the last command, which counted with what it stood on."""
         ends = sa.func.max(sa.func.coalesce(LEASES.c.released_at, LEASES.c.expires_at))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 from dagster._core.execution.backfill import BulkActionStatus
 from support.capacity_fleet import HOUR, SPEC, fleet_yaml, instance, offer
+from support.fleet_databases import ready
 from support.sensor_dataset import KEYS, S, SensorDataset, report_in_bulk
 from support.snapshots import questions, write_snapshot
 from support.timing import SOAK
@@ -38,6 +39,7 @@ from gpu_runner.market.offers import Offer
 from gpu_runner.planner.types import Target
 from gpu_runner.providers.base import ProviderError
 from gpu_runner.providers.simulated.provider import SimulatedProvider
+from resources.alerts import Alert, Alerts
 
 
 @contextlib.contextmanager
@@ -551,6 +553,30 @@ def test_operators_hear_of_a_deadline_in_danger_once_and_of_its_end(
         site.request()
         assert observed(list(site.tick("capacity").asset_events or ()))["instances"] >= 1  # the webhook never answers
     assert SECRET not in caplog.text
+
+
+def test_what_operators_were_told_is_no_newer_command(site: SensorDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A webhook may take seconds. A lease that ends meanwhile was held when the command was decided."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    site.specs["d"] = (load_spec({**SPEC, "deadline": "1s"}, "defs.yaml"), site.specs["d"][1])
+    large(site)
+    site.request()
+    lease = ready(site.fleet_db, dataset="d", ttl=600)
+    tell = Alerts.tell
+
+    def slowly(alerts: Alerts, told: Sequence[Alert]) -> None:
+        tell(alerts, told)
+        assert site.fleet_db.give_up(lease, "paused")
+
+    monkeypatch.setattr(Alerts, "tell", slowly)
+    with serving() as webhook:
+        fleet_yaml(site.folder, alerts={"webhook": webhook.url, "timeout_seconds": 30})
+        site.tick("capacity")
+        assert len(webhook.posted) == 1
+    target = site.fleet_db.target("d")
+    assert target is not None and target.memory.alerts and target.memory.controller != ControllerState()
+    assert site.fleet_db.leased_since_command("d")
 
 
 def test_operators_hear_of_requests_that_have_all_failed_for_a_minute_and_status_says_which_and_since_when(
