@@ -293,7 +293,7 @@ class FleetClient:
             found = self._new(need, allowed, note, pause, old, full)
         except BudgetReached as error:
             raise least_refusal([*too_dear, error]) from None
-        if too_dear and not isinstance(found, LeasedEngine):
+        if too_dear and isinstance(found, RunActivity) and not _may_come(found):
             raise too_dear[0]
         return found
 
@@ -318,7 +318,7 @@ class FleetClient:
         open_now = choose(ranking, failures)
         order = order_by_plan(open_now, named, held)
         if not order:
-            return self._warm(need, limit, old) or waits_for_offer(ranking, failures)
+            return self._warm_or(waits_for_offer(ranking, failures), need, limit, old)
         others = [one for one in open_now if one not in order]  # where the budget pays for none that is named
         try:
             chosen, leased = self._rent_first([*order, *others], need, limit, note, pause, old)
@@ -330,7 +330,7 @@ class FleetClient:
                 raise least_refusal([error, standing]) from None
             raise
         except FleetFull as error:
-            return self._warm(need, limit, old) or waits(WaitKind.FLEET_LIMIT, str(error))
+            return self._warm_or(waits(WaitKind.FLEET_LIMIT, str(error)), need, limit, old)
         if leased is None:
             return self._warm(need, limit, old) or dataset_limit
         following = [one for one in order if one is not chosen]
@@ -340,6 +340,17 @@ class FleetClient:
         why += f"; next: {explain(following[0], failures)}" if following else ""
         leased.why = why
         return leased
+
+    def _warm_or(
+        self, activity: RunActivity, need: Requirement, limit: int, old: Lease | None
+    ) -> LeasedEngine | RunActivity:
+        """What stands, or else this. Raises BudgetReached where nothing else is waited for than what stands."""
+        try:
+            return self._warm(need, limit, old) or activity
+        except BudgetReached:
+            if _may_come(activity):
+                return activity
+            raise
 
     def _rent_first(
         self, ranked: Sequence[RankedOffer], need: Requirement, limit: int, note: Say, pause: Pause, old: Lease | None
@@ -508,6 +519,11 @@ class FleetClient:
             self._orders.end(lease.instance, reason)
         else:
             self.fleet_db.release(lease, reason=reason)
+
+
+def _may_come(activity: RunActivity) -> bool:
+    """Whether an offer is waited for that the budget may pay for: it failed a moment ago, or the fleet is full."""
+    return activity.wait is not None and activity.wait.kind in (WaitKind.OFFERS_FAILED, WaitKind.FLEET_LIMIT)
 
 
 def least_refusal(refused: Sequence[BudgetReached]) -> BudgetReached:

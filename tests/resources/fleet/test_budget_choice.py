@@ -21,6 +21,7 @@ from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
 from gpu_runner.market.offers import HOUR, Offer
+from gpu_runner.market.selection import FailureKind
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Workload
 from gpu_runner.planner.controller import decide
@@ -88,13 +89,13 @@ def believed(offers: Sequence[Offer]) -> list[Offer]:
     return [one for one in offers if one.name in names]
 
 
-def run(fleet_db: FleetDatabase, offers: Sequence[Offer]) -> LeasedEngine | RunActivity:
+def run(fleet_db: FleetDatabase, offers: Sequence[Offer], max_instances: int = 8) -> LeasedEngine | RunActivity:
     """What a run leases at once, or what it waits for."""
     cloud, heartbeat = Cloud(offers), Heartbeat(fleet_db, "run", ttl=TTL)
     fleet_db.begin_run("run", "d", "00000", "00009")
     config = FleetConfig.model_validate(
         {"engines": [{"name": "e", "kind": "process", "models": ["another"]}], "simulated": "default"}
-    )
+    ).model_copy(update={"max_instances": max_instances})
     market = Market((cloud,), simulated=[cloud.name])
     client = FleetClient(config, {cloud.name: cloud}, market, fleet_db, heartbeat, lambda *_: StaticEngine(""))
 
@@ -164,3 +165,18 @@ def test_where_the_plan_rents_within_the_budget_a_run_leases_at_once(
                 fleet_db.command("d", "r", command.instances, list(command.offers))
             found: Any = run(fleet_db, offers)
         assert not command.instances or isinstance(found, LeasedEngine), (command, found)
+
+
+@pytest.mark.parametrize("away", ["failed", "full"])
+def test_a_run_whose_warm_instance_is_too_dear_waits_for_an_offer_that_fits_and_cannot_be_had_just_now(
+    away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a pause, it would end the request though a cheap offer is there in a minute."""
+    cheap = offer(0, 1.0, 60.0, GPUS[0])
+    monkeypatch.setattr(module, "answers", lambda endpoint: True)
+    with fleet_of([30.0], 2 * rule(1.0, 60.0)) as fleet_db:
+        if away == "failed":
+            fleet_db.offer_failed(cheap.provider, cheap.name, FailureKind.FAILED)
+        found = run(fleet_db, [cheap], max_instances=1 if away == "full" else 8)
+    assert isinstance(found, RunActivity) and found.wait is not None
+    assert found.wait.kind is (WaitKind.OFFERS_FAILED if away == "failed" else WaitKind.FLEET_LIMIT)
