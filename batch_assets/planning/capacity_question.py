@@ -86,7 +86,7 @@ def decision_of(fleet_db: FleetDatabase, around: FleetView, question: CapacityQu
         idle=(),
         wanted=wanted,
         spend=fleet_db.spend(question.dataset),
-        now=fleet_db.now(),
+        now=around.seen_at,
         rows_total=question.rows_total,
         clocks=around.clocks,
         memory=replace(question.target.memory, controller=state),
@@ -104,4 +104,5 @@ def write_command(fleet_db: FleetDatabase, decision: Decision) -> bool:
         command.pause,
         decision.memory,
         capacity_plan(decision),
+        decided_at=decision.now,
     )

@@ -70,7 +70,7 @@ class Markets:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """What all datasets share at one moment."""
+    """What all datasets share at one moment. `seen_at`: when, by the clock of the fleet's database."""
 
     config: FleetConfig
     market: Market
@@ -78,15 +78,16 @@ class FleetView:
     instances: Sequence[Instance]
     failures: Sequence[OfferFailure]
     measurements: Sequence[Measurement]
+    seen_at: float
 
     @classmethod
     def look(cls, fleet: GpuFleet, fleet_db: FleetDatabase, markets: Markets | None = None) -> FleetView:
         """As they are now. `markets` remembers what providers offered. Raises FleetConfigError and PricingError."""
         config = fleet.config()
         market, clocks = (markets or Markets()).of(fleet, config)
-        return cls(
-            config, market, clocks, fleet_db.fleet(), fleet_db.offer_failures(MEMORY.horizon), fleet_db.measurements()
-        )
+        seen_at = fleet_db.now()  # before what is seen: whatever ends meanwhile may count as held
+        failures, measured = fleet_db.offer_failures(MEMORY.horizon), fleet_db.measurements()
+        return cls(config, market, clocks, fleet_db.fleet(), failures, measured, seen_at)
 
     def of(self, dataset: str) -> list[Instance]:
         """Instances that work or boot for the dataset and are to stay, also where each run has its last rows in flight.

@@ -156,13 +156,19 @@ class Targets(Tables):
         pause: Pause | None = None,
         memory: CapacityMemory = NO_MEMORY,
         plan: CapacityPlan | None = None,
+        decided_at: float | None = None,
     ) -> bool:
-        """What the dataset may lease from now on. False when its request is another one by now: nothing is written."""
+        """What the dataset may lease from now on. False when its request is another one by now: nothing is written.
+
+        `decided_at`: when that was seen which it rests on; None: now.
+        """
         words = {"offers": json.dumps([list(one) for one in offers]), "pause": pause_to_json(pause)}
         words |= {"memory": memory_to_json(memory), "plan": to_json(plan)}
         mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
         with self._transaction() as (connection, now):
             change = DATASETS.update().where(mine).values(instances=max(0, instances), **words, updated_at=now)
+            if decided_at is not None:
+                change = change.values(updated_at=min(now, decided_at))
             return connection.execute(change).rowcount == 1
 
     def remember(self, dataset: str, request: str, memory: CapacityMemory) -> None:

@@ -26,9 +26,10 @@ from batch_assets.catalog import ledger
 from batch_assets.monitoring.dataset_status import Observer, dataset_status
 from batch_assets.monitoring.display import request_lines
 from batch_assets.orchestration.request_summary import request_status
+from batch_assets.planning.capacity_question import Answer, CapacityQuestion
 from batch_assets.planning.planner_input import FleetView, Markets, build_input
 from batch_assets.planning.workload_estimate import WorkloadEstimator
-from batch_assets.sensors import round_robin
+from batch_assets.sensors import capacity, round_robin
 from batch_assets.sensors.capacity import capacity_sensor, slots_for
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
@@ -577,6 +578,25 @@ def test_what_operators_were_told_is_no_newer_command(site: SensorDataset, monke
     target = site.fleet_db.target("d")
     assert target is not None and target.memory.alerts and target.memory.controller != ControllerState()
     assert site.fleet_db.leased_since_command("d")
+
+
+def test_a_command_is_as_old_as_what_it_rests_on(site: SensorDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that ends while its sensor still plans was held when the command was decided."""
+    site.snapshot()
+    site.request()
+    lease = ready(site.fleet_db, dataset="d", ttl=600)
+    ask = capacity.ask_planner
+
+    def slowly(question: CapacityQuestion) -> Answer:
+        assert site.fleet_db.give_up(lease, "paused")
+        return ask(question)
+
+    monkeypatch.setattr(capacity, "ask_planner", slowly)
+    site.tick("capacity")
+    assert site.fleet_db.leased_since_command("d")
+    monkeypatch.setattr(capacity, "ask_planner", ask)
+    site.tick("capacity")
+    assert not site.fleet_db.leased_since_command("d")
 
 
 def test_operators_hear_of_requests_that_have_all_failed_for_a_minute_and_status_says_which_and_since_when(
