@@ -75,6 +75,17 @@ def latest_request(instance: dg.DagsterInstance, tag: str, dataset: str) -> dg.D
     return found[0] if found else None
 
 
+def last_done_at(instance: dg.DagsterInstance, dataset: str, request: str) -> float | None:
+    """When a run of the request ended last, or a batch of the dataset was reported, in Unix seconds; None: never."""
+    own = [
+        *instance.get_run_records(dg.RunsFilter(run_ids=[request]), limit=1),
+        *instance.get_run_records(dg.RunsFilter(tags={REQUEST_TAG: request})),
+    ]
+    moments = [record.end_time for record in own if record.end_time is not None]
+    newest = instance.get_latest_materialization_event(ledger.rows_key(dataset))
+    return max([*moments, *([newest.timestamp] if newest is not None else [])], default=None)
+
+
 def snapshot_asked(instance: dg.DagsterInstance, request: dg.DagsterRun) -> str | None:
     """The snapshot that a request was made for, as its own materialization says; None when that was wiped."""
     for entry in instance.all_logs(request.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):

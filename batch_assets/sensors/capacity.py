@@ -16,6 +16,7 @@ from typing import Any, cast
 import dagster as dg
 
 from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import last_done_at
 from batch_assets.orchestration.active_request import ActiveDataset
 from batch_assets.orchestration.assets import set_pool
 from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
@@ -337,11 +338,21 @@ def _finish(
         for one in fleet_db.fleet():
             if one.payer == target.dataset and one.lease is None:
                 fleet_db.retire(one.name, "the request has ended")
-    now = fleet_db.now()
-    met = None if target.deadline_at is None or missing else now <= target.deadline_at
+    done = _done_at(context, fleet_db, target, missing)
+    met = None if target.deadline_at is None or missing else done <= target.deadline_at
     status = request_status(fleet_db, target.dataset)
-    ended = summary_of(status, finished_at=now, on_time=met, missing=missing)
+    ended = summary_of(status, finished_at=done, on_time=met, missing=missing)
     if not fleet_db.end_request(target.dataset, target.request, ended):
         return []
     set_pool(context.instance, target.dataset, 1 + SPARE_SLOTS)
-    return [] if target.updated_age is None else [done_event(target, ended, now)]
+    lasted = dataclasses.replace(target, age=done - target.since)
+    return [] if target.updated_age is None else [done_event(lasted, ended, done)]
+
+
+def _done_at(
+    context: dg.SensorEvaluationContext, fleet_db: FleetDatabase, target: DatasetTarget, missing: int
+) -> float:
+    """When the request was over, in Unix seconds: where Dagster ended together with it, long before this tick."""
+    now = fleet_db.now()
+    last = None if missing else last_done_at(context.instance, target.dataset, target.request)
+    return now if last is None else min(now, max(target.since, last))

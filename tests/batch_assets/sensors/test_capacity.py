@@ -35,6 +35,7 @@ from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG
 from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
+from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
 from gpu_runner.market.offers import Offer
 from gpu_runner.planner.types import Target
@@ -176,6 +177,23 @@ def test_when_all_is_done_the_story_stays_and_the_command_goes(site: SensorDatas
     (line,) = request_lines(status, time.time())
     assert line.startswith("d: done ") and "before its deadline, 0.80 $ spent" in line
     assert pool(site) == 2
+
+
+def test_a_request_was_over_when_its_last_batch_was_there_though_no_sensor_ticked_until_its_deadline(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.snapshot()
+    site.request()
+    site.tick("capacity")
+    site.commit(*KEYS)
+    real = FleetDatabase.now
+    monkeypatch.setattr(FleetDatabase, "now", lambda self: real(self) + 24 * HOUR)
+    assert observed(events(site))["on_time"] is True
+    monkeypatch.undo()
+    (line,) = request_lines(
+        dataset_status(Observer(site.instance, site.fleet_db, site.store), time.time()), time.time()
+    )
+    assert line.startswith("d: done ") and "before its deadline" in line
 
 
 def test_a_budget_that_is_spent_pauses_the_work_and_a_raised_one_resumes_it(site: SensorDataset) -> None:
