@@ -129,7 +129,7 @@ def verify(
         broken = Difference("corrupt_pointer", None, "a snapshot", str(error), store.mended_by_run)
         return Verification(None, Totals(store.dataset), (broken,))
     if snapshot is None:
-        missing = Difference("no_snapshot", None, "a snapshot", "none", f"batch-assets run {store.dataset}")
+        missing = Difference("no_snapshot", None, "a snapshot", "none", f"`batch-assets run {store.dataset}` makes one")
         return Verification(None, Totals(store.dataset), (missing,))
     try:
         manifest, entries = store.manifest(snapshot), store.entries(snapshot)

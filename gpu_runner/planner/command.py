@@ -86,7 +86,8 @@ def assign(command: Command, number_held: int, room: int | None, before: Sequenc
 
 def keep_all(held: Sequence[HeldInstance], words: str, kind: CommandKind = "steady") -> Command:
     """The command that changes nothing."""
-    return order(FleetCandidate(tuple(held)), held, kind, f"{len(held)} are kept: {words}")
+    kept = "1 is kept" if len(held) == 1 else f"{len(held)} are kept"
+    return order(FleetCandidate(tuple(held)), held, kind, f"{kept}: {words}")
 
 
 def revise(before: Command, fleet: FleetCandidate, held: Sequence[HeldInstance], words: str) -> Command:
@@ -122,7 +123,7 @@ def change_to(
     fleet = replace(fleet, kept=(*fleet.kept, *others[few:]))
     replaced = [one.instance for one in plain[few:]] if number_new else []
     number, held = len(fleet.options), len(check.held)
-    reason = f"{number} instances instead of {held}, which {why}; {plan.reason}"
+    reason = f"{number} instance{'s' * (number != 1)} instead of {held}, which {why}; {plan.reason}"
     return order(fleet, check.held, _kind(plan, number, few, held), reason, replaced)
 
 

@@ -130,7 +130,7 @@ def test_verify_of_a_dataset_that_was_never_run_says_what_to_do(home: Path):
     answer = json.loads(found.stdout)
     assert list(answer)[: len(KEYS)] == KEYS
     assert [difference["kind"] for difference in answer["differences"]] == ["no_snapshot"]
-    assert [difference["todo"] for difference in answer["differences"]] == ["batch-assets run haiku"]
+    assert [difference["todo"] for difference in answer["differences"]] == ["`batch-assets run haiku` makes one"]
     shown = ask("verify", "haiku")
     assert shown.exit_code == 1
     assert "no snapshot" in shown.stdout
