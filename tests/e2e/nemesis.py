@@ -96,6 +96,14 @@ class Stopped:
 
 
 @dataclass(eq=False)
+def signalled(beat: RunBeat, number: signal.Signals) -> bool:
+    """Whether the worker's process was there to get the signal: it may have ended since it was looked for."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(beat.pid, number)
+        return True
+    return False
+
+
 class Nemesis:
     """Commits `wanted` faults on a platform, `pause` seconds apart on average, while its customer wants more rows."""
 
@@ -162,8 +170,7 @@ class Nemesis:
     def close(self) -> None:
         """Leave nothing stopped."""
         for stopped in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stopped.beat.pid, signal.SIGCONT)
+            signalled(stopped.beat, signal.SIGCONT)
         self.fleet_db.close()
 
     def look(self, *, grow: bool = True) -> None:
@@ -246,7 +253,8 @@ class Nemesis:
         if (beat := self._worker()) is None:
             return None
         held = self._held_by([beat])
-        os.kill(beat.pid, signal.SIGKILL)
+        if not signalled(beat, signal.SIGKILL):
+            return None
         continued = self.recovery.continued([beat], by_others=True)
         return Fault("run worker killed", beat.run_id[:8], time.time(), continued, instances=held)
 
@@ -256,7 +264,8 @@ class Nemesis:
         if not leased:
             return None
         beat = self.rng.choice(leased)
-        os.kill(beat.pid, signal.SIGSTOP)
+        if not signalled(beat, signal.SIGSTOP):
+            return None
         now = time.time()
         self._stopped.append(Stopped(beat, now + self.rng.uniform(TTL + 3, 3 * TTL)))
         return Fault("run worker stopped", beat.run_id[:8], now, self.recovery.continued([beat]))
@@ -276,8 +285,7 @@ class Nemesis:
             self.tried += len(tries)
             self.accepted += [f"{lease}: {name}" for name, accepted in tries.items() if accepted]
         self._stopped.remove(stopped)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(stopped.beat.pid, signal.SIGCONT)
+        signalled(stopped.beat, signal.SIGCONT)
 
     def _leases(self, run_id: str) -> list[Lease]:
         return [Lease(name, epoch, run_id, self.site.name) for name, epoch, _ in self.fleet_db.history(run_id)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,7 @@ def kill(pid: int, *, tree: bool) -> None:
     process = psutil.Process(pid)
     for victim in [*(process.children(recursive=True) if tree else ()), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            os.kill(victim.pid, signal.SIGKILL)
+            victim.kill()
 
 
 def test_what_one_instance_cannot_do_in_time_is_done_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

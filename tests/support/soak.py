@@ -18,7 +18,7 @@ GROUPS = {
     "api": "the front door call by call: stock clients, schemathesis, several endpoints, budgets",
     "dagster": "runs, sensors, backfills, the command line and the UI on whole platforms; examples",
     "deadline": "windows and deadlines on whole platforms, the deadline benchmark",
-    "fleet": "leases, moves, spot machines and hand-over on whole platforms; `demo-fleet`; the fleet's state machine",
+    "fleet": "leases, moves, spot machines and hand-over on whole platforms; the fleet's state machine",
     "kubernetes": "a real cluster: provider, faults, growth, the platform on it",
     "losses": "kill -9, faults of engines, stores, clocks and machines, in series and at random",
     "online": "submit and poll, routing, micro-batches, interactive requests",

@@ -1,4 +1,4 @@
-"""What `batch-assets demo-fleet` tells at its end. tests/e2e/test_demo.py runs it as a whole, among the soak tests."""
+"""What `batch-assets demo-fleet` tells at its end. tests/e2e/test_demo.py runs it as a whole."""
 
 from __future__ import annotations
 
