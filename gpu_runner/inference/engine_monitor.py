@@ -318,7 +318,7 @@ class Watchdog:
         if self._liveness.trouble_since is None:
             self._liveness.trouble_since = sent
         self._canary_failures += 1
-        wait = backoff(self._policy.retry, self._canary_failures, error.retry_after, self._rng)
+        wait = backoff(self._policy.retry, self._canary_failures, error.retry_after, self._rng.random)
         self._next_canary = now + max(wait / 2, error.retry_after or 0.0)
         return CanaryAnswer()
 

@@ -200,7 +200,7 @@ class FailedRequests:
         else:
             self._work.void(item)
         asked = error.retry_after if isinstance(error, Transient) else None
-        wait = backoff(policy, item.tries if charged else item.voids, asked, self._rng)
+        wait = backoff(policy, item.tries if charged else item.voids, asked, self._rng.random)
         self._work.later(item, failed_at + wait)
         return []
 

@@ -21,7 +21,7 @@ from batch_assets.api.online.figures import OnlineFigures
 from batch_assets.api.online.queues.protocol import Claim, QueueAway, TaskQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskResult, TaskStatus, failed
 from batch_assets.api.online.request import read_answer
-from batch_assets.api.online.retry import USUAL, RetryPolicy
+from gpu_runner.inference.failures.retry import RetryPolicy, backoff
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ EXTEND_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # after which a consumer is held to be dead
 AGAIN_SECONDS = 0.25  # between looks at a queue that is away
 END_SECONDS = 2.0
+RETRY = RetryPolicy(max_tries=3, backoff_min=0.125, backoff_max=5.0, jitter=0.9)  # 0.25 s, 0.5 s, 1 s and so on at most
+MOST_DELIVERIES = 20  # times that a task may be claimed because consumers died, before it is held to be why
 
 Charge = Callable[[OnlineTask, Usage | None], None]  # what an engine's answer used; the same task counts once
 Settle = Callable[[str, int], Awaitable[None]]  # tenant, tokens used beyond what was expected
@@ -59,7 +61,7 @@ class Consumer:
         clock: Callable[[], float],
         uniform: Callable[[], float],
         settle: Settle,
-        policy: RetryPolicy = USUAL,
+        policy: RetryPolicy = RETRY,
         charge: Charge = lambda task, usage: None,
     ) -> None:
         self._queue, self._requests, self._figures, self._charge = queue, requests, figures, charge
@@ -150,7 +152,7 @@ class Consumer:
         if left <= 0:
             await self._store(serving, failed("expired", _EXPIRED, self._clock(), claim.failures))
             return
-        if claim.deliveries > self._policy.deliveries:
+        if claim.deliveries > MOST_DELIVERIES:
             said = f"Given up: {claim.deliveries - 1} consumers were lost with this request."
             await self._bury(serving, failed("consumers_lost", said, self._clock(), claim.failures))
             return
@@ -198,11 +200,11 @@ class Consumer:
             return
         charged = error.failure is Failure.BROKEN
         failures = claim.failures + charged
-        if self._policy.exhausted(failures):
+        if failures >= self._policy.max_tries:
             await self._bury(serving, failed(error.code, error.message, self._clock(), failures))
             return
         self._figures.retried(error.failure.value)
-        wait = self._policy.wait(failures if charged else claim.returned + 1, self._uniform)
+        wait = backoff(self._policy, failures if charged else claim.returned + 1, None, self._uniform)
         wait = min(wait, max(0.0, claim.expires_at - self._clock()))  # then it is claimed to be told that it expired
         await self._surely(lambda: self._queue.retry(serving.claim, wait, charged=charged))
 

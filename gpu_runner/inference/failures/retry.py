@@ -8,7 +8,7 @@ that was started at its address meanwhile and answers.
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +19,11 @@ Judgement = Literal["undecided", "charged", "void"]
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Seconds, and counts per row.
+    """Seconds, and counts per row or online request.
 
-    A row has `max_tries` charged tries. `backoff` doubles from `backoff_min` to `backoff_max`, with jitter;
-    a server's Retry-After beats it up to `retry_after_max`. A success proves life when its request was sent
-    after the failure, or when it arrives `proof_lag` after it (an answer may sit in a buffer while the
+    A row has `max_tries` charged tries. `backoff` doubles from `backoff_min` to `backoff_max`, of which the share
+    `jitter` is left to chance; a server's Retry-After beats it up to `retry_after_max`. A success proves life when its
+    request was sent after the failure, or when it arrives `proof_lag` after it (an answer may sit in a buffer while the
     engine dies). Where nothing can prove life by success, an answering /health `proof_health` after the
     failure does. `max_voids` uncharged failures on living engines at most, so that every row ends.
     """
@@ -31,16 +31,20 @@ class RetryPolicy:
     max_tries: int = 3
     backoff_min: float = 2.0
     backoff_max: float = 30.0
+    jitter: float = 0.5
     retry_after_max: float = 60.0
     proof_lag: float = 1.0
     proof_health: float = 6.0
     max_voids: int = 10
 
 
-def backoff(policy: RetryPolicy, failures: int, retry_after: float | None, rng: random.Random) -> float:
-    """Seconds to wait after the n-th failure of a row (n from 1): 2-4, 4-8, 8-16, 15-30 by default."""
+def backoff(policy: RetryPolicy, failures: int, retry_after: float | None, uniform: Callable[[], float]) -> float:
+    """Seconds to wait after the n-th failure of a row (n from 1): 2-4, 4-8, 8-16, 15-30 by default.
+
+    Source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. `uniform`: 0 to 1.
+    """
     high = min(policy.backoff_max, policy.backoff_min * 2.0 ** min(failures, 30))
-    wait = rng.uniform(high / 2, high)
+    wait = high * (1 - policy.jitter + policy.jitter * uniform())
     return max(wait, min(retry_after or 0.0, policy.retry_after_max))
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from batch_assets.api.online.retry import RetryPolicy
+from batch_assets.api.online.consumer import RETRY
 from batch_assets.api.online.settings import OnlineSettings, cache_groups, online_settings, redis_server
 from batch_assets.settings import SettingError
+from gpu_runner.inference.failures.retry import backoff
 
 
 def test_waits_grow_with_jitter_and_are_bounded() -> None:
-    policy = RetryPolicy(first_seconds=0.25, longest_seconds=5.0)
-    assert [policy.wait(number, lambda: 1.0) for number in (1, 2, 3, 4)] == [0.25, 0.5, 1.0, 2.0]
-    assert policy.wait(1, lambda: 0.0) == pytest.approx(0.025)
-    assert policy.wait(10_000, lambda: 1.0) == 5.0
-
-
-def test_three_failed_tries_are_the_end() -> None:
-    assert [RetryPolicy().exhausted(failures) for failures in range(5)] == [False, False, False, True, True]
+    assert [backoff(RETRY, number, None, lambda: 1.0) for number in (1, 2, 3, 4)] == [0.25, 0.5, 1.0, 2.0]
+    assert backoff(RETRY, 1, None, lambda: 0.0) == pytest.approx(0.025)
+    assert backoff(RETRY, 10_000, None, lambda: 1.0) == 5.0
 
 
 def test_groups_of_tenants() -> None:

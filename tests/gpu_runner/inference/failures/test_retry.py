@@ -21,15 +21,15 @@ def verdict(proof: LivenessEvidence, error: Transient = RESET, failed_at: float 
 
 @pytest.mark.parametrize(("failures", "low", "high"), [(1, 2, 4), (2, 4, 8), (3, 8, 16), (4, 15, 30), (400, 15, 30)])
 def test_backoff_doubles_with_jitter_up_to_30_seconds(failures: int, low: float, high: float) -> None:
-    waits = {backoff(POLICY, failures, None, random.Random(seed)) for seed in range(50)}
+    waits = {backoff(POLICY, failures, None, random.Random(seed).random) for seed in range(50)}
     assert len(waits) == 50
     assert low <= min(waits) and max(waits) <= high
 
 
 def test_a_server_s_retry_after_counts_up_to_its_limit() -> None:
-    assert backoff(POLICY, 1, 20.0, random.Random(0)) == 20.0
-    assert backoff(POLICY, 1, 86_400.0, random.Random(0)) == 60.0
-    assert backoff(POLICY, 1, 0.1, random.Random(0)) >= 2.0
+    assert backoff(POLICY, 1, 20.0, random.Random(0).random) == 20.0
+    assert backoff(POLICY, 1, 86_400.0, random.Random(0).random) == 60.0
+    assert backoff(POLICY, 1, 0.1, random.Random(0).random) >= 2.0
 
 
 def test_nothing_is_charged_before_the_engine_is_proved_alive() -> None:
