@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from gpu_runner.simulator.pieces import Part, Piece, Pieces
+from gpu_runner.simulator.pieces import Piece, PieceKind, Pieces
 from gpu_runner.simulator.replies import Answer, usage
 from gpu_runner.simulator.requests import Request
 
@@ -52,7 +52,7 @@ class Chunks:
     def end(self, index: int, *, finished: bool) -> bytes:
         """The rest; the last text stands beside the finish reason."""
         rest, answer = self._pieces[index].rest(), self._answers[index]
-        text = rest.pop().text if rest and rest[-1].part is Part.TEXT else ""
+        text = rest.pop().text if rest and rest[-1].part is PieceKind.TEXT else ""
         events = [self._of(index, piece) for piece in rest]
         body: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if answer.tool_call is not None:
@@ -71,8 +71,8 @@ class Chunks:
     def _of(self, index: int, piece: Piece) -> bytes:
         if not self._chat:
             return self._choice(index, {"text": piece.text})
-        if piece.part is not Part.TOOL_CALL:
-            name = "content" if piece.part is Part.TEXT else "reasoning"
+        if piece.part is not PieceKind.TOOL_CALL:
+            name = "content" if piece.part is PieceKind.TEXT else "reasoning"
             return self._choice(index, {"delta": {name: piece.text}})
         call: dict[str, Any] = {"index": 0, "function": {"arguments": piece.text}}
         event = self._choice(index, {"delta": {"tool_calls": [call]}})

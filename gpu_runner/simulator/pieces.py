@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpu_runner.simulator.replies import Answer
 
 
-class Part(enum.Enum):
+class PieceKind(enum.Enum):
     """A part of an answer."""
 
     REASONING = "reasoning"
@@ -20,7 +20,7 @@ class Part(enum.Enum):
 class Piece:
     """Characters of a part; `begins`: the first of them."""
 
-    part: Part
+    part: PieceKind
     text: str
     begins: bool
 
@@ -29,13 +29,13 @@ class Pieces:
     """The pieces of one answer. Its characters come evenly with its tokens."""
 
     def __init__(self, answer: Answer) -> None:
-        self._left: list[tuple[Part, str]] = []
+        self._left: list[tuple[PieceKind, str]] = []
         if answer.reasoning:
-            self._left.append((Part.REASONING, answer.reasoning))
+            self._left.append((PieceKind.REASONING, answer.reasoning))
         if answer.tool_call is not None:
-            self._left.append((Part.TOOL_CALL, answer.tool_call["function"]["arguments"]))
+            self._left.append((PieceKind.TOOL_CALL, answer.tool_call["function"]["arguments"]))
         else:
-            self._left.append((Part.TEXT, answer.text))
+            self._left.append((PieceKind.TEXT, answer.text))
         self._characters = sum([len(text) for _, text in self._left])
         self._tokens = max(1, answer.tokens)
         self._sent, self._begun = 0, False

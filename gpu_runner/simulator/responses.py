@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from gpu_runner.simulator.pieces import Part, Piece, Pieces
+from gpu_runner.simulator.pieces import Piece, PieceKind, Pieces
 from gpu_runner.simulator.replies import Answer
 from gpu_runner.simulator.requests import Request
 
@@ -71,22 +71,22 @@ def _usage(prompt_tokens: int, answer: Answer) -> dict[str, Any]:
 
 def output_items(answer: Answer, name: str) -> list[dict[str, Any]]:
     """Reasoning, then the message or the call of a function."""
-    found = [_item(Part.REASONING, answer, name, answer.reasoning)] if answer.reasoning else []
+    found = [_item(PieceKind.REASONING, answer, name, answer.reasoning)] if answer.reasoning else []
     if answer.tool_call is not None:
-        return [*found, _item(Part.TOOL_CALL, answer, name, answer.tool_call["function"]["arguments"])]
-    return [*found, _item(Part.TEXT, answer, name, answer.text)]
+        return [*found, _item(PieceKind.TOOL_CALL, answer, name, answer.tool_call["function"]["arguments"])]
+    return [*found, _item(PieceKind.TEXT, answer, name, answer.text)]
 
 
-_PREFIXES = {Part.REASONING: "rs", Part.TEXT: "msg", Part.TOOL_CALL: "fc"}
+_PREFIXES = {PieceKind.REASONING: "rs", PieceKind.TEXT: "msg", PieceKind.TOOL_CALL: "fc"}
 
 
-def _item(part: Part, answer: Answer, name: str, text: str | None) -> dict[str, Any]:
+def _item(part: PieceKind, answer: Answer, name: str, text: str | None) -> dict[str, Any]:
     """An item of the output. `text` None: it is in progress, and empty."""
     head = {"id": _PREFIXES[part] + name[name.index("_") :], "status": "in_progress" if text is None else "completed"}
-    if part is Part.REASONING:
+    if part is PieceKind.REASONING:
         content = [] if text is None else [{"type": "reasoning_text", "text": text}]
         return {**head, "type": "reasoning", "summary": [], "content": content}
-    if part is Part.TEXT:
+    if part is PieceKind.TEXT:
         content = [] if text is None else [_text_part(text)]
         return {**head, "type": "message", "role": "assistant", "content": content}
     assert answer.tool_call is not None
@@ -112,7 +112,7 @@ class ResponseEvents:
         self._of = (request, model, name, created)
         self._pieces = Pieces(answer)
         self._numbers, self._output = 0, -1
-        self._open: tuple[Part, str] | None = None  # the item under way, and its text so far
+        self._open: tuple[PieceKind, str] | None = None  # the item under way, and its text so far
 
     def first(self) -> bytes:
         """The response, in progress."""
@@ -141,18 +141,18 @@ class ResponseEvents:
         self._open = piece.part, self._open[1] + piece.text
         if not piece.text:
             return opening
-        if piece.part is Part.TEXT:
+        if piece.part is PieceKind.TEXT:
             return opening + self._in_text("response.output_text.delta", delta=piece.text, logprobs=[])
-        if piece.part is Part.REASONING:
+        if piece.part is PieceKind.REASONING:
             return opening + self._in_text("response.reasoning_text.delta", delta=piece.text)
         return opening + self._in_item("response.function_call_arguments.delta", delta=piece.text)
 
-    def _begin(self, part: Part) -> bytes:
+    def _begin(self, part: PieceKind) -> bytes:
         before = self._close()
         self._open, self._output = (part, ""), self._output + 1
         item = _item(part, self._answer, self._name, None)
         added = self._event("response.output_item.added", output_index=self._output, item=item)
-        if part is not Part.TEXT:
+        if part is not PieceKind.TEXT:
             return before + added
         return before + added + self._in_text("response.content_part.added", part=_text_part(""))
 
@@ -166,12 +166,12 @@ class ResponseEvents:
         self._open = None
         return events + self._event("response.output_item.done", output_index=self._output, item=item)
 
-    def _done(self, part: Part, text: str) -> bytes:
-        if part is Part.TOOL_CALL:
+    def _done(self, part: PieceKind, text: str) -> bytes:
+        if part is PieceKind.TOOL_CALL:
             assert self._answer.tool_call is not None
             name = self._answer.tool_call["function"]["name"]
             return self._in_item("response.function_call_arguments.done", name=name, arguments=text)
-        if part is Part.REASONING:
+        if part is PieceKind.REASONING:
             return self._in_text("response.reasoning_text.done", text=text)
         ended = self._in_text("response.output_text.done", text=text, logprobs=[])
         return ended + self._in_text("response.content_part.done", part=_text_part(text))

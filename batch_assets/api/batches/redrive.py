@@ -35,7 +35,7 @@ class RedriveRefused(UserFacingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RedrivenPart:
     """A part of the old batch. `lines`: how many of them are asked for once more."""
 
     footer: BatchFooter
@@ -46,7 +46,7 @@ class Part:
 class Redrive:
     """`batch_id`: of the new batch; None: every line has its answer."""
 
-    parts: list[Part]
+    parts: list[RedrivenPart]
     batch_id: str | None
 
 
@@ -88,7 +88,7 @@ class BatchRedrive:
             raise RedriveRefused(f"batch {batch_id}: expected one that has ended, found one that is {found.status}")
         return found
 
-    def _write_lines(self, old: BatchRecord, keys: Collection[str], path: Path) -> list[Part]:
+    def _write_lines(self, old: BatchRecord, keys: Collection[str], path: Path) -> list[RedrivenPart]:
         """Write the lines without an answer as an input file, in their order. Parts that have all are not read."""
         store = batch_store(self._objects, old.id)
         if not self._objects.exists(store.snapshot_path(SNAPSHOT, "batches.parquet")):
@@ -110,7 +110,7 @@ class BatchRedrive:
                     if custom_id not in answered:
                         file.write(_line(custom_id, old.endpoint, body))
                         lines[entry.key] += 1
-        return [Part(footer, lines[footer.key]) for footer in footers]
+        return [RedrivenPart(footer, lines[footer.key]) for footer in footers]
 
     def _made(
         self, old: BatchRecord, source: FileRecord, request: str, path: Path, now: int, lines: int

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from support.simulated_engine import simulated_engine
 
-from gpu_runner.simulator.pieces import Part, Piece, Pieces
+from gpu_runner.simulator.pieces import Piece, PieceKind, Pieces
 from gpu_runner.simulator.replies import Answer
 
 ASK = [{"role": "user", "content": "What is the weather?"}]
@@ -33,9 +33,9 @@ def client() -> Iterator[OpenAI]:
 def test_pieces_join_to_the_whole_answer_and_each_part_begins_once() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
     for answer, parts in (
-        (Answer("some words here", "stop", 3, reasoning="hm hm"), [Part.REASONING, Part.TEXT]),
-        (Answer("", "tool_calls", 3, tool_call=call, reasoning="hm"), [Part.REASONING, Part.TOOL_CALL]),
-        (Answer("", "stop", 1), [Part.TEXT]),
+        (Answer("some words here", "stop", 3, reasoning="hm hm"), [PieceKind.REASONING, PieceKind.TEXT]),
+        (Answer("", "tool_calls", 3, tool_call=call, reasoning="hm"), [PieceKind.REASONING, PieceKind.TOOL_CALL]),
+        (Answer("", "stop", 1), [PieceKind.TEXT]),
     ):
         pieces = Pieces(answer)
         found: list[Piece] = [*pieces.until(1), *pieces.until(2), *pieces.rest()]
