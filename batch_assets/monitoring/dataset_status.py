@@ -16,7 +16,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.catalog import ledger
-from batch_assets.catalog.backfills import UNFINISHED
+from batch_assets.catalog.backfills import UNFINISHED, last_done_at, open_backfills
 from batch_assets.catalog.ledger import will_be_retried
 from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.catalog.publications import ledger_state, publish_runs
@@ -298,6 +298,10 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     working = [record.start_time for record in records if record.start_time and record.dagster_run.run_id in beats]
     rate = recent_rate(sight.current.values(), now, min(working, default=None))
     counts = sight.figures
+    current = table is not None and table.version in sight.table_versions
+    request = request_status(observer.fleet_db, observer.store.dataset)
+    if current and not records and counts.batches_done == counts.batches:
+        request = _as_over(observer, request)
     return DatasetStatus(
         dataset=observer.store.dataset,
         rows=counts.rows,
@@ -310,14 +314,14 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         table=table.uri(observer.store.objects) if table else None,
         table_version=table.version if table else None,
         table_rows=table.rows if table else None,
-        table_current=table is not None and table.version in sight.table_versions,
+        table_current=current,
         simulated=table.simulated if table else None,
         snapshot=sight.snapshot,
         rows_open=counts.rows_done - counts.rows_committed,
         rows_per_second=round(rate, 1),
         eta_seconds=_eta(counts, rate),
         runs=tuple(_line(record, beats.get(record.dagster_run.run_id), now) for record in records),
-        request=request_status(observer.fleet_db, observer.store.dataset),
+        request=request,
         problems=tuple(problems),
         rows_reused=counts.rows_reused,
         source_rows=source_rows,
@@ -325,6 +329,19 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         rejects=_rejects(observer.store, sight.snapshot) if rejected else None,
         refresh_failed=refresh_failure(observer.instance, observer.store.dataset, now),
     )
+
+
+def _as_over(observer: Observer, request: RequestStatus) -> RequestStatus:
+    """The request of a dataset that is complete: it ends with the next tick of the capacity sensor, which may be days
+    away where Dagster ended together with it."""
+    name = observer.store.dataset
+    if request.request is None or request.finished_at is not None or open_backfills(observer.instance, name):
+        return request
+    done = last_done_at(observer.instance, name, request.request)
+    if done is None:
+        return request
+    met = None if request.deadline is None else done <= request.deadline
+    return dataclasses.replace(request, finished_at=done, on_time=met, paused="")
 
 
 def _rejects(store: DatasetStore, snapshot: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.snapshots import commit, questions, write_snapshot
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state, publish_job
 from batch_assets.monitoring.dataset_status import Observer, dataset_status
+from batch_assets.monitoring.display import request_lines
 from batch_assets.monitoring.request_monitor import (
     QUIET_SECONDS,
     STILL_SECONDS,
@@ -314,6 +316,20 @@ def test_a_published_table_is_the_end(site: RequestedDataset):
     assert status.table_current
     assert (status.rows, status.ok, status.batches_done, status.table_rows) == (40, 40, 4, 40)
     assert status.as_json()["table"] == status.table
+
+
+def test_the_request_of_a_finished_table_is_done_before_a_sensor_has_ended_it(site: RequestedDataset):
+    """`run` ends its Dagster with the request: the next capacity tick may be days away."""
+    request = site.run(S.SUCCESS, REFRESH)
+    site.fleet_db.begin_request("d", request, deadline_at=time.time() + 3600)
+    site.commit()
+    assert dataset_status(site.observer, now=0.0).request.finished_at is None
+    site.publish()
+    status = dataset_status(site.observer, now=0.0)
+    assert status.request.finished_at is not None and status.request.on_time is True
+    assert "done" in request_lines(status, time.time())[0] and "before its deadline" in request_lines(status, 0.0)[0]
+    site.run(S.STARTED, REFRESH)
+    assert dataset_status(site.observer, now=0.0).request.finished_at is None
 
 
 @pytest.mark.parametrize("severity", list(dg.AssetCheckSeverity))
