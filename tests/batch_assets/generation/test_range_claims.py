@@ -176,6 +176,8 @@ def test_no_engine_is_wanted_while_another_run_works_on_all_that_is_left(site: S
     async def beside() -> None:
         first, second = site.begin("one", keys), site.begin("two", keys)
         serving = await site.until(first, 1)
+        while first.progress().open_batches + first.progress().batches_done < len(keys):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)  # it holds both claims then
         needed = asyncio.create_task(site.work(second))
         await serving
         assert not needed.done()  # the first may still fail to commit
