@@ -95,7 +95,6 @@ class Stopped:
     until: float
 
 
-@dataclass(eq=False)
 def signalled(beat: RunBeat, number: signal.Signals) -> bool:
     """Whether the worker's process was there to get the signal: it may have ended since it was looked for."""
     with contextlib.suppress(ProcessLookupError):
@@ -104,6 +103,7 @@ def signalled(beat: RunBeat, number: signal.Signals) -> bool:
     return False
 
 
+@dataclass(eq=False)
 class Nemesis:
     """Commits `wanted` faults on a platform, `pause` seconds apart on average, while its customer wants more rows."""
 

@@ -71,7 +71,9 @@ def test_a_batch_says_what_it_waits_for_and_since_when_until_an_engine_answers(t
         async with api_service(tmp_path, f"http://127.0.0.1:{port}") as site:
             plain = (await site.create([line("a")]))["id"]
             own = (await site.create([line("b")], metadata={"who": "me", "waiting_for": "Godot"}))["id"]
-            said = await waits_for(site, plain, waits=True)
+            async with asyncio.timeout(10 * PATIENCE):  # until the first try to reach it has failed
+                while (said := await waits_for(site, plain, waits=True))["waiting_for"] == Awaited.ENGINE:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             assert said.keys() == {"waiting_for", "waiting_since"} and said["waiting_for"] == Awaited.ANSWER
             assert began <= int(said["waiting_since"]) <= time.time()
             assert (await waits_for(site, own, waits=True))["waiting_for"] == "Godot"
