@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from batch_assets.catalog.ledger import LedgerVersion
-from batch_assets.work.part_journal import JournalWriter
+from batch_assets.worker.part_journal import JournalWriter
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.batch_check import check_object

@@ -19,7 +19,7 @@ from batch_assets.generation.range_job import RangeJob
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
 from batch_assets.generation.range_source import RangeSource
 from batch_assets.generation.vector_length import vector_length
-from batch_assets.work.job_worker import JobWorker
+from batch_assets.worker.job_worker import JobWorker
 from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests

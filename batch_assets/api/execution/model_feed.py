@@ -29,7 +29,7 @@ from batch_assets.api.execution.engines.engine_supply import (
 from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
 from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.telemetry.tracing import NO_SPANS, SpanKind, Spans, engine_call, sent_in
-from batch_assets.work.job_worker import JobWorker
+from batch_assets.worker.job_worker import JobWorker
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.verbatim_client import VerbatimClient
 from gpu_runner.http.tls_files import TlsFilesError

@@ -19,7 +19,7 @@ from batch_assets.api.billing.usage import Tokens
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.execution.storage.read_ahead import read_ahead
 from batch_assets.api.records.batches import BatchRecord, Held
-from batch_assets.work.part_journal import JournalWriter, PartJournal
+from batch_assets.worker.part_journal import JournalWriter, PartJournal
 from gpu_runner.rows import Outcome, Task
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
@@ -98,7 +98,7 @@ class KeptRows:
             self._count(key, footer.ok, footer.dead, committed=True)
             used[key] = tokens
         segments = self._journal.unread() if self.held.epoch > 1 else []
-        for path, outcomes in zip(segments, read_ahead(self._journal.read, segments), strict=True):
+        for path, outcomes in zip(segments, read_ahead(self._segment, segments), strict=True):
             self._journal.take_in(path, outcomes)
             self._keep_open(outcomes)
         self._keep_open(dict.fromkeys(self._journaled, ()))  # read by a call that the store broke off: counted again
@@ -106,6 +106,12 @@ class KeptRows:
         if counted:
             used |= {key: tokens_of(kept.values()) for key, kept in self._journaled.items()}
         return used
+
+    def _segment(self, path: str) -> dict[str, list[Outcome]]:
+        try:
+            return self.store.journal.read(path)
+        except (CorruptObject, FileNotFoundError):  # deleted by whoever has committed its parts
+            return {}
 
     def _committed(self, part: BatchObject, *, counted: bool) -> tuple[BatchFooter, Tokens] | None:
         """What an object says of itself, with its tokens where they are counted; None: it is damaged or gone."""

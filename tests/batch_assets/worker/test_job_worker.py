@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from support.fake_engine import ORIGIN, FakeEngine, batches
 
-from batch_assets.work import job_worker
-from batch_assets.work.job_worker import JobWorker
+from batch_assets.worker import job_worker
+from batch_assets.worker.job_worker import JobWorker
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Batch, Outcome

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from gpu_runner.inference.answer_memory import bytes_of
 from gpu_runner.rows import Outcome, Task
-from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
 
 SEGMENT_BYTES = 16 << 20  # a segment is written from a copy of its rows
@@ -34,7 +33,7 @@ class JournalWriter:
 
 
 class PartJournal:
-    """Of one writer. For several threads; methods that write, read or list block.
+    """Of one writer. For several threads; methods that write, delete or list block.
 
     `closed(key)`: the part is committed, and needs no journal. `writing` guards each write to the store. `written`
     hears of the rows of each segment, once they are there.
@@ -124,16 +123,12 @@ class PartJournal:
         self._written(rows)
 
     def unread(self) -> list[str]:
-        """Paths of segments, of this writer's range and purpose, that it has neither written nor taken in."""
+        """Paths of segments, of this writer's range and purpose, that it has neither written nor taken in.
+
+        Who reads one decides what its absence means.
+        """
         found = self._store.journal.segments(self._writer.key_range, self._writer.purpose)
         return [path for path in found if path not in self._segments]
-
-    def read(self, path: str) -> dict[str, list[Outcome]]:
-        """The rows of a segment by part; none where it is torn, or deleted by whoever has committed its parts."""
-        try:
-            return self._store.journal.read(path)
-        except (CorruptObject, FileNotFoundError):
-            return {}
 
     def take_in(self, path: str, rows: Rows) -> None:
         """A segment of an earlier writer is this one's to delete, when the parts that it has rows of are committed.

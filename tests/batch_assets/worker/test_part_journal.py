@@ -11,8 +11,8 @@ from support.simulated_engine import simulated_engine
 from support.snapshots import MODEL, outcome, questions, write_snapshot
 
 from batch_assets.generation.range_run import RangeRun
-from batch_assets.work import part_journal
-from batch_assets.work.part_journal import JournalWriter, PartJournal
+from batch_assets.worker import part_journal
+from batch_assets.worker.part_journal import JournalWriter, PartJournal
 from gpu_runner.rows import Row
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
@@ -109,7 +109,7 @@ def test_a_process_that_starts_again_under_its_run_id_overwrites_no_segment(loca
     first.flush()
     again = PartJournal(store, writer, "chat", closed=lambda key: False)
     (path,) = again.unread()
-    again.take_in(path, again.read(path))
+    again.take_in(path, store.journal.read(path))
     again.note("00000", outcome(rows[1]))
     again.flush()
     assert journaled(store) == {"id-0", "id-1"}
