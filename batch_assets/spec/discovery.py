@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from resources.yaml_files import Document, YamlProblem, read_text
 COMPONENT = "batch_assets.GeneratedDataset"
 KEPT_FILES = 2_000
 _NAME_LINE = re.compile(r"""^( +)name: *["']?([a-z0-9][a-z0-9_]{0,62})["']? *(?:#.*)?$""", re.MULTILINE)
+_NEXT = re.compile(r"^---(?=\s|$)", re.MULTILINE)  # begins a document
 _KEYS = ("type", "attributes", "template_vars_module", "requirements", "post_processing")  # Dagster's, of each document
 
 Datasets = dict[str, tuple[GeneratedDatasetSpec, Path]]
@@ -185,14 +186,31 @@ def _read_kept(file: Path, *_of_the_same_file: int) -> FileContents:
 def _read(file: Path) -> FileContents:
     try:
         documents = read_documents(file) or [Document(None, None)]
-        ours = [one for one in documents if _is_ours(one.value, file)]
-        specs = tuple(_load(document, file) for document in ours)
+        found = [_declared_by(documents, number, file) for number in range(len(documents))]
+        if problems := [problem for one in found if isinstance(one, SpecError) for problem in one.problems]:
+            raise SpecError(file, problems)
+        specs = tuple(one for one in found if isinstance(one, GeneratedDatasetSpec))
     except SpecError as error:
         return FileContents((), error, _names_in(file))
     except Exception as error:  # of one file: the others are declared all the same
-        found = f"one at which the reader failed: {type(error).__name__}: {error!s:.200}"
-        return FileContents((), SpecError(file, [Problem("this file", "a file that can be read", found)]))
+        said = f"one at which the reader failed: {type(error).__name__}: {error!s:.200}"
+        return FileContents((), SpecError(file, [Problem("this file", "a file that can be read", said)]))
     return FileContents(specs, None, tuple(spec.name for spec in specs))
+
+
+def _declared_by(documents: Sequence[Document], number: int, file: Path) -> GeneratedDatasetSpec | SpecError | None:
+    """The dataset of one document, or what is wrong with it; None where it is of another component. Of several
+    documents, each problem names its own."""
+    value = documents[number].value
+    try:
+        return _load(documents[number], file) if _is_ours(value, file) else None
+    except SpecError as error:
+        if len(documents) == 1:
+            return error
+        attributes = value.get("attributes") if isinstance(value, dict) else None
+        name = attributes.get("name") if isinstance(attributes, dict) else None
+        where = f"document {number + 1}" + (f" ({name:.63})" if isinstance(name, str) else "")
+        return SpecError(file, [replace(one, key=f"{where}: {one.key}") for one in error.problems])
 
 
 def _load(document: Document, file: Path) -> GeneratedDatasetSpec:
@@ -210,20 +228,24 @@ def _load(document: Document, file: Path) -> GeneratedDatasetSpec:
 def spec_in(file: Path, number: int) -> GeneratedDatasetSpec:
     """The dataset that a document of a file declares. Raises SpecError."""
     documents = read_documents(file)
-    if number >= len(documents) or not _is_ours(documents[number].value, file):
+    found = _declared_by(documents, number, file) if number < len(documents) else None
+    if isinstance(found, SpecError):
+        raise found
+    if found is None:
         raise SpecError(
             file, [Problem("this file", f"a dataset as document {number + 1}", "none: it has just changed")]
         )
-    return _load(documents[number], file)
+    return found
 
 
 def _names_in(file: Path) -> tuple[str, ...]:
-    """The name that stands in a file that is wrong elsewhere: found by its lines, as it may be no YAML."""
+    """The names that stand in a file that is wrong elsewhere, one a document: found by lines, as it may be no YAML."""
     try:
         text = read_text(file)
     except (OSError, YamlProblem):
         return ()
-    return tuple(found[2] for found in sorted(_NAME_LINE.finditer(text), key=lambda found: len(found[1]))[:1])
+    named = [min(_NAME_LINE.findall(one), key=lambda found: len(found[0]), default=None) for one in _NEXT.split(text)]
+    return tuple(dict.fromkeys(one[1] for one in named if one is not None))
 
 
 def _is_ours(document: Any, file: Path) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
-from support.defs_folders import WRONG, own_folder, write, write_text
+import yaml
+from support.defs_folders import COMPONENT, WRONG, attributes, own_folder, write, write_text
 
 from batch_assets.definitions import defs
 from batch_assets.orchestration.broken_files import CHECK, broken_key
@@ -197,6 +199,45 @@ def test_a_dataset_whose_file_is_broken_goes_on_as_it_was_last_known_and_reads_n
     write(folder, "good", budget_usd=4.5)
     assert assets(loaded()) == before
     assert known_datasets()["good"][0].budget_usd == 4.5
+
+
+def several(*documents: dict[str, Any]) -> str:
+    return yaml.safe_dump_all([{"type": COMPONENT, "attributes": one} for one in documents])
+
+
+def test_the_documents_of_one_file_are_datasets_of_their_own(folder: Path):
+    write_text(folder / "chain", several(attributes("topics"), attributes("answers", budget_usd=3.5)))
+    found = loaded()
+    assert {"topics/rows", "answers/rows", "good/rows"} <= assets(found)
+    assert found.resolve_job_def("answers_refresh")
+    assert declarations().datasets["answers"][1] == declarations().datasets["topics"][1] == folder.resolve() / "chain"
+
+
+def test_every_wrong_document_of_a_file_is_named_with_its_dataset_and_found_by_it(folder: Path):
+    documents = [attributes("topics", nonsense=1), attributes("answers"), attributes("grades", model="")]
+    write_text(folder / "chain", several(*documents) + "---\nattributes: {}\n")
+    (broken,) = declarations().broken
+    said = [str(problem).partition(": expected")[0] for problem in broken.error.problems]
+    assert said == ["document 1 (topics): nonsense", "document 3 (grades): model", "document 4: type"]
+    for name in ("topics", "answers", "grades", "chain"):
+        assert declarations().broken_named(name) is not None
+    assert declarations().broken_named("good") is None
+
+
+def test_a_file_of_one_document_is_called_this_file_and_no_document(folder: Path):
+    write(folder, "bad", nonsense=1)
+    assert str(declarations().broken[0].error.problems[0]).startswith("nonsense: ")
+
+
+def test_all_datasets_of_a_broken_file_go_on_as_they_were_last_known(folder: Path):
+    write_text(folder / "chain", several(attributes("topics"), attributes("answers", budget_usd=3.5)))
+    before = assets(loaded())
+    write_text(folder / "chain", several(attributes("topics", model=""), attributes("answers", budget_usd=9.5)))
+    assert assets(loaded()) == before | {"topics/defs_yaml"}
+    assert {name: spec.budget_usd for name, (spec, _) in known_datasets().items() if name != "good"} == {
+        "topics": None,
+        "answers": 3.5,
+    }
 
 
 def test_a_copy_does_not_take_the_place_of_a_dataset_whose_file_is_broken(folder: Path):
