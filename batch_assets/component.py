@@ -137,6 +137,8 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     """Code version of `prompts`: changes with all that shapes the rows, so that an edited spec shows as stale."""
     shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
     written = spec.model_dump_json(include=shaping)
+    if spec.samples > 1:
+        written += f"samples: {spec.samples}"
     if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:
         written += "max_tokens: null"  # a key that is null looks as one that is left out
     return hashlib.sha256(written.encode()).hexdigest()[:16]

@@ -53,7 +53,7 @@ class Row:
 
     `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
     `completion` and `embedding`. `seed`: this row's own, in place of the generation's. `repeats`: another row of the
-    dataset, with an id of its own, has the same request and came first.
+    dataset, with an id of its own, has the same request and came first. `sample`: which sample of its prompt it is.
     """
 
     batch: str
@@ -62,17 +62,29 @@ class Row:
     prompt: bytes
     seed: int | None = None
     repeats: bool = False
+    sample: int = 0
+
+    @property
+    def _occurrence(self) -> str:
+        """Its number among rows with one key and no id column; empty for the first, and for a row with an id."""
+        key, _, occurrence = self.row_id.rpartition("#")
+        return occurrence if key == self.row_key and occurrence != "0" else ""
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether it has the row key of another row that came first: with a seed its request is then another one."""
+        return self.repeats or bool(self._occurrence)
 
     def seeded(self, seed: int | None) -> Row:
-        """The row with a seed of its own where it repeats another one: a dataset with one seed would pay for the same
-        answer again. `seed`: the dataset's. The first of equal rows keeps it, and the row key does not change.
+        """The row with a seed of its own where it repeats another one, or is a further sample: a dataset with one seed
+        would pay for the same answer again. `seed`: the dataset's. The first of equal rows keeps it, and the row key
+        does not change.
         """
-        key, _, occurrence = self.row_id.rpartition("#")
-        numbered = key == self.row_key and occurrence != "0"
-        if seed is None or not (numbered or self.repeats):
+        if seed is None or not (self.asks_again or self.sample):
             return self
-        own = occurrence if numbered else f"id {self.row_id}"
-        digest = hashlib.sha256(f"{seed}#{own}".encode()).digest()
+        own = (self._occurrence or f"id {self.row_id}") if self.asks_again else ""
+        numbered = f"#sample {self.sample}" if self.sample else ""
+        digest = hashlib.sha256(f"{seed}#{own}{numbered}".encode()).digest()
         return replace(self, seed=int.from_bytes(digest[:4], "big") >> 1)  # engines take 31 bits
 
 
@@ -181,6 +193,18 @@ def row_key(generation: Generation, prompt: Any) -> str:
         "prompt": prompt,
     }
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def sample_digest(key: bytes, sample: int) -> bytes:
+    """The row key, as 32 bytes, of one sample of a prompt whose own row key is `key`: that of sample 0 is the prompt's,
+    so that a dataset may have samples later, or no more, and keeps what it has.
+    """
+    return hashlib.sha256(key + b"#sample %d" % sample).digest() if sample else key
+
+
+def sample_id(row_id: str, sample: int) -> str:
+    """The row id of one sample of a row with an id."""
+    return f"{row_id}~{sample}" if sample else row_id
 
 
 def data_version(rows: Iterable[tuple[str, str]]) -> str:

@@ -228,7 +228,7 @@ class RangeSource:
         if answers is None or batch is None:
             return {}
         try:
-            alike = [row for row in rows if row.seed is None]  # another seed is another request
+            alike = [row for row in rows if row.seed is None or not row.asks_again]  # another seed, another request
             return self._reads.read(lambda: answers.read(batch, alike))
         except (CorruptObject, FileNotFoundError) as error:
             log.warning("%s: %s; its rows are generated", batch.path, type(error).__name__)

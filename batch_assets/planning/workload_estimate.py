@@ -208,6 +208,7 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
         rows = _estimated_rows(spec, folder, rows, lines)
         text = f"the source has about {rows:,} rows: {lines:,} lines were read, the others count by their bytes"
         said.append(Assumption(Subject.ROWS, text))
+    rows *= spec.samples
     return work_of(spec.generation(), rows, rows, first, (), said)
 
 

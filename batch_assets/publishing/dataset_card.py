@@ -15,6 +15,7 @@ from batch_assets.publishing.batch_reader import table_name
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.money import format_usd
 from resources.store.dataset_store import SnapshotManifest
+from resources.store.snapshot_manifest import SAMPLE_INDEX
 
 if TYPE_CHECKING:
     from batch_assets.publishing.published_table import PublishedTable
@@ -30,6 +31,7 @@ _SIZES = (
 )
 MEANING = {
     "row_id": "the source's id, or the hash of the request and an occurrence number",
+    SAMPLE_INDEX: "which answer to the same prompt it is, from 0 (`samples`)",
     "prompt": "what was asked, as rendered: for chat a list of messages (role, content), else a text",
     "output": "what the model wrote; null for a row without a completion",
     "finish_reason": "stop, tool_calls, or length when the answer was cut at the token limit",
@@ -89,7 +91,7 @@ def card_text(
         parts.append(card.description.strip())
     parts += [
         _facts(table, manifest, card),
-        _lines_text(table),
+        _lines_text(table, manifest.samples),
         _columns(table, manifest),
         _sources(table),
         _open_text(),
@@ -145,9 +147,10 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
     return _table(("", ""), facts.items())
 
 
-def _lines_text(table: PublishedTable) -> str:
+def _lines_text(table: PublishedTable, samples: int) -> str:
+    lines = "exactly one line" if samples == 1 else f"{samples} lines, one per sample"
     text = (
-        "Every source row that was not rejected has exactly one line, in the order of the snapshot. A row for which no "
+        f"Every source row that was not rejected has {lines}, in the order of the snapshot. A row for which no "
         "completion could be had is there too, with `output` null and the reason in `error`; filter with "
         "`error IS NULL` for completions only."
     )
@@ -161,7 +164,8 @@ def _lines_text(table: PublishedTable) -> str:
 
 
 def _columns(table: PublishedTable, manifest: SnapshotManifest) -> str:
-    kept = {table_name(name): name for name in manifest.keep_columns}
+    sampled = {SAMPLE_INDEX} if manifest.samples > 1 else set()
+    kept = {table_name(name): name for name in manifest.keep_columns if name not in sampled}
     lines = [
         (f"`{column.name}`", column.type, f"source column `{kept[column.name]}`")
         if column.name in kept

@@ -72,7 +72,8 @@ def quality(
     for batch in table_batches(store, table, ["row_id", "output", "error", "finish_reason", "duplicate_of", *calls]):
         counted.add(batch)
     repeated = len(repeated_ids(store, table, counted.ids))
-    return counted.figures(manifest.source_rows - manifest.rejected, repeated, thresholds)
+    named = "source rows" if manifest.samples == 1 else f"source rows of {manifest.samples} samples each"
+    return counted.figures(manifest.expected_rows, repeated, thresholds, named)
 
 
 class Counted:
@@ -113,8 +114,12 @@ class Counted:
         self._outputs.add(outputs)
         self.empty += _empty(outputs)
 
-    def figures(self, expected_rows: int, repeated: int, thresholds: Thresholds) -> list[CheckFigure]:
-        """The figures; `repeated` is the number of row ids that stand on more than one line."""
+    def figures(
+        self, expected_rows: int, repeated: int, thresholds: Thresholds, named: str = "source rows"
+    ) -> list[CheckFigure]:
+        """The figures; `repeated` is the number of row ids that stand on more than one line, `named` what the expected
+        rows are.
+        """
         outputs = len(self._outputs)
         most = self._outputs.most_frequent()
         most = most if most > 1 else 0
@@ -125,7 +130,7 @@ class Counted:
                 whole,
                 self.rows,
                 expected_rows,
-                f"{self.rows:,} lines for {expected_rows:,} source rows"
+                f"{self.rows:,} lines for {expected_rows:,} {named}"
                 + (f"; {self.torn:,} with an output and an error, or with neither" if self.torn else ""),
                 "error",
             ),

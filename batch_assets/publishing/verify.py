@@ -248,7 +248,7 @@ def _snapshot_differences(
     counts = {
         "batches": (manifest.batches, len(entries)),
         "rows": (manifest.rows, sum(entry.rows for entry in entries)),
-        "rows + duplicates": (manifest.source_rows - manifest.rejected, manifest.rows + manifest.duplicates),
+        "rows + duplicates": (manifest.expected_rows, manifest.rows + manifest.duplicates),
         "rows in shards": (manifest.rows, sum(shard.rows for shard in manifest.shards)),
         "duplicates in shards": (manifest.duplicates, sum(shard.rows for shard in manifest.duplicate_shards)),
     }

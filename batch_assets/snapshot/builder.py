@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
     ) as placement:
         _refuse_repeated_ids(read, placement)
         counts = placement.place(rows_before)
-        if read.source_rows != counts.rows + counts.duplicates + read.rejects.count:
+        if (read.source_rows - read.rejects.count) * spec.samples != counts.rows + counts.duplicates:
             raise RuntimeError("snapshot: rows of the source are neither placed, nor duplicates, nor rejected")
         if not counts.rows:
             raise SourceError(f"{source_name(spec)}: expected at least one row, found none that can be used")
@@ -124,12 +125,15 @@ def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pat
 
 
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
-    """Rows whose id was there before become rejects."""
+    """Rows whose id was there before become rejects: each once, however many samples it has."""
+    last: tuple[int, int, int, int] | None = None
     for places in placement.repeated_ids():
+        rows = [row for before, row in itertools.pairwise([last, *places]) if row is not None and row != before]
+        last = places[-1]
         read.rejects.add(
             [
                 Reject(read.files[file], line, f"id: the same as in {read.files[first_file]}, line {first_line}")
-                for file, line, first_file, first_line in places
+                for file, line, first_file, first_line in rows
             ]
         )
     read.rejects.close()
@@ -269,6 +273,7 @@ def _manifest(
         shards=files.shards,
         duplicate_shards=files.duplicates,
         generation=asdict(spec.generation()),
+        samples=spec.samples,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import zoneinfo
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
-from gpu_runner.rows import Generation
+from gpu_runner.rows import Generation, sample_digest, sample_id
+from resources.store.snapshot_manifest import SAMPLE_INDEX
 
 MAX_PROMPT = MAX_KEPT = 1 << 20
 MAX_ID = 1024
@@ -32,6 +34,8 @@ MAX_ID = 1024
 _PART_BYTES = 8 << 20
 _SORTED = orjson.OPT_SORT_KEYS
 _KEEP = "keep"
+_SAMPLED_ID = re.compile(r"~[0-9]{1,2}\Z")
+_SAMPLE = pa.field(SAMPLE_INDEX, pa.int32())
 _REJECTS = pa.schema([("file", pa.string()), ("line", pa.int64()), ("reason", pa.string())])
 
 
@@ -86,17 +90,17 @@ class Ingested:
     kinds: ColumnKinds | None
 
     def kept(self, batch: pa.RecordBatch) -> list[pa.Array]:
-        """The kept columns of staged rows in their final types."""
+        """The kept columns of staged rows in their final types; the number of the sample is the last one."""
+        sampled = [batch.column(SAMPLE_INDEX)] if SAMPLE_INDEX in batch.schema.names else []
+        fields = self.keep_fields[: len(self.keep_fields) - len(sampled)]
         if self.kinds is None:
-            return [batch.column(f"{_KEEP}:{item.name}") for item in self.keep_fields]
-        if not self.keep_fields:
-            return []
+            return [batch.column(f"{_KEEP}:{item.name}") for item in fields] + sampled
+        if not fields:
+            return sampled
         rows = [orjson.loads(text) for text in batch.column(_KEEP).to_pylist()]
         columns = zip(*rows, strict=True)
-        return [
-            to_arrow(values, self.kinds.kinds.get(item.name))
-            for item, values in zip(self.keep_fields, columns, strict=True)
-        ]
+        typed = zip(fields, columns, strict=True)
+        return [to_arrow(values, self.kinds.kinds.get(item.name)) for item, values in typed] + sampled
 
 
 class RowKeys:
@@ -238,14 +242,15 @@ class RowCheck:
         """The rows of a block, as many at once as their values and the prompts made last allow."""
         texts = sum(len(v) for values in block.columns.values() for v in values if type(v) in (str, bytes))
         expected = self._prompts.constant_bytes + texts // max(1, len(block.lines))
-        rows = max(1, min(BLOCK_ROWS, _PART_BYTES // max(1, expected, self._row_bytes)))
+        most = _PART_BYTES // (max(1, expected, self._row_bytes) * self._spec.samples)
+        rows = max(1, min(BLOCK_ROWS, most))
         for first in range(0, len(block.lines), rows):
             yield block.part(first, rows)
 
     def check(self, part: Block) -> CheckedRows:
         """Render the prompts of some rows, and look at their ids and kept columns."""
         refused = self.kinds.learn(part.columns) if part.arrow is None else {}
-        ids = _row_ids(part.columns[self._spec.id], refused) if self._spec.id else None
+        ids = _row_ids(part.columns[self._spec.id], refused, self._spec.samples) if self._spec.id else None
         prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
         if prompts:
             self._row_bytes = sum(map(len, prompts)) // len(prompts)
@@ -308,7 +313,14 @@ class _Reading:
         return rejects
 
     def _write(self, part: Block, prompts: list[bytes], ids: list[str] | None, kept: list[bytes] | None) -> None:
-        digests = self._keys.digests(prompts)
+        digests, number = self._keys.digests(prompts), self._spec.samples
+        samples = [sample for _ in prompts for sample in range(number)]
+        if number > 1:  # those of one prompt stand next to each other: engines keep the prompt's prefix
+            rows = [row for row in range(len(prompts)) for _ in range(number)]
+            part, prompts = part.take(rows), [prompts[row] for row in rows]
+            digests = [sample_digest(digests[row], sample) for row, sample in zip(rows, samples, strict=True)]
+            ids = ids and [sample_id(ids[row], sample) for row, sample in zip(rows, samples, strict=True)]
+            kept = kept and [kept[row] for row in rows]
         if self._stage is None:
             self._start(part)
         stage = self._stage
@@ -320,6 +332,8 @@ class _Reading:
             columns |= {f"{_KEEP}:{name}": plain(part.arrow[name]) for name in self._spec.keep_columns}
         elif kept is not None:
             columns[_KEEP] = kept
+        if SAMPLE_INDEX in stage.schema.names:
+            columns[SAMPLE_INDEX] = samples
         arrays = [_array(columns[item.name], item.type) for item in stage.schema]
         file = self._files.setdefault(part.file, len(self._files))
         self._add_to_index(digests, ids, file, part.lines, stage.rows)
@@ -336,6 +350,8 @@ class _Reading:
             fields += [pa.field(f"{_KEEP}:{item.name}", item.type) for item in self._keep_types]
         elif self._spec.keep_columns:
             fields.append(pa.field(_KEEP, pa.binary()))
+        if self._spec.samples > 1:
+            fields.append(_SAMPLE)
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:
@@ -378,6 +394,8 @@ class _Reading:
         fields = self._keep_types
         if not self._typed:
             fields = [pa.field(name, arrow_type(self.check.kinds.kinds.get(name))) for name in self._spec.keep_columns]
+        if self._spec.samples > 1:
+            fields = [*fields, _SAMPLE]
         kinds = None if self._typed else self.check.kinds
         rows, content = self.check.source_rows, self._content
         return Ingested(self._stage, self._index, list(self._files), self._rejects, rows, content, fields, kinds)
@@ -398,7 +416,7 @@ def _first(block: Block, room: int) -> Block:
     return cut
 
 
-def _row_ids(values: list[Any], refused: dict[int, str]) -> list[str]:
+def _row_ids(values: list[Any], refused: dict[int, str], samples: int) -> list[str]:
     ids = []
     for i, value in enumerate(values):
         row_id = str(value) if type(value) is int else value
@@ -410,6 +428,8 @@ def _row_ids(values: list[Any], refused: dict[int, str]) -> list[str]:
             refused.setdefault(i, "id: expected text or a whole number, found nothing but blanks")
         elif len(row_id) > MAX_ID:
             refused.setdefault(i, f"id: expected at most {MAX_ID} characters, found {len(row_id)}")
+        elif samples > 1 and _SAMPLED_ID.search(row_id):
+            refused.setdefault(i, "id: expected an end other than ~ and a number, which names a sample")
         ids.append(row_id)
     return ids
 

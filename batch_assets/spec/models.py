@@ -40,7 +40,7 @@ from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.market.offers import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
 from resources.store.outcome_columns import OUTCOME_COLUMNS
-from resources.store.snapshot_manifest import REPEATS
+from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX
 
 __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec"]
 
@@ -201,6 +201,13 @@ class GeneratedDatasetSpec(Strict):
     dedupe: Flag | None = Field(
         default=None, description="Ask each distinct prompt once. Default: on when the temperature is 0, off otherwise."
     )
+    samples: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Answers to each prompt, each a row of its own with its number in the column `sample_index`. With "
+        "a sampling.seed each has a seed of its own. Not with a temperature of 0, and not for embeddings.",
+    )
     reuse: Reuse = Field(
         default=False,
         description="Take answers that other datasets of the store paid for, where the whole request is the same. "
@@ -256,6 +263,7 @@ class GeneratedDatasetSpec(Strict):
         _check_columns(self)
         _check_labels(self)
         _check_reuse(self)
+        _check_samples(self)
         return self
 
     @property
@@ -357,6 +365,20 @@ def _check_reuse(spec: GeneratedDatasetSpec) -> None:
             raise Unusable(
                 "other datasets", "the dataset itself", "It keeps its own answers anyway.", key=f"reuse.{index}"
             )
+
+
+def _check_samples(spec: GeneratedDatasetSpec) -> None:
+    if spec.samples == 1:
+        return
+    if spec.task == "embedding":
+        raise Unusable("1 for task embedding", show(spec.samples), "A text has one vector.", key="samples")
+    if spec.sampling.temperature == 0:
+        hint = "All samples of a prompt would be the same answer. Raise sampling.temperature, or leave samples out."
+        raise Unusable("1 with a temperature of 0", show(spec.samples), hint, key="samples")
+    for index, column in enumerate(spec.keep_columns):
+        if column.lower() == SAMPLE_INDEX:
+            hint = "Give the column another name in the source."
+            raise Unusable("no such column beside samples", show(column), hint, key=f"keep_columns.{index}")
 
 
 def _check_labels(spec: GeneratedDatasetSpec) -> None:

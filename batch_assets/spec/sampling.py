@@ -22,7 +22,7 @@ MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's unless it is started with --max
 MOST_TOOLS = 128
 
 _OWN = "The platform writes this field itself."
-_ONE = "A row has one answer; to have several, let the source repeat it."
+_ONE = "A row has one answer; to have several, write samples: n at the top."
 _SCHEMA = "Write output.json_schema instead: outputs are then validated as well."
 _PROMPT = "The table holds what was answered, not the prompt."
 _IDS = "The table has no column for token ids."

@@ -28,7 +28,7 @@ from resources.store.batch_objects import (
 from resources.store.integrity import is_damage, read_pointer, read_sealed
 from resources.store.journal import Journal
 from resources.store.outcome_tables import outcomes_from
-from resources.store.snapshot_manifest import REPEATS, BatchEntry, Shard, SnapshotManifest
+from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX, BatchEntry, Shard, SnapshotManifest
 
 __all__ = [
     "FOOTER_KEY",
@@ -142,7 +142,9 @@ class DatasetStore:
         self, manifest: SnapshotManifest, entries: Iterable[BatchEntry]
     ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
         """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
-        for entry, table in self.prompt_tables(manifest, entries, ("row_id", "row_key", "prompt", REPEATS)):
+        sampled = (SAMPLE_INDEX,) if manifest.samples > 1 else ()
+        columns = ("row_id", "row_key", "prompt", REPEATS, *sampled)
+        for entry, table in self.prompt_tables(manifest, entries, columns):
             ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
             if data_version(zip(ids, keys, strict=True)) != entry.data_version:
                 raise CorruptObject(
@@ -150,10 +152,14 @@ class DatasetStore:
                     f"{entry.data_version}, found other rows; materialize prompts again"
                 )
             repeats = table.column(REPEATS).to_pylist() if REPEATS in table.schema.names else [False] * len(ids)
-            lines = zip(ids, keys, prompts, repeats, strict=True)
+            samples = table.column(SAMPLE_INDEX).to_pylist() if sampled else [0] * len(ids)
+            lines = zip(ids, keys, prompts, repeats, samples, strict=True)
             yield (
                 entry,
-                tuple(Row(entry.key, row_id, key, prompt, repeats=again) for row_id, key, prompt, again in lines),
+                tuple(
+                    Row(entry.key, row_id, key, prompt, repeats=again, sample=sample)
+                    for row_id, key, prompt, again, sample in lines
+                ),
             )
 
     # batch objects

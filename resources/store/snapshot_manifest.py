@@ -12,6 +12,8 @@ from resources.store.integrity import Sealed, StoredFile
 
 # Column of a shard: whether a row, with an id of its own, has the request of another one that came first.
 REPEATS = "~repeats"
+# Column of a shard and of the table, where the dataset asks for several samples of each prompt.
+SAMPLE_INDEX = "sample_index"
 
 
 class Shard(BaseModel):
@@ -26,6 +28,7 @@ class SnapshotManifest(Sealed):
     """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete.
 
     `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
+    `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +53,12 @@ class SnapshotManifest(Sealed):
     duplicate_shards: list[Shard] = Field(default_factory=list)
     files: list[StoredFile] = Field(default_factory=list)
     generation: dict[str, Any]
+    samples: int = 1
+
+    @property
+    def expected_rows(self) -> int:
+        """Lines that a table of the snapshot has: of each row of the source that is not rejected, one per sample."""
+        return (self.source_rows - self.rejected) * self.samples
 
     def settings(self) -> Generation:
         """What all rows of the snapshot share."""

@@ -340,9 +340,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"n": 2}, "let the source repeat it"),
-        ({"best_of": 2}, "let the source repeat it"),
-        ({"use_beam_search": True}, "let the source repeat it"),
+        ({"n": 2}, "write samples: n"),
+        ({"best_of": 2}, "write samples: n"),
+        ({"use_beam_search": True}, "write samples: n"),
         ({"echo": True}, "not the prompt"),
         ({"prompt_logprobs": 1}, "not the prompt"),
         ({"return_token_ids": True}, "token ids"),
