@@ -12,7 +12,8 @@ import dagster as dg
 from pydantic import BaseModel, ConfigDict
 
 from batch_assets.catalog.publications import publish_job
-from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, source_asset, table_asset
+from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, table_asset
+from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.spec.defs_files import file_in
 from batch_assets.spec.discovery import external_defs, spec_in
 from batch_assets.spec.errors import SpecError
@@ -127,7 +128,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
             )
         )
     return dg.Definitions(
-        assets=[source_asset(spec), prompts, rows, table, dead],
+        assets=[source_asset(spec, folder), prompts, rows, table, dead],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
     )

@@ -5,6 +5,7 @@ files that are broken, as assets that say what is wrong. Whatever is wrong with 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from batch_assets.component import dataset_definitions
 from batch_assets.dagster_internals.code_server import leave_out_component_types
 from batch_assets.dagster_internals.component_folders import leave_out_folders
 from batch_assets.orchestration.broken_files import broken_definitions
+from batch_assets.orchestration.source_assets import files_assets
 from batch_assets.spec.discovery import (
     BrokenFile,
     Datasets,
@@ -69,7 +71,19 @@ def load_datasets() -> LoadedDatasets:
         loaded.add(spec, broken.place, broken.error)
         going_on[broken.name].append(spec.name)
     loaded.parts.append(broken_definitions(loaded.broken, going_on))
+    loaded.parts.append(dg.Definitions(assets=files_assets(loaded.datasets, _keys(loaded.parts))))
     return loaded
+
+
+def _keys(parts: Sequence[dg.Definitions]) -> set[dg.AssetKey]:
+    """Keys that definitions have, also those of others: no key is defined twice."""
+    found: set[dg.AssetKey] = set()
+    for asset in (asset for part in parts for asset in part.assets or ()):
+        if isinstance(asset, dg.AssetsDefinition):
+            found |= asset.keys
+        elif isinstance(asset, dg.AssetSpec | dg.SourceAsset):
+            found.add(asset.key)
+    return found
 
 
 def _load_by_dagster(found: Declarations, loaded: LoadedDatasets) -> bool:

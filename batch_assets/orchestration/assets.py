@@ -8,7 +8,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import dagster as dg
@@ -34,7 +34,6 @@ from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish
 from batch_assets.snapshot.builder import build_snapshot
-from batch_assets.snapshot.ingest import source_name
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.endpoint_limits import endpoint_limits
@@ -80,26 +79,6 @@ def _asset(**options: Any) -> Callable[[Callable[..., Any]], dg.AssetsDefinition
 def partitions(dataset: str) -> dg.DynamicPartitionsDefinition:
     """One partition per batch, in batch order."""
     return dg.DynamicPartitionsDefinition(name=dataset)
-
-
-def source_asset(spec: GeneratedDatasetSpec) -> dg.AssetSpec:
-    """Where the rows come from: shown in the lineage, never materialized here."""
-    path = spec.source.path
-    kinds = {"yaml"} if path is None else {spec.source.format or _ending(path)}
-    if path is not None and path.lower().startswith("s3://"):
-        kinds.add("s3")
-    return dg.AssetSpec(
-        key=[spec.name, "source"],
-        group_name=spec.name,
-        kinds=kinds,
-        description=f"Read by `prompts`: {source_name(spec)}.",
-    )
-
-
-def _ending(path: str) -> str:
-    """Format in a file name, without what packed it."""
-    endings = [ending.lstrip(".") for ending in PurePosixPath(path.lower()).suffixes]
-    return next((ending for ending in reversed(endings) if ending.isalnum() and ending not in ("gz", "zst")), "file")
 
 
 def prompts_asset(

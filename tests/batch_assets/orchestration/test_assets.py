@@ -9,7 +9,8 @@ import pytest
 from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.metadata.asset_metadata import short_type, table_metadata
-from batch_assets.orchestration.assets import rows_asset, source_asset
+from batch_assets.orchestration.assets import rows_asset
+from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
@@ -31,8 +32,8 @@ def spec(source: dict[str, Any]) -> GeneratedDatasetSpec:
         ({"path": "data/part-*"}, {"file"}),
     ],
 )
-def test_the_source_shows_its_format_in_the_lineage(source: dict[str, Any], kinds: set[str]) -> None:
-    shown = source_asset(spec(source))
+def test_the_source_shows_its_format_in_the_lineage(source: dict[str, Any], kinds: set[str], tmp_path: Path) -> None:
+    shown = source_asset(spec(source), tmp_path)
     assert shown.kinds == kinds
     assert (shown.key.path, shown.group_name) == (["d", "source"], "d")
 
