@@ -17,7 +17,7 @@ from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.spec.defs_files import file_in
 from batch_assets.spec.discovery import external_defs, spec_in
 from batch_assets.spec.errors import SpecError
-from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.spec.models import GeneratedDatasetSpec, OutputSpec, load_spec
 from batch_assets.spec.scaffold import first_attributes
 from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG
 
@@ -137,7 +137,9 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
 def spec_version(spec: GeneratedDatasetSpec) -> str:
     """Code version of `prompts`: changes with all that shapes the rows, so that an edited spec shows as stale."""
     shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
-    written = spec.model_dump_json(include=shaping)
+    fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
+    unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
+    written = spec.model_dump_json(include=shaping, exclude={"output": unsaid})
     if spec.samples > 1:
         written += f"samples: {spec.samples}"
     if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -28,6 +28,7 @@ class Generation:
     """What all rows of a snapshot share: everything of a request except the prompt itself.
 
     `sampling` holds OpenAI request fields (temperature, max_tokens, seed, …) passed on as they are.
+    `structured_outputs`: one of vLLM's `choice`, `regex` and `grammar`, by its name; None beside a JSON schema.
     """
 
     task: Task
@@ -35,6 +36,13 @@ class Generation:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     json_schema: Mapping[str, Any] | None = None
     repair_tries: int = 1
+    structured_outputs: Mapping[str, Any] | None = None
+
+    def stated(self) -> dict[str, Any]:
+        """The fields as a snapshot holds them: one that came later is left out where it says nothing, so that a
+        snapshot is the same as before there was such a field.
+        """
+        return {name: value for name, value in asdict(self).items() if name in _FIRST_FIELDS or value is not None}
 
     @property
     def limit_fields(self) -> list[str]:
@@ -45,6 +53,9 @@ class Generation:
     def most_tokens(self) -> int | None:
         """Tokens that an answer may have at most, by its request; None: as many as fit the engine's context."""
         return max((self.sampling[name] for name in self.limit_fields), default=None)
+
+
+_FIRST_FIELDS = frozenset({"task", "model", "sampling", "json_schema", "repair_tries"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,8 @@ def row_key(generation: Generation, prompt: Any) -> str:
         "json_schema": generation.json_schema,
         "prompt": prompt,
     }
+    if generation.structured_outputs is not None:
+        request["structured_outputs"] = dict(generation.structured_outputs)
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

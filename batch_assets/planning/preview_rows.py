@@ -27,7 +27,7 @@ from gpu_runner.client.engine_client import (
     TimeOuts,
     Transient,
 )
-from gpu_runner.client.json_schemas.output_schema import compile_check
+from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Assumption, Subject, Workload
@@ -132,10 +132,11 @@ async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) ->
         return Answer(time.monotonic() - began, None, said)
     except EngineError as error:
         return Answer(time.monotonic() - began, None, str(error))
-    problem = ""
-    if generation.json_schema is not None and isinstance(completion.output, str):
-        wrong = compile_check(generation.json_schema)(completion.output)
-        problem = f"does not fit the schema: {wrong}" if wrong else ""
+    check, problem = output_check(generation), ""
+    if check is not None and isinstance(completion.output, str):
+        wrong = check(completion.output)
+        form = "the schema" if generation.json_schema is not None else "output"
+        problem = f"does not fit {form}: {wrong}" if wrong else ""
     return Answer(time.monotonic() - began, completion, problem)
 
 

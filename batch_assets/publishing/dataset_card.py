@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from batch_assets.publishing.batch_reader import table_name
 from gpu_runner.fleet.accounting.bill_split import Split
 from gpu_runner.money import format_usd
+from gpu_runner.rows import Generation
 from resources.store.dataset_store import SnapshotManifest
 from resources.store.snapshot_manifest import SAMPLE_INDEX
 
@@ -131,7 +132,7 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "task, model": f"{settings.task}, {settings.model}",
         **answered,
         "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
-        "output": "JSON that fits the declared schema" if settings.json_schema else "as the model wrote it",
+        "output": _form_words(settings),
         "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
         "duplicates": f"{table.duplicates:,}",
         **({"answers of other datasets": _reused_words(table)} if table.reused else {}),
@@ -145,6 +146,14 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return _table(("", ""), facts.items())
+
+
+def _form_words(settings: Generation) -> str:
+    if settings.json_schema:
+        return "JSON that fits the declared schema"
+    forms = {"choice": "one of the declared choices", "regex": "text that matches the declared pattern"}
+    (name,) = settings.structured_outputs or ("",)
+    return forms.get(name, "text of the declared grammar" if name else "as the model wrote it")
 
 
 def _lines_text(table: PublishedTable, samples: int) -> str:

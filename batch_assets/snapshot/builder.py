@@ -11,7 +11,7 @@ import errno
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +142,7 @@ def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
 def _snapshot_id(spec: GeneratedDatasetSpec, read: Ingested, counts: Counts, entries: Sequence[BatchEntry]) -> str:
     """Hash of all that a reader of the snapshot can see; it does not depend on the order of the source."""
     seen = [
-        asdict(spec.generation()),
+        spec.generation().stated(),
         [(entry.key, entry.data_version) for entry in entries],
         [(item.name, str(item.type)) for item in read.keep_fields],
         [f"{half:016x}" for half in read.content],
@@ -272,7 +272,7 @@ def _manifest(
         keep_columns=[item.name for item in read.keep_fields],
         shards=files.shards,
         duplicate_shards=files.duplicates,
-        generation=asdict(spec.generation()),
+        generation=spec.generation().stated(),
         samples=spec.samples,
     )
 

@@ -108,7 +108,9 @@ class RowKeys:
 
     def __init__(self, generation: Generation) -> None:
         before = {"json_schema": generation.json_schema, "model": generation.model}
-        after = {"sampling": dict(generation.sampling), "task": generation.task}
+        after: dict[str, Any] = {"sampling": dict(generation.sampling), "task": generation.task}
+        if generation.structured_outputs is not None:
+            after["structured_outputs"] = dict(generation.structured_outputs)
         self._before = orjson.dumps(before, option=_SORTED)[:-1] + b',"prompt":'
         self._after = b"," + orjson.dumps(after, option=_SORTED)[1:]
 

@@ -18,6 +18,7 @@ from batch_assets.templates.prompt_template import Template, TemplateProblem
 from gpu_runner.models.names import name_problem
 
 MAX_SCHEMA_BYTES = 100_000
+MAX_CHOICES, MAX_GRAMMAR = 1_000, 50_000
 # Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
 _NOT_PER_ROW = re.compile(
     r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
@@ -137,6 +138,32 @@ def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _regex(value: str) -> str:
+    from gpu_runner.client.structured_outputs import MAX_PATTERN, UnusablePattern, compile_pattern
+
+    encodable(value)
+    if len(value) > MAX_PATTERN:
+        raise Unusable(f"a regular expression of at most {MAX_PATTERN:,} characters", f"{len(value):,}")
+    try:
+        compile_pattern(value)
+    except UnusablePattern:
+        hint = "Look-around, back-references and large repetitions are not taken: a match ends in linear time."
+        raise Unusable("a regular expression", show(value), hint) from None
+    return value
+
+
+def _choice(value: list[str]) -> list[str]:
+    encodable(value)
+    if len(set(value)) < len(value):
+        twice = next(text for i, text in enumerate(value) if text in value[:i])
+        raise Unusable("each choice once", show(twice))
+    if (size := sum(len(text.encode()) for text in value)) > MAX_SCHEMA_BYTES:
+        raise Unusable(f"choices of at most {MAX_SCHEMA_BYTES:,} bytes", f"{size:,}")
+    if any(not text.strip() for text in value):
+        raise Unusable("choices that are no blanks", "one that is")
+    return value
+
+
 def _where(value: str) -> str:
     import polars as pl
 
@@ -239,5 +266,12 @@ Cron = Annotated[str, AfterValidator(_cron)]
 TimeZone = Annotated[str, AfterValidator(_zone)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Field(min_length=1, max_length=MAX_CHOICES),
+    AfterValidator(_choice),
+]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), AfterValidator(encodable)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
 Encodable = Annotated[dict[str, Any], AfterValidator(encodable)]

@@ -20,15 +20,18 @@ from pydantic import (
 
 from batch_assets.spec.errors import SpecError, Unusable, explain, show
 from batch_assets.spec.fields import (
+    Choice,
     Column,
     Cron,
     Deadline,
     Encodable,
     Flag,
+    Grammar,
     JsonSchema,
     Model,
     Name,
     Rate,
+    Regex,
     Strict,
     Text,
     TimeZone,
@@ -46,6 +49,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 
 # Columns of the published table: a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
+_FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
@@ -149,9 +153,40 @@ class OutputSpec(Strict):
     json_schema: JsonSchema | None = Field(
         default=None, description="JSON schema of each output: sent as structured output and validated on return."
     )
-    repair_tries: int = Field(
-        default=1, ge=0, le=5, description="Times a row is asked again when its output misses the schema."
+    choice: Choice | None = Field(
+        default=None, description="Texts of which each output is one: sent as structured output, checked on return."
     )
+    regex: Regex | None = Field(
+        default=None,
+        description="Regular expression that each whole output matches: sent as structured output, checked on return.",
+    )
+    grammar: Grammar | None = Field(
+        default=None,
+        description="Grammar of each output, as the engine reads it (vLLM: EBNF), which alone holds outputs to it.",
+    )
+    repair_tries: int = Field(
+        default=1,
+        ge=0,
+        le=5,
+        description="Times a row is asked again when its output misses the schema, the choices or the pattern.",
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise Unusable(f"one of {', '.join(_FORMS)}", " and ".join(given), "They exclude each other.")
+        return self
+
+    @property
+    def form(self) -> str | None:
+        """The key that says which form outputs have; None: none does."""
+        return next((name for name in _FORMS if getattr(self, name) is not None), None)
+
+    def structured(self) -> dict[str, Any] | None:
+        """vLLM's field for it; None where there is no form, or a JSON schema, which has a field of OpenAI's."""
+        form = self.form
+        return None if form in (None, "json_schema") else {form: getattr(self, form)}
 
 
 class ChecksSpec(Strict):
@@ -282,7 +317,8 @@ class GeneratedDatasetSpec(Strict):
         sampling = self.sampling.request()
         if self.task != "embedding" and not self.sampling.limits_tokens:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
-        return Generation(self.task, self.model, sampling, self.output.json_schema, self.output.repair_tries)
+        output = self.output
+        return Generation(self.task, self.model, sampling, output.json_schema, output.repair_tries, output.structured())
 
 
 def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
@@ -314,8 +350,9 @@ def _check_prompt(task: Task, prompt: PromptSpec) -> None:
 def _check_task(spec: GeneratedDatasetSpec) -> None:
     sampling = spec.sampling
     if spec.task == "embedding":
-        if spec.output.json_schema is not None:
-            raise Unusable("no JSON schema for task embedding", "a schema", key="output.json_schema")
+        if (form := spec.output.form) is not None:
+            words = "JSON schema" if form == "json_schema" else form
+            raise Unusable(f"no {words} for task embedding", "one", key=f"output.{form}")
         for field in sorted(sampling.model_fields_set - {"dimensions", "extra"}):
             if getattr(sampling, field) is not None:
                 raise Unusable(
@@ -327,8 +364,8 @@ def _check_task(spec: GeneratedDatasetSpec) -> None:
         )
     if sampling.chat_template_kwargs is not None and spec.task != "chat":
         raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
-    check_parts(spec.task, sampling.extra or {}, spec.output.json_schema)
-    check_said_once(spec.task, sampling.request(), sampling.extra or {}, spec.output.json_schema)
+    check_parts(spec.task, sampling.extra or {}, spec.output.form)
+    check_said_once(spec.task, sampling.request(), sampling.extra or {}, spec.output.form)
     most = spec.generation().most_tokens
     if most is not None and (sampling.min_tokens or 0) > most:
         raise Unusable(f"at most max_tokens ({most})", show(sampling.min_tokens), key="sampling.min_tokens")

@@ -23,7 +23,7 @@ MOST_TOOLS = 128
 
 _OWN = "The platform writes this field itself."
 _ONE = "A row has one answer; to have several, write samples: n at the top."
-_SCHEMA = "Write output.json_schema instead: outputs are then validated as well."
+_SCHEMA = "Write output.json_schema, choice, regex or grammar instead: outputs are then validated as well."
 _PROMPT = "The table holds what was answered, not the prompt."
 _IDS = "The table has no column for token ids."
 _MEDIA = "The table has columns for text only."
@@ -95,26 +95,29 @@ def extra_fields(value: dict[str, Any], sampling_fields: Iterable[str]) -> dict[
     return value
 
 
-def check_parts(task: Task, extra: Mapping[str, Any], json_schema: Mapping[str, Any] | None) -> None:
-    """Raises Unusable when fields that add parts to an answer do not fit the task, each other or the schema."""
+def check_parts(task: Task, extra: Mapping[str, Any], form: str | None) -> None:
+    """Raises Unusable when fields that add parts to an answer do not fit the task, each other or the form of outputs.
+
+    `form`: the key of `output` that says it (`json_schema`, `choice`, …); None: there is none.
+    """
     for name in (*_CHAT_ONLY, "logprobs"):
         if name in extra and (task == "embedding" or (task == "completion" and name in _CHAT_ONLY)):
             raise Unusable(f"no {name} for task {task}", show(extra[name]), key=f"sampling.extra.{name}")
     _check_logprobs(task, extra)
     _check_tools(extra)
-    if extra.get("tools") and json_schema is not None:
+    if extra.get("tools") and form is not None:
         raise Unusable(
-            "no tools beside output.json_schema",
+            f"no tools beside output.{form}",
             "both",
-            "A tool call has no text to hold against the schema; give the schema to the tool as its parameters.",
+            "A tool call has no text to hold against it; give a schema to the tool as its parameters.",
             key="sampling.extra.tools",
         )
 
 
-def check_said_once(
-    task: Task, request: Mapping[str, Any], extra: Mapping[str, Any], json_schema: Mapping[str, Any] | None
-) -> None:
-    """Raises Unusable where `sampling.extra` says again what another field of the request says, under another name."""
+def check_said_once(task: Task, request: Mapping[str, Any], extra: Mapping[str, Any], form: str | None) -> None:
+    """Raises Unusable where `sampling.extra` says again what another field of the request says, under another name.
+    `form` as in `check_parts`.
+    """
     for names in _SAME:
         given = [name for name in names if request.get(name) is not None]
         if len(given) > 1:
@@ -130,9 +133,9 @@ def check_said_once(
             raise Unusable(f"no {name} for task embedding", show(value), key=key)
         if name == "max_completion_tokens" and value is not None:
             _check_completion_tokens(task, value, key)
-    form = next((name for name in _FORMS if extra.get(name) is not None), None)
-    if form is not None and json_schema is not None:
-        raise Unusable(f"no {form} beside output.json_schema", "both", "Keep one.", key=f"sampling.extra.{form}")
+    other = next((name for name in _FORMS if extra.get(name) is not None), None)
+    if other is not None and form is not None:
+        raise Unusable(f"no {other} beside output.{form}", "both", "Keep one.", key=f"sampling.extra.{other}")
 
 
 def _check_completion_tokens(task: Task, value: Any, key: str) -> None:

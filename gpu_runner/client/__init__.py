@@ -3,8 +3,8 @@
 `engine_client` sends; `connections` are its sockets, and `request_progress` knows how far a request got; `protocol`
 makes requests and reads answers, `input_lists` those to several inputs; `answers/` check them, and `vector_length` that
 vectors are of one length; `engine_info` says who serves; `llama_cpp` and `engine_load` know what servers name
-differently; `json_schemas/` are those of structured outputs; `server_sentence` is what may be
-shown of what a server said; `trace_context` says to which trace a request belongs;
+differently; `json_schemas/` are those of structured outputs, `structured_outputs` has the other forms;
+`server_sentence` is what may be shown of what a server said; `trace_context` says to which trace a request belongs;
 `verbatim_client` passes whole requests on.
 """
 
@@ -20,6 +20,7 @@ __all__ = [
     "protocol",
     "request_progress",
     "server_sentence",
+    "structured_outputs",
     "trace_context",
     "vector_length",
     "verbatim_client",

@@ -48,6 +48,7 @@ from gpu_runner.client.protocol import (
 )
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.client.server_sentence import server_sentence
+from gpu_runner.client.structured_outputs import server_problem
 from gpu_runner.client.trace_context import trace_headers
 from gpu_runner.http.bounded_read import (
     BUFFER_BYTES,
@@ -305,11 +306,13 @@ class EngineClient:
             raise not_a_list() from error
         entry = model_entry(page, wanted)
         longest = answer_numbers.context_length(entry.get("max_model_len"))
+        owner = answer_numbers.short_name(entry.get("owned_by"))
         if card := LlamaCppCard.read(entry):
             longest, version = card.context, card.version
             self._speak_llama_cpp(longest)
+        elif problem := server_problem(self.generation, owner):
+            raise EngineRefused(problem)
         self._limit = self._answer_bytes or answer_limit(self.generation, longest)
-        owner = answer_numbers.short_name(entry.get("owned_by"))
         if owner == "vllm" and self._priority is not None:
             self._body_end = b',"priority":%d}' % self._priority
         simulated = "simulat" in f"{version} {owner}".lower() or entry.get("simulated") is True

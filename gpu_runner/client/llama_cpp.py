@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.structured_outputs import llama_cpp_fields
 from gpu_runner.rows import Generation, Task
 
 OWNER = "llamacpp"  # `owned_by` in its list of models
@@ -103,4 +104,6 @@ def llama_cpp_generation(generation: Generation, context: int | None) -> Generat
             sampling.setdefault(own, sampling.pop(name))
     for name in _REFUSED.keys() & sampling.keys():
         del sampling[name]
-    return replace(generation, sampling=sampling)
+    if generation.structured_outputs is not None:
+        sampling |= llama_cpp_fields(generation.structured_outputs)
+    return replace(generation, sampling=sampling, structured_outputs=None)

@@ -196,6 +196,8 @@ class Requests:
                 "type": "json_schema",
                 "json_schema": {"name": "output", "schema": schema, "strict": strict_takes(schema)},
             }
+        if self._generation.structured_outputs is not None:
+            fields["structured_outputs"] = dict(self._generation.structured_outputs)
         return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
 
     def body(self, prompt: bytes, repair: Repair | None = None, seed: int | None = None) -> bytes:
@@ -207,10 +209,17 @@ class Requests:
         if repair is None:
             return head + prompt + b"}"
         if self._generation.task == "chat":
-            messages = [*orjson.loads(prompt), *_repair_messages(repair)]
+            messages = [*orjson.loads(prompt), *self._repair_messages(repair)]
             return head + orjson.dumps(messages) + b"}"
         sampling["seed"] = int(sampling.get("seed") or 0) + repair.attempt
         return self._encode(sampling) + prompt + b"}"
+
+    def _repair_messages(self, repair: Repair) -> list[dict[str, str]]:
+        form, what = "have the wanted form", "right text"
+        if self._generation.json_schema is not None:
+            form, what = "fit the JSON schema", "corrected JSON"
+        wish = f"This answer does not {form}: {repair.problem}. Answer again with the {what} only."
+        return [{"role": "assistant", "content": repair.answer}, {"role": "user", "content": wish}]
 
     def body_of_list(self, prompts: Sequence[bytes]) -> bytes:
         """The body for several texts to embed."""
@@ -232,11 +241,6 @@ class Requests:
         asked = content if prompt is None else orjson.Fragment(prompt)
         limit = next(iter(self._generation.limit_fields), "max_tokens")  # OpenAI's reasoning models refuse max_tokens
         return orjson.dumps({**head, self._field.decode(): asked, limit: 1})
-
-
-def _repair_messages(repair: Repair) -> list[dict[str, str]]:
-    wish = f"This answer does not fit the JSON schema: {repair.problem}. Answer again with the corrected JSON only."
-    return [{"role": "assistant", "content": repair.answer}, {"role": "user", "content": wish}]
 
 
 def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes) -> Completion:
@@ -350,7 +354,7 @@ def _refusal(status: int) -> str:
     if status >= 400:
         return (
             f"expected requests of this dataset to be taken, found them refused with status {status}, a short one with "
-            "the same settings too: check sampling and output.json_schema against what the server allows"
+            "the same settings too: check sampling and output against what the server allows"
         )
     return f"expected an answer, found a redirect (status {status}), which is never followed: use the final address"
 

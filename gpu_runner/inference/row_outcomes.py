@@ -1,7 +1,7 @@
 """What becomes of rows that one engine answered: an outcome, a request once more, or a dead letter.
 
-An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text matches the
-schema. One that misses the schema is asked again (`_repair`), with the answer and what is wrong with it.
+An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text has the form
+that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from functools import lru_cache
 from sys import getsizeof
 
 from gpu_runner.answers import NO_PARTS
-from gpu_runner.client.json_schemas.output_schema import Check, compile_check
+from gpu_runner.client.json_schemas.output_schema import Check
 from gpu_runner.client.protocol import CONTEXT_EXCEEDED, FILTERED, Completion, EngineRefused, Repair, RowRejected
+from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.answer_memory import bytes_of
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
 from gpu_runner.rows import Generation, Origin, Outcome, Output
 
+# Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
+SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
 BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
 
 
@@ -43,8 +46,8 @@ class RowOutcomes:
         self._origin, self._work, self._spending, self._wake = origin, work, spending, wake
         self._loop = asyncio.get_running_loop()
         self._repair_tries = generation.repair_tries
-        schema = generation.json_schema
-        self._check: Check | None = None if schema is None else compile_check(schema)
+        self._check: Check | None = output_check(generation)
+        self._unlike = SCHEMA_INVALID if generation.json_schema is not None else OUTPUT_INVALID
         self.answered_together = 0
 
     def completed(self, item: Item, completion: Completion, in_flight: int) -> bool:
@@ -79,7 +82,7 @@ class RowOutcomes:
         """The engine refuses the row's request for good. A repair that has no room leaves the answer as it was."""
         if item.repair is not None and error.code == CONTEXT_EXCEEDED:
             problem = f"{item.repair.problem}; the request to repair it is longer than the engine's context"
-            return self.end_dead(item, "schema_invalid", problem, in_flight)
+            return self.end_dead(item, self._unlike, problem, in_flight)
         return self.end_dead(item, error.code, error.message, in_flight)
 
     def dead(self, item: Item, code: str, message: str, last: int, in_flight: int = 0) -> Outcome:
@@ -96,7 +99,7 @@ class RowOutcomes:
     def _repair(self, item: Item, answer: str, problem: str, in_flight: int) -> bool:
         attempt = 1 if item.repair is None else item.repair.attempt + 1
         if attempt > self._repair_tries:
-            return self.end_dead(item, "schema_invalid", problem, in_flight)
+            return self.end_dead(item, self._unlike, problem, in_flight)
         self._work.repair(item, Repair(answer, problem, attempt), getsizeof(answer))
         return False
 

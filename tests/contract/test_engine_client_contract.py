@@ -15,6 +15,7 @@ from support.contract_engines import CONTEXT, DIMENSIONS, EMBEDDING_CONTEXT, IDL
 from support.fake_engine import ORIGIN, Sink
 
 from gpu_runner.client.engine_client import EngineClient, EngineRefused, Repair, RequestDenied, RowRejected, Transient
+from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.inference.feed import Feed
 from gpu_runner.rows import Batch, Generation, Row
 
@@ -107,6 +108,27 @@ def test_a_row_with_a_schema_gets_json_that_fits_also_when_it_is_repaired(any_en
     for found in with_client(any_engine, both, json_schema=SCHEMA, sampling={"max_tokens": 100}):
         assert found.finish_reason == "stop"
         assert jsonschema_rs.is_valid(SCHEMA, orjson.loads(found.output))
+
+
+FORMS: list[dict[str, Any]] = [{"choice": ["red", 'say "green"']}, {"regex": "[0-9]{3}-(ab|c)"}]
+
+
+@pytest.mark.parametrize("form", [*FORMS, {"grammar": 'root ::= ("x" | "yy") "z"'}], ids=lambda form: next(iter(form)))
+def test_a_row_with_choices_a_pattern_or_a_grammar_has_that_form(any_engine: Served, form: dict[str, Any]) -> None:
+    async def after_info(client: EngineClient) -> Any:
+        await client.info()
+        return (await client.generate(chat("Color?"))).output, output_check(client.generation)
+
+    asked = {"structured_outputs": form, "sampling": {"max_tokens": 100}}
+    if "regex" in form and any_engine.kind == "llama_cpp":
+        with pytest.raises(EngineRefused, match=r"output.regex: llama.cpp has grammars"):
+            with_client(any_engine, after_info, **asked)
+        return
+    output, check = with_client(any_engine, after_info, **asked)
+    if check is not None:
+        assert check(output) is None
+    elif any_engine.kind != "simulator":  # which reads no grammars
+        assert output in ("xz", "yyz")
 
 
 def test_hundreds_of_rows_at_once_are_all_answered(any_engine: Served) -> None:

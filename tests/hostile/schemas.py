@@ -165,4 +165,27 @@ CONDITIONS = cases(
     ("1,000 values", "a IN (" + ",".join(map(str, range(1000))) + ")", None),
     ("a pattern of 10^9 letters", "regexp_like(a, '((a{1000}){1000}){1000}')", None),
 )
-SCHEMAS = [*REFERENCES, *SIZES, *ANSWERS, *CONDITIONS]
+FORMS = cases(
+    "spec",
+    *[
+        (f"regex {pattern[:30]!r}", {"output": {"regex": pattern}}, "output.regex")
+        for pattern in (
+            *("(", "(?=a)b", "(?<!a)b", r"(a)\1", "a{1,999999999}", "((((a{0,99}){0,99}){0,99}){0,99})", ""),
+            *("(" * 900 + ")" * 900, "a" * 2001, r"\p{Nope}", "\ud800"),
+        )
+    ],
+    ("a regex of many groups", {"output": {"regex": "(a*)*(b*)*" * 20}}, None),
+    ("choices: 1,001", {"output": {"choice": [str(i) for i in range(1001)]}}, "output.choice"),
+    ("choices: 1,000 of 1,000 letters", {"output": {"choice": [f"{i:01000}" for i in range(1000)]}}, "100,000 bytes"),
+    ("a choice of 1,001 letters", {"output": {"choice": ["a" * 1001]}}, "output.choice.0"),
+    ("a choice with a lone surrogate", {"output": {"choice": ["\ud800"]}}, "output.choice"),
+    ("a choice that is a list", {"output": {"choice": [["a"]]}}, "output.choice.0"),
+    ("a grammar of 50,001 letters", {"output": {"grammar": "a" * 50_001}}, "output.grammar"),
+    ("a grammar that is a mapping", {"output": {"grammar": {"root": "a"}}}, "output.grammar"),
+    ("a grammar with a lone surrogate", {"output": {"grammar": "\udfff"}}, "output.grammar"),
+    *[
+        (f"samples {found!r}", {"samples": found}, "samples")
+        for found in (-1, 65, 1 << 70, 2.0, "2", [2], float("nan"), True)
+    ],
+)
+SCHEMAS = [*REFERENCES, *SIZES, *ANSWERS, *CONDITIONS, *FORMS]

@@ -1,0 +1,63 @@
+"""`output.choice`, `regex` and `grammar`: at most one form, and none that cannot be held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.specs import spec
+
+from batch_assets.component import spec_version
+from batch_assets.snapshot.ingest import RowKeys
+from batch_assets.spec.errors import SpecError
+from gpu_runner.rows import row_key
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("output", [{"choice": ["a", "b"]}, {"regex": "a+"}, {"grammar": 'root ::= "a"'}])
+def test_each_form_is_a_part_of_the_request(output: dict[str, Any]) -> None:
+    found = spec(output=output)
+    assert found.generation().structured_outputs == output
+    assert found.output.form == next(iter(output))
+    assert RowKeys(found.generation()).digests([b'"q"'])[0].hex() == row_key(found.generation(), "q")
+    assert spec_version(found) != spec_version(spec())
+
+
+def test_without_a_form_all_is_as_before() -> None:
+    assert spec().generation().stated() == {
+        "task": "chat",
+        "model": "m",
+        "sampling": {"max_tokens": 1024},
+        "json_schema": None,
+        "repair_tries": 1,
+    }
+    assert spec_version(spec()) == "8813ad16d74b6f1d"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        (
+            {"output": {"choice": ["a"], "regex": "a"}},
+            "one of json_schema, choice, regex, grammar, found choice and regex",
+        ),
+        ({"output": {"json_schema": {"type": "object"}, "grammar": "x"}}, "found json_schema and grammar"),
+        ({"task": "embedding", "output": {"regex": "a"}}, "no regex for task embedding"),
+        ({"output": {"choice": []}}, "output.choice"),
+        ({"output": {"choice": "yes"}}, "output.choice"),
+        ({"output": {"choice": [1, 2]}}, "output.choice.0"),
+        ({"output": {"choice": ["a", "a"]}}, "each choice once"),
+        ({"output": {"choice": ["a", " "]}}, "no blanks"),
+        ({"output": {"choice": ["a"]}, "sampling": {"extra": {"tools": [TOOL]}}}, "no tools beside output.choice"),
+        (
+            {"output": {"regex": "a"}, "sampling": {"extra": {"guided_regex": "a"}}},
+            "no guided_regex beside output.regex",
+        ),
+        ({"sampling": {"extra": {"structured_outputs": {"regex": "a"}}}}, "choice, regex or grammar instead"),
+    ],
+)
+def test_forms_that_contradict_each_other_are_refused(attributes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as found:
+        spec(**attributes)
+    assert words in str(found.value)
