@@ -14,12 +14,12 @@ from typing import Any, cast
 import dagster as dg
 
 from batch_assets import settings
+from batch_assets.asset_metadata.materialization import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
 from batch_assets.catalog import ledger
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.generation.vector_length import vector_length
-from batch_assets.metadata.asset_metadata import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.snapshots import commit, questions, write_snapshot
 
-from batch_assets.metadata.asset_metadata import short_type, table_metadata
+from batch_assets.asset_metadata.materialization import short_type, table_metadata
 from batch_assets.orchestration.assets import rows_asset
 from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.publishing.dataset_card import Card

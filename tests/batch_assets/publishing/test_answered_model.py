@@ -10,7 +10,7 @@ from support.dataset_project import MODEL, dataset_project
 from support.plain_engine import plain_engine
 from support.snapshots import commit, questions, write_snapshot
 
-from batch_assets.metadata.asset_metadata import table_metadata
+from batch_assets.asset_metadata.materialization import table_metadata
 from batch_assets.publishing import table_files
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from support.snapshots import SourceRow, commit, current_path, outcome, overwrite, questions, write_snapshot
 
-from batch_assets.metadata.asset_metadata import table_metadata
+from batch_assets.asset_metadata.materialization import table_metadata
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import IncompleteSnapshot, SupersededTable, publish
 from batch_assets.publishing.published_table import PublishedTable, broken_files, published_table

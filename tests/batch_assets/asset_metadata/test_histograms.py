@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 from support.snapshots import commit, questions, write_snapshot
 
-from batch_assets.metadata.distributions import Bin, Distribution, TableDistributions, table_distributions
-from batch_assets.metadata.histogram import (
+from batch_assets.asset_metadata.distributions import Bin, Distribution, TableDistributions, table_distributions
+from batch_assets.asset_metadata.histogram import (
     BAR,
     DEAD,
     FAR,

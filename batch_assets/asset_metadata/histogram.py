@@ -10,7 +10,7 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from batch_assets.metadata.distributions import NO_COMPLETION, Bin, Distribution, TableDistributions
+from batch_assets.asset_metadata.distributions import NO_COMPLETION, Bin, Distribution, TableDistributions
 
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 14, 14, 50, 30

@@ -6,9 +6,9 @@ from typing import Any
 
 import dagster as dg
 
-from batch_assets.metadata.distributions import table_distributions
-from batch_assets.metadata.histogram import distributions_markdown
-from batch_assets.metadata.sample_rows import first_rows_markdown, sample_markdown
+from batch_assets.asset_metadata.distributions import table_distributions
+from batch_assets.asset_metadata.histogram import distributions_markdown
+from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows

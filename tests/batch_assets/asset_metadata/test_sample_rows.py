@@ -10,8 +10,8 @@ import dagster as dg
 import pytest
 from support.snapshots import SourceRow, commit, questions, write_snapshot
 
-from batch_assets.metadata.asset_metadata import shown_rows, table_metadata
-from batch_assets.metadata.sample_rows import (
+from batch_assets.asset_metadata.materialization import shown_rows, table_metadata
+from batch_assets.asset_metadata.sample_rows import (
     cut,
     escaped,
     first_rows_markdown,

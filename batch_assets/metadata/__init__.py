@@ -1,7 +1,0 @@
-"""What Dagster's UI shows of a dataset: counts, places, a few rows, and how lengths and latencies are distributed.
-
-`asset_metadata` is all that is told of a snapshot and of a table. `sample_rows` writes Markdown tables; `distributions`
-counts in one pass; `histogram` draws SVG pictures of the counts.
-"""
-
-__all__ = ["asset_metadata", "distributions", "histogram", "sample_rows"]
