@@ -8,10 +8,10 @@ from typing import Any
 import dagster as dg
 from dagster._core.definitions.sensor_definition import SensorExecutionData
 
-from batch_assets.monitoring.dataset_status import DatasetStatus, Observer, dataset_status
-from batch_assets.monitoring.request_monitor import RequestMonitor, RunResult
 from batch_assets.publishing.dead_letters import current_dead_letters
 from batch_assets.publishing.verify import Verification, ledger_of_reports, verify
+from batch_assets.request_status.dataset_status import DatasetStatus, Observer, dataset_status
+from batch_assets.request_status.request_monitor import RequestMonitor, RunResult
 from batch_assets.sensors.reconcile import reconcile_sensor
 from batch_assets.tags import RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG
 from resources.endpoints import allow

@@ -15,14 +15,14 @@ from batch_assets import settings
 from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.local_dagster.home import LOGS, StackAddress, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, stack
-from batch_assets.monitoring.display import Display
+from batch_assets.request_status.display import Display
 from batch_assets.tags import ENDPOINT_TAG, LAUNCH_TAG
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
     from batch_assets.local_dagster.dagster_client import DagsterClient
-    from batch_assets.monitoring.dataset_status import Observer
-    from batch_assets.monitoring.request_monitor import ProgressUpdate, RequestMonitor, RunResult
+    from batch_assets.request_status.dataset_status import Observer
+    from batch_assets.request_status.request_monitor import ProgressUpdate, RequestMonitor, RunResult
 
 LOOK_SECONDS = 0.5
 SHOW_SECONDS = 0.2
@@ -114,14 +114,14 @@ class Runner:
             if ending is not None:
                 return ending
             self.display.say("The Dagster that this command used has ended; going on with one of its own")
-        from batch_assets.monitoring.request_monitor import RunResult
+        from batch_assets.request_status.request_monitor import RunResult
 
         return RunResult(False, f"Dagster ended {TAKEOVERS} times before the work did")
 
     def _carry_out(self, address: StackAddress, seen: Observer) -> RunResult | None:
         """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
         from batch_assets.local_dagster.dagster_client import DagsterClient
-        from batch_assets.monitoring.request_monitor import RequestMonitor
+        from batch_assets.request_status.request_monitor import RequestMonitor
 
         dagster = DagsterClient(address)
         began = time.monotonic()
@@ -187,7 +187,7 @@ class Runner:
             self._pause(LOOK_SECONDS)
 
     def _follow(self, dagster: DagsterClient, follower: RequestMonitor) -> RunResult | None:
-        from batch_assets.monitoring.request_monitor import RunResult
+        from batch_assets.request_status.request_monitor import RunResult
 
         answered = began = time.monotonic()
         while not self.signals.asked:
@@ -242,7 +242,7 @@ class Runner:
 
     def _give_up(self, dagster: DagsterClient, follower: RequestMonitor) -> None:
         from batch_assets.local_dagster.dagster_client import OwnDagster
-        from batch_assets.monitoring.request_monitor import ProgressUpdate, give_up
+        from batch_assets.request_status.request_monitor import ProgressUpdate, give_up
 
         asked = OwnDagster(follower.observer.instance) if self._stack else dagster
         self.display.show(ProgressUpdate("end", "canceling"))
@@ -262,7 +262,7 @@ def _machines_left(seen: Observer, *, own: bool) -> list[str]:
     Nothing where fleet.yaml cannot be read, or the fleet's database does not answer: the work is canceled all the same.
     """
     from batch_assets.local_dagster.local_fleet import the_fleet
-    from batch_assets.monitoring.machines_left import machines_left
+    from batch_assets.request_status.machines_left import machines_left
     from gpu_runner.fleet.database import FleetDatabaseError
     from resources.fleet.resource import FleetConfigError
 
@@ -284,12 +284,12 @@ def _machines_left(seen: Observer, *, own: bool) -> list[str]:
 
 def _import_the_rest() -> None:
     """What following a request needs takes a second to import: done while the stack starts."""
-    import batch_assets.monitoring.request_monitor  # noqa: F401 - for its time, not its names
+    import batch_assets.request_status.request_monitor  # noqa: F401 - for its time, not its names
 
 
 @contextlib.contextmanager
 def _observing(dataset: str) -> Iterator[Observer]:
-    from batch_assets.monitoring.dataset_status import observing
+    from batch_assets.request_status.dataset_status import observing
 
     with observing([dataset]) as (seen,):
         yield seen

@@ -12,14 +12,14 @@ from rich.console import Console
 from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.durations import duration
-from batch_assets.monitoring.display import display
+from batch_assets.request_status.display import display
 from gpu_runner.money import format_usd, round_up_usd
 
 if TYPE_CHECKING:
     from batch_assets.catalog.progress import Figures
-    from batch_assets.monitoring.dataset_status import DatasetStatus, Observer
-    from batch_assets.monitoring.request_monitor import RunResult
     from batch_assets.publishing.dead_letters import DeadLetterExample
+    from batch_assets.request_status.dataset_status import DatasetStatus, Observer
+    from batch_assets.request_status.request_monitor import RunResult
     from gpu_runner.fleet.capacity_plan import Pause
     from resources.store.dataset_store import DatasetStore
 
@@ -37,7 +37,7 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
         except Interrupted:
             return EXIT_STATUS
     from batch_assets.cli.output import print_json
-    from batch_assets.monitoring.dataset_status import dataset_status, observing
+    from batch_assets.request_status.dataset_status import dataset_status, observing
 
     with observing([request.dataset]) as (seen,):
         status = dataset_status(seen, time.time())

@@ -16,7 +16,6 @@ from batch_assets.catalog.reader import current_reports
 from batch_assets.cli.dataset_commands.row_text import Say, indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError
-from batch_assets.monitoring.dataset_status import Observer, observing, trouble_text
 from batch_assets.publishing.current_rows import (
     CurrentRow,
     FoundRows,
@@ -26,6 +25,7 @@ from batch_assets.publishing.current_rows import (
     batch_of_row,
     find_rows,
 )
+from batch_assets.request_status.dataset_status import Observer, observing, trouble_text
 from resources.objects.health import is_store_trouble
 from resources.objects.opening import StoreError
 from resources.store.dataset_store import BatchEntry, SnapshotManifest

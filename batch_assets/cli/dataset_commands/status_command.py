@@ -20,8 +20,8 @@ from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import dagster_runs
-from batch_assets.monitoring.dataset_status import Observer, dataset_status, observing
-from batch_assets.monitoring.display import clock_lines, status_table
+from batch_assets.request_status.dataset_status import Observer, dataset_status, observing
+from batch_assets.request_status.display import clock_lines, status_table
 from batch_assets.settings import dagster_home
 from batch_assets.snapshot.left_out import left_out
 from resources.objects.opening import CorruptObject, StoreError

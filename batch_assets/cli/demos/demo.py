@@ -26,8 +26,8 @@ from batch_assets.cli.fleet_commands.fleet import print_costs
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import StackError, prepare_home
 from batch_assets.local_dagster.local_fleet import the_fleet
-from batch_assets.monitoring.dataset_status import observing
 from batch_assets.publishing.published_table import published_table
+from batch_assets.request_status.dataset_status import observing
 from resources.fleet.config import ENDPOINT_VARIABLE, VLLM_COMMAND, FleetConfig
 
 EXAMPLE, SMALL_EXAMPLE = "example", "small_example"

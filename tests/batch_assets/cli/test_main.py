@@ -19,7 +19,7 @@ from batch_assets.cli.demos.demo import CPU_MODEL, GPU_MODEL, Gpu, choose, gpu_w
 from batch_assets.cli.demos.demo_fleet import CLOCK, SPOT_SECONDS, demo_cloud
 from batch_assets.cli.demos.demo_fleet import write_fleet as write_demo_fleet
 from batch_assets.cli.main import app
-from batch_assets.monitoring.display import counts_line
+from batch_assets.request_status.display import counts_line
 from resources.fleet.resource import FleetConfig
 
 KEYS = ["dataset", "rows", "ok", "dead", "batches", "batches_done", "prompt_tokens", "completion_tokens", "table"]

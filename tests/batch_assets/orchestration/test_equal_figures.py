@@ -14,11 +14,11 @@ from support.dataset_project import DatasetProject, dataset_project
 from support.machines import ended_machines
 
 from batch_assets.cli.fleet_commands.fleet import cost_json, cost_lines
-from batch_assets.monitoring.dataset_status import Observer, dataset_status
-from batch_assets.monitoring.display import request_lines
 from batch_assets.orchestration.cost_report import Summary
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.publishing.published_table import published_table
+from batch_assets.request_status.dataset_status import Observer, dataset_status
+from batch_assets.request_status.display import request_lines
 from gpu_runner.fleet.accounting.charges import by_day
 from gpu_runner.money import format_usd
 

@@ -108,7 +108,7 @@ def test_it_says_how_many_rows_and_what_they_cost_before_it_asks(
     from contextlib import contextmanager
 
     from batch_assets.cli.dataset_commands import regenerate
-    from batch_assets.monitoring.dataset_status import Observer
+    from batch_assets.request_status.dataset_status import Observer
 
     @contextmanager
     def observing(_: object) -> Iterator[list[Observer]]:

@@ -14,9 +14,9 @@ import sqlalchemy as sa
 import yaml
 from support.sensor_dataset import KEYS, S, SensorDataset
 
-from batch_assets.monitoring.dataset_status import Observer, dataset_status
-from batch_assets.monitoring.display import request_lines
 from batch_assets.orchestration.request_summary import request_status
+from batch_assets.request_status.dataset_status import Observer, dataset_status
+from batch_assets.request_status.display import request_lines
 from gpu_runner.fleet.accounting.budget import BudgetRefusal
 from gpu_runner.fleet.capacity_plan import Pause, PauseKind
 from gpu_runner.fleet.connection import DATASETS

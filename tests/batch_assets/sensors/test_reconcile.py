@@ -16,11 +16,11 @@ from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
-from batch_assets.monitoring.dataset_status import Observer
 from batch_assets.orchestration import reconcile
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.differences import Difference
 from batch_assets.publishing.publish import publish
+from batch_assets.request_status.dataset_status import Observer
 from batch_assets.sensors import catalog_changes
 from batch_assets.sensors import reconcile as reconcile_sensor
 from batch_assets.tags import PUBLISH_VOID_TAG

@@ -13,7 +13,7 @@ from support.plain_engine import plain_engine
 
 from batch_assets.cli.dataset_commands import plan, status_command
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
-from batch_assets.monitoring.dataset_status import Observer
+from batch_assets.request_status.dataset_status import Observer
 from batch_assets.spec.models import GeneratedDatasetSpec
 
 SAID = "d: 20 rows are new, or changed in the file or its source since the snapshot: `batch-assets run d` would ask"

@@ -10,9 +10,9 @@ from rich.console import Console
 from support.dataset_project import DatasetProject, dataset_project
 from support.fleet_databases import OFFER, ready
 
-from batch_assets.monitoring.dataset_status import DatasetStatus, Observer, RunLine, dataset_status
-from batch_assets.monitoring.display import status_table
 from batch_assets.orchestration.request_summary import request_status, summary_of
+from batch_assets.request_status.dataset_status import DatasetStatus, Observer, RunLine, dataset_status
+from batch_assets.request_status.display import status_table
 from batch_assets.tags import REFRESH_TAG
 
 NOW = 1e9

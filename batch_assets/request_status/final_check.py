@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batch_assets.monitoring.dataset_status import DatasetObservation, Observer, unfinished
 from batch_assets.orchestration.repair import LOST, can_repair, repair
 from batch_assets.publishing.differences import Difference
 from batch_assets.publishing.verify import Verification, ledger_of_reports, verify
+from batch_assets.request_status.dataset_status import DatasetObservation, Observer, unfinished
 
 REPAIRS = 2
 NAMED = 3

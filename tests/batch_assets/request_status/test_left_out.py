@@ -7,8 +7,8 @@ from pathlib import Path
 from support.dataset_project import dataset_project
 
 from batch_assets.cli.dataset_commands.run_summary import left_out_lines
-from batch_assets.monitoring.dataset_status import Observer, dataset_status
-from batch_assets.monitoring.display import left_out_lines as status_lines
+from batch_assets.request_status.dataset_status import Observer, dataset_status
+from batch_assets.request_status.display import left_out_lines as status_lines
 
 
 def test_rows_that_are_left_out_are_counted_with_the_first_reason_and_the_place_of_the_list(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from batch_assets.snapshot.left_out import left_out
 from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
-    from batch_assets.monitoring.dataset_status import DatasetStatus
-    from batch_assets.monitoring.request_monitor import ProgressUpdate
     from batch_assets.orchestration.request_summary import RequestStatus
+    from batch_assets.request_status.dataset_status import DatasetStatus
+    from batch_assets.request_status.request_monitor import ProgressUpdate
     from gpu_runner.fleet.clock_jumps import ClockJump
 
 PLAIN_SECONDS = 10.0

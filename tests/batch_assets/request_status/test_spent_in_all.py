@@ -10,10 +10,10 @@ import pytest
 from support.dataset_project import dataset_project
 from support.fleet_databases import Clock, ready
 
-from batch_assets.monitoring.dataset_status import Observer, dataset_status
-from batch_assets.monitoring.display import request_lines
 from batch_assets.orchestration.assets import bill_of
 from batch_assets.orchestration.request_summary import request_status, summary_of
+from batch_assets.request_status.dataset_status import Observer, dataset_status
+from batch_assets.request_status.display import request_lines
 from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet.database import FleetDatabase
 

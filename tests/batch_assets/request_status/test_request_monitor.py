@@ -17,18 +17,18 @@ from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state, publish_job
-from batch_assets.monitoring.dataset_status import Observer, dataset_status
-from batch_assets.monitoring.display import request_lines
-from batch_assets.monitoring.request_monitor import (
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.dead_letters import dead_letters
+from batch_assets.publishing.publish import publish
+from batch_assets.request_status.dataset_status import Observer, dataset_status
+from batch_assets.request_status.display import request_lines
+from batch_assets.request_status.request_monitor import (
     QUIET_SECONDS,
     STILL_SECONDS,
     ProgressUpdate,
     RequestMonitor,
     give_up,
 )
-from batch_assets.publishing.dataset_card import Card
-from batch_assets.publishing.dead_letters import dead_letters
-from batch_assets.publishing.publish import publish
 from batch_assets.tags import (
     CANCELED_TAG,
     PUBLISH_TAG,

@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 
 from batch_assets.catalog.progress import Figures
-from batch_assets.monitoring.display import Lines
-from batch_assets.monitoring.request_monitor import ProgressUpdate
+from batch_assets.request_status.display import Lines
+from batch_assets.request_status.request_monitor import ProgressUpdate
 
 FAILS = "run 1a2b3c4d: every request fails since 12:00:00: http_429: Rate limit reached"
 

@@ -20,11 +20,11 @@ from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, pu
 from batch_assets.catalog.ranges import RangeRunRecord
 from batch_assets.catalog.run_errors import failed_checks, failure_text
 from batch_assets.local_dagster.dagster_client import DagsterClient, OwnDagster
-from batch_assets.monitoring.dataset_status import DatasetObservation, Observer, unfinished
-from batch_assets.monitoring.final_check import FinalChecker
 from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.publishing.dead_letters import dead_batches
 from batch_assets.publishing.verify import Verification
+from batch_assets.request_status.dataset_status import DatasetObservation, Observer, unfinished
+from batch_assets.request_status.final_check import FinalChecker
 from batch_assets.tags import (
     CANCELED_TAG,
     PUBLISH_TAG,
