@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["GeneratedDataset", "access", "settings", "tags"]
+__all__ = ["GeneratedDataset", "file_permissions", "settings", "tags"]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,10 +56,10 @@ def main() -> NoReturn:
     Leaves without Python's own shutdown: when Arrow's threads still let go of a Python file then, the process aborts
     after all its work is done (8 of 50 `verify`, measured).
     """
-    from batch_assets import access
+    from batch_assets import file_permissions
     from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted
 
-    os.umask(access.umask())
+    os.umask(file_permissions.umask())
     try:
         app()
         status: object = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batch_assets import access, settings
+from batch_assets import file_permissions, settings
 from batch_assets.local_dagster.loopback import keep_loopback_direct
 from gpu_runner.errors import ExitStatus, UserFacingError
 
@@ -41,7 +41,7 @@ class StackAddress:
 def prepare_home() -> Path:
     """DAGSTER_HOME with a dagster.yaml in it; a file that is there already is left as it is. Raises AccessError."""
     home = settings.dagster_home()
-    access.make_private(home)
+    file_permissions.make_private(home)
     os.environ["DAGSTER_HOME"] = str(home)
     keep_loopback_direct(os.environ)
     if not (home / "dagster.yaml").exists():
@@ -60,10 +60,10 @@ def prepare_store() -> None:
     folder = Path(path).expanduser().resolve()
     try:
         if not folder.exists():
-            access.make_private(folder)
-        elif said := access.too_wide(folder):
+            file_permissions.make_private(folder)
+        elif said := file_permissions.too_wide(folder):
             sys.stderr.write(f"{said}\n")
-    except (OSError, access.AccessError) as error:
+    except (OSError, file_permissions.AccessError) as error:
         raise StackError(f"the store cannot be made: {error}") from None
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from batch_assets import access, settings
+from batch_assets import file_permissions, settings
 from batch_assets.local_dagster.clock_setback import set_back_meanwhile, wake_sensors
 from batch_assets.local_dagster.home import (
     LOGS,
@@ -270,7 +270,7 @@ class Stack:
                 cwd=settings.PROJECT,
                 env={**os.environ, **mark, "DAGSTER_DISABLE_TELEMETRY": "1"},
                 pass_fds=[self._alive.fileno()] if self._alive else [],
-                umask=access.umask(),
+                umask=file_permissions.umask(),
                 start_new_session=True,
             )
 

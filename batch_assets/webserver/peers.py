@@ -11,7 +11,7 @@ import os
 import struct
 from pathlib import Path
 
-from batch_assets import access
+from batch_assets import file_permissions
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ROOT = 0
@@ -27,7 +27,7 @@ def own_connection(client: tuple[str, int] | None, server: tuple[str, int] | Non
     if client is None or server is None:
         return False
     uid = peer_uid(client, server)
-    return uid is not None and (uid in (ROOT, os.geteuid()) or access.in_group(uid))
+    return uid is not None and (uid in (ROOT, os.geteuid()) or file_permissions.in_group(uid))
 
 
 def peer_uid(client: tuple[str, int], server: tuple[str, int]) -> int | None:

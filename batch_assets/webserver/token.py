@@ -16,7 +16,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from batch_assets import access
+from batch_assets import file_permissions
 from batch_assets.settings import SettingError
 
 FILE = "webserver.token"
@@ -32,7 +32,7 @@ def web_token(home: Path) -> str:
     """
     if named := os.environ.get(VARIABLE):
         return _checked(named)
-    path, group = home / FILE, access.group_id()
+    path, group = home / FILE, file_permissions.group_id()
     for _ in range(3):
         try:
             found = _read(path, group)

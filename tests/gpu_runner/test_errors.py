@@ -35,7 +35,7 @@ def subclasses(cls: type) -> Iterator[type]:
 
 def test_every_error_for_users_has_an_exit_status():
     for module in (
-        "batch_assets.access", "batch_assets.cli.demos.demo", "batch_assets.cli.demos.demo_fleet",
+        "batch_assets.file_permissions", "batch_assets.cli.demos.demo", "batch_assets.cli.demos.demo_fleet",
         "batch_assets.cli.dataset_commands.preview",
         "batch_assets.cli.user_errors",
         "batch_assets.local_dagster.dagster_client", "batch_assets.local_dagster.home", "batch_assets.settings",

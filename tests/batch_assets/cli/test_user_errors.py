@@ -11,11 +11,11 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
-from batch_assets.access import AccessError
 from batch_assets.cli.demos.demo import NoModel
 from batch_assets.cli.demos.demo_fleet import DagsterRuns
 from batch_assets.cli.main import app
 from batch_assets.cli.user_errors import CommandError, user_errors
+from batch_assets.file_permissions import AccessError
 from batch_assets.local_dagster.dagster_client import LaunchError
 from batch_assets.local_dagster.home import StackError
 from batch_assets.settings import SettingError

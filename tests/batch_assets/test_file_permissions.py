@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_assets import access
+from batch_assets import file_permissions
 from batch_assets.local_dagster.home import LOGS, prepare_home, prepare_store
 from batch_assets.local_dagster.stack import Stack, _Child
 
@@ -100,7 +100,7 @@ def test_a_group_may_share_home_and_store(home: Path, our_group: str):
 
 def test_a_group_that_does_not_exist_is_named(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BATCH_ASSETS_GROUP", "no such group")
-    with pytest.raises(access.AccessError, match="expected a group of this machine, found 'no such group'"):
+    with pytest.raises(file_permissions.AccessError, match="expected a group of this machine, found 'no such group'"):
         prepare_home()
 
 
@@ -109,4 +109,4 @@ def test_a_bucket_has_no_mode(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("BATCH_ASSETS_STORE", "s3://bucket/prefix")
     prepare_store()
     assert list(tmp_path.iterdir()) == []
-    assert access.too_wide(tmp_path / "not there") is None
+    assert file_permissions.too_wide(tmp_path / "not there") is None
