@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gpu_runner.bounded_http.addresses import engine_url
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.addresses import engine_url
 from resources.pricing.token_prices import TokenPriceConfig
 
 FILE = "endpoints.json"

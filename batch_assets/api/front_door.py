@@ -68,8 +68,8 @@ from batch_assets.api.telemetry.trace_export import spans_of_environment
 from batch_assets.api.telemetry.tracing import Spans
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import FLEET_DB, fleet_database
-from gpu_runner.http.key_variables import key_in
-from gpu_runner.http.tls_files import ssl_of
+from gpu_runner.bounded_http.key_variables import key_in
+from gpu_runner.bounded_http.tls_files import ssl_of
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from fastapi import APIRouter, Depends, Request
 
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError
-from gpu_runner.http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
-from gpu_runner.http.tls_files import TlsFiles, ssl_of
+from gpu_runner.bounded_http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
+from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from resources.fleet.resource import FleetConfigError
 
 ASK_SECONDS = 5.0

@@ -28,7 +28,7 @@ from batch_assets.api.telemetry.gauges import certificate_gauges
 from batch_assets.api.telemetry.repeated_lines import counted_repeated_lines
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import SettingError, fleet_database
-from gpu_runner.http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
+from gpu_runner.bounded_http.tls_files import LOOK_SECONDS, RotatingContext, client_tls, server_context
 
 END_SECONDS = 10
 KEEP_ALIVE_SECONDS = 75

@@ -40,8 +40,8 @@ from batch_assets.dagster_internals.kept_connections import keep_connections
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import capacity_seconds, fleet_database
 from batch_assets.spec.discovery import declared_specs
-from gpu_runner.http.key_variables import key_in
-from gpu_runner.http.tls_files import ssl_of
+from gpu_runner.bounded_http.key_variables import key_in
+from gpu_runner.bounded_http.tls_files import ssl_of
 from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import open_objects

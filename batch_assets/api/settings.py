@@ -15,8 +15,8 @@ from batch_assets import settings
 from batch_assets.api.billing.prices import FILE as PRICES_FILE
 from batch_assets.api.billing.prices import PriceList, read_prices
 from batch_assets.settings import SettingError
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.tls_files import TlsFiles
 from resources.fleet.engine_tls import tls_of_environment
 from resources.yaml_files import read_settings
 

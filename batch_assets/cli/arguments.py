@@ -64,7 +64,7 @@ def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
 
 def check_endpoint(endpoint: str) -> None:
     """Somebody must answer there now: a run would wait ten minutes for it."""
-    from gpu_runner.http.addresses import AddressRefused
+    from gpu_runner.bounded_http.addresses import AddressRefused
     from gpu_runner.providers.engine_process import EngineStartError, wait_reachable
 
     try:
@@ -107,7 +107,7 @@ def check_model(model: str | None) -> None:
 
 def engine_address(name: str, given: str | None) -> str | None:
     """An engine's address in our spelling. Raises CommandError without the address, which may hold a secret."""
-    from gpu_runner.http.addresses import engine_url
+    from gpu_runner.bounded_http.addresses import engine_url
 
     try:
         return engine_url(given) if given else None
@@ -136,7 +136,7 @@ def allow_endpoint(endpoint: str, of_environment: str | None, price: TokenPriceC
     `price`: of its tokens, kept with the address.
     """
     from batch_assets.local_dagster.home import prepare_home
-    from gpu_runner.http.key_variables import key_in
+    from gpu_runner.bounded_http.key_variables import key_in
     from resources.endpoints import allow
 
     given = of_environment is None or of_environment == endpoint

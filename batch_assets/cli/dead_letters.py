@@ -21,9 +21,9 @@ from rich.text import Text
 
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.cli.user_errors import CommandError
+from gpu_runner.bounded_http.addresses import direct, engine_url
+from gpu_runner.bounded_http.bounded_read import ERROR_BYTES, PAGE_BYTES
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.addresses import direct, engine_url
-from gpu_runner.http.bounded_read import ERROR_BYTES, PAGE_BYTES
 
 URL, KEY = "BATCH_ASSETS_FRONT_DOOR_URL", "BATCH_ASSETS_FRONT_DOOR_KEY"
 DEFAULT_URL = "http://127.0.0.1:8080"

@@ -16,8 +16,8 @@ from requests.auth import AuthBase
 from batch_assets import settings
 from batch_assets.local_dagster.home import StackAddress
 from batch_assets.webserver import token as web_token
+from gpu_runner.bounded_http.addresses import direct
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.addresses import direct
 
 LOCATION = "batch_assets"
 REPOSITORY = "__repository__"

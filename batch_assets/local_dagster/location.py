@@ -17,8 +17,8 @@ from batch_assets.local_dagster.home import (
     StackError,
 )
 from batch_assets.webserver import token as web_token
-from gpu_runner.http.addresses import direct
-from gpu_runner.http.small_pages import read_page
+from gpu_runner.bounded_http.addresses import direct
+from gpu_runner.bounded_http.small_pages import read_page
 
 
 class LocationStatus(enum.Enum):

@@ -18,6 +18,7 @@ from batch_assets.snapshot.ingest import RowCheck
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.client.engine_client import (
     Completion,
     EngineClient,
@@ -28,7 +29,6 @@ from gpu_runner.client.engine_client import (
     Transient,
 )
 from gpu_runner.client.structured_outputs import output_check
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation

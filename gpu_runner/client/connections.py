@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from gpu_runner.bounded_http import addresses
 from gpu_runner.client.protocol import EngineError, EngineRefused, Transient
-from gpu_runner.http import addresses
 
 # Well below the 5 s after which uvicorn closes an idle connection: we close first also where either side is busy.
 KEEP_ALIVE_SECONDS = 2.0

@@ -19,6 +19,18 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from gpu_runner.bounded_http.bounded_read import (
+    BUFFER_BYTES,
+    ERROR_BYTES,
+    PAGE_BYTES,
+    Admit,
+    BodyTooLarge,
+    UnaskedEncoding,
+    check_values,
+    read_beginning,
+    read_body,
+)
+from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.answers.answer_limit import answer_limit, list_limit
 from gpu_runner.client.connections import (
@@ -50,18 +62,6 @@ from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.client.server_sentence import server_sentence
 from gpu_runner.client.structured_outputs import server_problem
 from gpu_runner.client.trace_context import trace_headers
-from gpu_runner.http.bounded_read import (
-    BUFFER_BYTES,
-    ERROR_BYTES,
-    PAGE_BYTES,
-    Admit,
-    BodyTooLarge,
-    UnaskedEncoding,
-    check_values,
-    read_beginning,
-    read_body,
-)
-from gpu_runner.http.tls_files import TlsFiles, ssl_of
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import Generation
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from gpu_runner.bounded_http.bounded_read import PAGE_BYTES, check_values
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.protocol import EngineRefused
-from gpu_runner.http.bounded_read import PAGE_BYTES, check_values
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,16 @@ from typing import Any
 import aiohttp
 import orjson
 
+from gpu_runner.bounded_http.bounded_read import (
+    ERROR_BYTES,
+    PAGE_BYTES,
+    Admit,
+    BodyTooLarge,
+    UnaskedEncoding,
+    check_values,
+    read_beginning,
+    read_body,
+)
 from gpu_runner.client.answers import answer_numbers, unreadable
 from gpu_runner.client.answers.answer_limit import list_limit
 from gpu_runner.client.engine_client import EngineClient
@@ -29,16 +39,6 @@ from gpu_runner.client.protocol import (
     error_of,
     not_an_answer,
     rejected,
-)
-from gpu_runner.http.bounded_read import (
-    ERROR_BYTES,
-    PAGE_BYTES,
-    Admit,
-    BodyTooLarge,
-    UnaskedEncoding,
-    check_values,
-    read_beginning,
-    read_body,
 )
 from gpu_runner.rows import TOKEN_LIMITS, Task
 

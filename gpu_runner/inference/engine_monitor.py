@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.engine_load import EngineLoad
 from gpu_runner.client.protocol import (
     Completion,
@@ -26,7 +27,6 @@ from gpu_runner.client.protocol import (
     RowRejected,
     Transient,
 )
-from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.failed_requests import FailedRequests
 from gpu_runner.inference.failures.denials import Evidence, told

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
+from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.protocol import (
     Completion,
     EngineError,
@@ -28,7 +29,6 @@ from gpu_runner.client.protocol import (
     Transient,
 )
 from gpu_runner.cost_meter import CostMeter
-from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.engine_death import return_rows
 from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog

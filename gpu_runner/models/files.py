@@ -13,8 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from gpu_runner.http.bounded_read import check_values
-from gpu_runner.http.small_pages import read_file, read_page
+from gpu_runner.bounded_http.bounded_read import check_values
+from gpu_runner.bounded_http.small_pages import read_file, read_page
 from gpu_runner.models.config import CONFIG, INDEX, ModelConfig, parse
 from gpu_runner.models.quantization import ModelConfigError
 

@@ -14,11 +14,11 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gpu_runner.bounded_http.addresses import AddressRefused, connect, direct, engine_url, host_and_port
+from gpu_runner.bounded_http.bounded_read import PAGE_BYTES, check_values
+from gpu_runner.bounded_http.small_pages import read_page
 from gpu_runner.client.answers.answer_numbers import context_length
 from gpu_runner.client.llama_cpp import LlamaCppCard
-from gpu_runner.http.addresses import AddressRefused, connect, direct, engine_url, host_and_port
-from gpu_runner.http.bounded_read import PAGE_BYTES, check_values
-from gpu_runner.http.small_pages import read_page
 from gpu_runner.providers.process_guard import GRACE_SECONDS
 
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from gpu_runner.bounded_http.addresses import engine_url
+from gpu_runner.bounded_http.key_variables import key_in
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.addresses import engine_url
-from gpu_runner.http.key_variables import key_in
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.models.names import name_problem
 from gpu_runner.providers.ec2.config import Ec2ProviderConfig
 from gpu_runner.providers.kubernetes.config import KubernetesProviderConfig

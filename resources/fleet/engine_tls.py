@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.tls_files import TlsFiles
 
 CA, CERTIFICATE, KEY = "BATCH_ASSETS_ENGINE_CA", "BATCH_ASSETS_ENGINE_CERTIFICATE", "BATCH_ASSETS_ENGINE_KEY"
 

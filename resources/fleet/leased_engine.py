@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.fleet.database import Instance, Lease
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.market.offers import Objective, Offer, OfferFilter
 from gpu_runner.market.speed import LengthMix
 from gpu_runner.market.workload import Workload

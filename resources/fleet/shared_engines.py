@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.fleet.database import FleetDatabase, Instance
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.providers.base import EngineAccess, Provider, ProviderError, ProviderUnclear, open_access
 from gpu_runner.providers.engine_process import answers
 from resources.fleet.config import EngineConfig, FleetConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from gpu_runner.bounded_http.addresses import AddressRefused
+from gpu_runner.bounded_http.tls_files import TlsFilesError
 from gpu_runner.client.engine_client import EngineClient, EngineLost, EngineRefused, TimeOuts
-from gpu_runner.http.addresses import AddressRefused
-from gpu_runner.http.tls_files import TlsFilesError
 from gpu_runner.rows import Generation, Task
 from resources.fleet.config import EngineConfig, FleetConfig
 

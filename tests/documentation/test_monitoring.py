@@ -32,9 +32,9 @@ from batch_assets.api.records.files import FileRecord
 from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import certificate_gauges, plan_samples, record_samples
+from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context
 from gpu_runner.fleet.capacity_plan import CapacityPlan
 from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
 
 FOLDER = REPOSITORY / "deploy" / "monitoring"
 PREFIX = re.compile(r"\bbatch_assets_\w+")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from support.documents import REPOSITORY
 
-from gpu_runner.http.addresses import direct
+from gpu_runner.bounded_http.addresses import direct
 
 BASE = os.environ.get("BATCH_ASSETS_TEST_BASE_IMAGE", "python:3.11-slim-bookworm")
 LARGEST_BYTES = 900_000_000

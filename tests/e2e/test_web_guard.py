@@ -18,7 +18,7 @@ import pytest
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
 from e2e.browser import ARGUMENTS, CHROMIUM, needs_chromium
 from e2e.harness import eventually
-from gpu_runner.http.addresses import direct
+from gpu_runner.bounded_http.addresses import direct
 from gpu_runner.providers.engine_process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]

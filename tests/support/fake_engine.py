@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import orjson
 
+from gpu_runner.bounded_http.bounded_read import FREE_BYTES, Admit
 from gpu_runner.client.engine_load import EngineLoad
 from gpu_runner.client.protocol import Completion, Repair, RowRejected, Transient
-from gpu_runner.http.bounded_read import FREE_BYTES, Admit
 from gpu_runner.reachability import Reachability
 from gpu_runner.rows import Batch, Generation, Origin, Outcome, Row
 

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpu_runner.bounded_http.addresses import direct
 from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.http.addresses import direct
 from support import kubernetes_vllm
 from support.documents import REPOSITORY
 from support.engine_image import IMAGE, engine_command

@@ -19,9 +19,9 @@ import orjson
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
+from gpu_runner.bounded_http.addresses import direct
+from gpu_runner.bounded_http.small_pages import read_file, read_page
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.addresses import direct
-from gpu_runner.http.small_pages import read_file, read_page
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, 
 from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.telemetry.tracing import NO_SPANS, SpanKind, Spans, engine_call, sent_in
 from batch_assets.worker.job_worker import JobWorker
+from gpu_runner.bounded_http.tls_files import TlsFilesError
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.client.verbatim_client import VerbatimClient
-from gpu_runner.http.tls_files import TlsFilesError
 from gpu_runner.rows import Generation, Origin, Task
 from resources.store.dataset_store import BatchFooter
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.http.tls_files import TlsFiles
+from gpu_runner.bounded_http.tls_files import TlsFiles
 
 log = logging.getLogger(__name__)
 

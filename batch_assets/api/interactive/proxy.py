@@ -45,10 +45,7 @@ from batch_assets.api.interactive.streams.event_stream import StreamReader, Usag
 from batch_assets.api.requests.errors import ApiError, envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
-from gpu_runner.client.answers import unreadable
-from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
-from gpu_runner.client.request_progress import RequestProgress, request_trace
-from gpu_runner.http.bounded_read import (
+from gpu_runner.bounded_http.bounded_read import (
     ERROR_BYTES,
     PAGE_BYTES,
     BodyTooLarge,
@@ -56,7 +53,10 @@ from gpu_runner.http.bounded_read import (
     read_beginning,
     read_body,
 )
-from gpu_runner.http.tls_files import TlsFiles, ssl_of
+from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
+from gpu_runner.client.answers import unreadable
+from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
+from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.routing.latency_target import ANY_LATENCY, HEADROOM_HEADER, LatencyTarget
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from batch_assets.planning.token_count import TokenCounter, token_counter
 from batch_assets.planning.workload_estimate import work_of_source
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
+from gpu_runner.bounded_http.key_variables import key_in
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.client.engine_client import EngineError
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.key_variables import key_in
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.money import format_usd
 from gpu_runner.planner.types import ControlTiming
 from resources.fleet.config import KEY_VARIABLE

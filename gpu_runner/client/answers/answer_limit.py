@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_runner.http.bounded_read import KIB, MIB
+from gpu_runner.bounded_http.bounded_read import KIB, MIB
 from gpu_runner.rows import Generation
 
 # An answer's frame: ids, usage, and what gateways add.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gpu_runner.http.small_pages import read_file
+from gpu_runner.bounded_http.small_pages import read_file
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 
 SETTLE_SECONDS = 30.0

@@ -13,9 +13,9 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_runner.http.addresses import NoRedirect
-from gpu_runner.http.bounded_read import check_values
-from gpu_runner.http.small_pages import read_page
+from gpu_runner.bounded_http.addresses import NoRedirect
+from gpu_runner.bounded_http.bounded_read import check_values
+from gpu_runner.bounded_http.small_pages import read_page
 from gpu_runner.providers.base import NoCapacity, ProviderError, ProviderUnclear
 
 SECONDS = 4.0

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from gpu_runner.http.addresses import engine_url
+from gpu_runner.bounded_http.addresses import engine_url
 from gpu_runner.market.offers import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
 

@@ -18,7 +18,7 @@ from support.front_doors import front_door_alone
 from batch_assets.api import server
 from batch_assets.api.settings import TLS_CERTIFICATE, TLS_KEY, ApiSettings, api_settings
 from batch_assets.settings import SettingError
-from gpu_runner.http.tls_files import TlsFiles, TlsFilesError
+from gpu_runner.bounded_http.tls_files import TlsFiles, TlsFilesError
 from resources.fleet.config import FleetConfig, FleetConfigError
 from resources.fleet.engine_tls import CA, CERTIFICATE, KEY, EngineTlsError, tls_of_environment
 

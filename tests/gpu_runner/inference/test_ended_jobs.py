@@ -17,9 +17,9 @@ from support.examples import property_test
 from support.fake_engine import GENERATION, ORIGIN, FakeEngine, row
 from support.virtual_time import run
 
+from gpu_runner.bounded_http.bounded_read import FREE_BYTES
 from gpu_runner.client.protocol import Completion, EngineLost, RequestDenied, RowRejected, Transient
 from gpu_runner.cost_meter import TokenMeter
-from gpu_runner.http.bounded_read import FREE_BYTES
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.inference.hedging.request_durations import HedgePolicy
 from gpu_runner.micro_batches.list_limits import ListLimits

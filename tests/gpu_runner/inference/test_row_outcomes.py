@@ -9,8 +9,8 @@ import pytest
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
+from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.protocol import Completion, Repair, RowRejected
-from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.feed import Feed
 from gpu_runner.rows import Generation
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.models import Models, known_models
+from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.cost_meter import CostMeter
-from gpu_runner.http.tls_files import TlsFiles
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits

@@ -16,8 +16,8 @@ import orjson
 from batch_assets.api.batches.lines import LineError, too_long
 from batch_assets.api.batches.long_texts import LongText
 from batch_assets.api.execution.engines.engine_supply import ServingEngine
-from gpu_runner.http.bounded_read import BodyTooLarge, UnaskedEncoding, read_body
-from gpu_runner.http.tls_files import TlsFilesError, ssl_of
+from gpu_runner.bounded_http.bounded_read import BodyTooLarge, UnaskedEncoding, read_body
+from gpu_runner.bounded_http.tls_files import TlsFilesError, ssl_of
 
 log = logging.getLogger(__name__)
 

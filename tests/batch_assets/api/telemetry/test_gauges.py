@@ -11,7 +11,7 @@ from support.certificates import DAY, Authority
 
 from batch_assets.api.telemetry.gauges import KEPT_SECONDS, KeptSamples, certificate_gauges
 from batch_assets.api.telemetry.metrics import Sample, ServiceMetrics
-from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
+from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context
 
 FIGURE: Sample = ("batch_assets_fleet_usd_per_hour", "", {}, 3.0)
 

@@ -18,10 +18,10 @@ from batch_assets.api.records.figures import RecordFigures
 from batch_assets.api.records.states import BatchStatus
 from batch_assets.api.telemetry.gauges import certificate_gauges, fleet_samples, plan_samples, record_samples
 from batch_assets.api.telemetry.metrics import ServiceMetrics
+from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context
 from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
 from gpu_runner.fleet.reporting.figures import FleetFigures
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.http.tls_files import RotatingContext, TlsFiles, server_context
 
 REPOSITORY = Path(__file__).parents[4]
 PAGE = REPOSITORY / "docs" / "metrics.md"

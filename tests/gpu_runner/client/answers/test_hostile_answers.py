@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.hostile_server import HostileServer, bomb, endless, text, whole
 
+from gpu_runner.bounded_http import bounded_read
 from gpu_runner.client.answers.answer_limit import FRAME_BYTES, answer_limit
 from gpu_runner.client.engine_client import EngineClient, EngineRefused, RequestDenied, RowRejected, TimeOuts, Transient
-from gpu_runner.http import bounded_read
 from gpu_runner.rows import Generation
 
 GENERATION = Generation("completion", "m", {"max_tokens": 64})

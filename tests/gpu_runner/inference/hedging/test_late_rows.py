@@ -15,9 +15,9 @@ from support.examples import property_test
 from support.fake_engine import GENERATION, ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
+from gpu_runner.bounded_http.bounded_read import FREE_BYTES
 from gpu_runner.client.protocol import EngineLost, RowRejected, Transient
 from gpu_runner.cost_meter import TokenMeter
-from gpu_runner.http.bounded_read import FREE_BYTES
 from gpu_runner.inference.answer_memory import ROW_BYTES, AnswerMemory
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.inference.hedging.late_rows import LateRequest

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
+from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.protocol import Completion, Repair
-from gpu_runner.http.bounded_read import Admit
 from gpu_runner.inference.feed import Feed
 from gpu_runner.inference.windows.concurrency_window import Window, WindowPolicy
 from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy, FirstTokenSample, InteractiveShare

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gpu_runner.bounded_http.small_pages import read_file
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.http.small_pages import read_file
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.hostile_server import HostileServer, endless, whole
 
-from gpu_runner.http.small_pages import TooLarge, read_file, read_page
+from gpu_runner.bounded_http.small_pages import TooLarge, read_file, read_page
 from gpu_runner.models.files import ModelFilesUnreadable, read_folder, read_hub
 from gpu_runner.providers.engine_process import answers, served_length
 from resources.fleet.config import FleetConfig, FleetConfigError

@@ -15,8 +15,7 @@ import pytest
 from aiohttp import web
 from support.certificates import Authority, Pair, encrypted, serial_of
 
-from gpu_runner.client.engine_client import EngineClient, EngineLost, EngineRefused
-from gpu_runner.http.tls_files import (
+from gpu_runner.bounded_http.tls_files import (
     RotatingContext,
     TlsFiles,
     TlsFilesError,
@@ -24,6 +23,7 @@ from gpu_runner.http.tls_files import (
     client_tls,
     server_context,
 )
+from gpu_runner.client.engine_client import EngineClient, EngineLost, EngineRefused
 from gpu_runner.rows import Generation
 
 

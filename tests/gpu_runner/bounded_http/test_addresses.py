@@ -27,9 +27,9 @@ from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG
 from batch_assets.webserver import token as web_token
+from gpu_runner.bounded_http import addresses
+from gpu_runner.bounded_http.addresses import AddressRefused, connect, direct, engine_url, refuse
 from gpu_runner.client.engine_client import EngineClient, EngineRefused
-from gpu_runner.http import addresses
-from gpu_runner.http.addresses import AddressRefused, connect, direct, engine_url, refuse
 from gpu_runner.providers.engine_process import answers, served_length, wait_reachable
 from gpu_runner.rows import Generation
 from resources import endpoints
