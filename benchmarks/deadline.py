@@ -45,7 +45,7 @@ from benchmarks.deadline_oracle import bound_usd, earliest, oracle_usd
 from benchmarks.deadline_policies import POLICIES
 from benchmarks.deadline_replay import Outcome, Replay
 from benchmarks.deadline_world import Scenario, draw
-from gpu_runner.market.offers import HOUR
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.speed_model import SpeedEstimate
 
 SHORTEST = HOUR

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from benchmarks.deadline_world import Scenario, Truth
-from gpu_runner.market.offers import HOUR
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.knapsack import QUANTA, KnapsackItem, solve_covering_knapsack
 
 LIVES = 60  # of each offer, the longest ones

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.deadline_world import BATCH, LENGTHS_UNKNOWN, Scenario, Truth
-from gpu_runner.market.offers import HOUR
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.speed_model import HardwareType, SpeedEstimate, condition_on
 from gpu_runner.planner.types import TIMING, HeldInstance, PlannedOffer, Target, Work
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu_runner.market.gpus import WITHOUT_BFLOAT16
-from gpu_runner.market.offers import HOUR, Offer
-from gpu_runner.market.speed import LengthMix, ModelFacts, Speed, Throughput
+from gpu_runner.offers.gpus import WITHOUT_BFLOAT16
+from gpu_runner.offers.offer import HOUR, Offer
+from gpu_runner.offers.speed import LengthMix, ModelFacts, Speed, Throughput
 from gpu_runner.planner.speed_model import CARD, COMMON, KNOWN_STD, HardwareType, SpeedEstimate
 from resources.pricing.sources import PriceHistory
 

@@ -11,7 +11,7 @@
 `batch-assets run` of a declared dataset, table and verification included; `watch` runs any other load generator. All
 print the same line, read from the engine's own counters twice a second: tokens per second from the first to the last
 token, the same while the engine was full, and the GPU's utilisation as nvidia-smi shows it. `predict` compares KV cache
-and speed with those of `gpu_runner.models` and `gpu_runner.market`. Prompts: JSONL with a column `prompt`.
+and speed with those of `gpu_runner.models` and `gpu_runner.offers`. Prompts: JSONL with a column `prompt`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ import orjson
 from benchmarks import feed as feed_benchmark
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineClient
 from gpu_runner.inference.feed import Feed
-from gpu_runner.market.gpus import find_sheet
-from gpu_runner.market.speed import LengthMix, NoSpeed, estimate_speed
 from gpu_runner.models.facts import facts_of
 from gpu_runner.models.files import read_folder
 from gpu_runner.models.known import built_in
 from gpu_runner.models.sizing import Serving, catalog_gpu, kv_cache_bytes, kv_tokens
+from gpu_runner.offers.gpus import find_sheet
+from gpu_runner.offers.speed import LengthMix, NoSpeed, estimate_speed
 from gpu_runner.rows import Batch, Generation, Origin, Outcome, Row
 
 BATCH = 250

@@ -31,8 +31,8 @@ from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REFUSED_TAG, REQUEST_T
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
-from gpu_runner.market.offers import Objective
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import Objective
+from gpu_runner.offers.workload import Workload
 from gpu_runner.request_limits import NO_LIMITS
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
 from resources.fleet.simulation import is_simulation

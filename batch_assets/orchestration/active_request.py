@@ -34,7 +34,7 @@ from batch_assets.tags import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, ROWS_TAG
 from gpu_runner.fleet.database import FleetDatabase, RunBeat
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.fleet.wait_reason import WaitReason
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.workload import Workload
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 

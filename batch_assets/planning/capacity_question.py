@@ -13,7 +13,7 @@ from batch_assets.planning.planner_input import FleetView, PlannerInput
 from batch_assets.planning.standing_engines import with_standing_engines
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import ControlTiming, Plan
 

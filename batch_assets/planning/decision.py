@@ -14,8 +14,8 @@ from batch_assets.planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.market.workload import Workload
 from gpu_runner.money import format_usd
+from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Candidate, HeldInstance, Plan, Target
 

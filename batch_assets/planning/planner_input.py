@@ -19,10 +19,10 @@ from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, ENDPOINT_TAG, INSTANCES_
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.market.offers import Objective, Ranking
-from gpu_runner.market.selection import MEMORY, OfferFailure
-from gpu_runner.market.speed import Measurement
-from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.offers.offer import Objective, Ranking
+from gpu_runner.offers.selection import MEMORY, OfferFailure
+from gpu_runner.offers.speed import Measurement
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task

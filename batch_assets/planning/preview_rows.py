@@ -29,8 +29,8 @@ from gpu_runner.client.engine_client import (
     Transient,
 )
 from gpu_runner.client.structured_outputs import output_check
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation
 
 REQUEST_SECONDS = 300.0

@@ -26,8 +26,8 @@ from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.reader import read_source
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.rows import Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest

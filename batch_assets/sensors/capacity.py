@@ -36,8 +36,8 @@ from batch_assets.tags import ENDPOINT_TAG
 from gpu_runner.fleet.capacity_plan import Pause, PauseKind
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.market.offers import Objective
 from gpu_runner.money import round_up_usd
+from gpu_runner.offers.offer import Objective
 from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import ControlTiming, Plan, Target

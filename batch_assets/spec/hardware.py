@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from batch_assets.spec.fields import Flag, Strict
-from gpu_runner.market.offers import OfferFilter
-from gpu_runner.market.speed import GIB, ModelFacts
+from gpu_runner.offers.offer import OfferFilter
+from gpu_runner.offers.speed import GIB, ModelFacts
 from resources.pricing.model_catalog import DeclaredModel
 
 Word = Annotated[str, Field(min_length=1, max_length=255)]

@@ -40,7 +40,7 @@ from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.source import SourceSpec
 from batch_assets.templates.prompt_template import Template, single_braces
-from gpu_runner.market.offers import Objective
+from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
 from resources.store.outcome_columns import OUTCOME_COLUMNS
 from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX

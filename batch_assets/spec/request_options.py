@@ -24,7 +24,7 @@ from batch_assets.tags import (
     SIMULATE_TAG,
 )
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.market.offers import Objective
+from gpu_runner.offers.offer import Objective
 
 if TYPE_CHECKING:
     from gpu_runner.fleet.targets import DatasetTarget, Targets

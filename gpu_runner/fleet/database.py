@@ -29,7 +29,7 @@ from gpu_runner.fleet.reporting.reports import Instance, Reports
 from gpu_runner.fleet.services import Services
 from gpu_runner.fleet.targets import DatasetTarget, Targets
 from gpu_runner.fleet.wait_reason import WAIT_COLUMNS, RunActivity, WaitKind, WaitReason, read_wait, wait_columns
-from gpu_runner.market.selection import OfferFailure
+from gpu_runner.offers.selection import OfferFailure
 
 __all__ = [
     "BudgetReached",

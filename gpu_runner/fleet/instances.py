@@ -29,8 +29,8 @@ from gpu_runner.fleet.leases import (
     refuse_dead,
     release_leases,
 )
-from gpu_runner.market.offers import HOUR, Offer, offer_name
-from gpu_runner.market.selection import FailureKind, OfferFailure
+from gpu_runner.offers.offer import HOUR, Offer, offer_name
+from gpu_runner.offers.selection import FailureKind, OfferFailure
 
 InstanceState = Literal["intent", "booting", "ready", "ending", "ended"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gpu_runner.fleet.database import FleetDatabase, Instance
-from gpu_runner.market.offers import offer_name
-from gpu_runner.market.selection import FailureKind
+from gpu_runner.offers.offer import offer_name
+from gpu_runner.offers.selection import FailureKind
 from gpu_runner.providers.base import EndReason, Machine, Provider, ProviderError, ProviderUnclear
 
 MISSING_SECONDS = 15.0

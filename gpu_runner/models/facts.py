@@ -7,17 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from gpu_runner.market.gpus import WITHOUT_BFLOAT16, find_sheet
-from gpu_runner.market.speed import (
-    GIB,
-    Assumptions,
-    LengthMix,
-    ModelFacts,
-    NoSpeed,
-    Speed,
-    default_slots,
-    estimate_speed,
-)
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.sizing import (
     Serving,
@@ -29,6 +18,17 @@ from gpu_runner.models.sizing import (
     tensor_parallel_sizes,
 )
 from gpu_runner.models.weights import active_parameters, weight_bytes
+from gpu_runner.offers.gpus import WITHOUT_BFLOAT16, find_sheet
+from gpu_runner.offers.speed import (
+    GIB,
+    Assumptions,
+    LengthMix,
+    ModelFacts,
+    NoSpeed,
+    Speed,
+    default_slots,
+    estimate_speed,
+)
 
 # Where the facts come from. `assumed`: nothing is known, and a stand-in is taken.
 Knowledge = Literal["declared", "files", "built in", "assumed"]

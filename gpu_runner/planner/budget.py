@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_runner.market.offers import HOUR
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.types import Candidate, ControlTiming, PlannedOffer
 
 

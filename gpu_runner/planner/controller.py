@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpu_runner.fleet.capacity_plan import Assignment, ControllerState
-from gpu_runner.market.offers import HOUR
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.budget import affordable
 from gpu_runner.planner.command import (
     Command,

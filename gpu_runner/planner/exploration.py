@@ -24,8 +24,8 @@ from typing import Literal
 
 import numpy as np
 
-from gpu_runner.market.offers import HOUR
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.feasibility import FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate
 from gpu_runner.planner.search import ENDLESS, P95, PlanSearch

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.market.offers import HOUR
+from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.budget import entry_usd, needed_usd
 from gpu_runner.planner.knapsack import QUANTA, KnapsackItem, is_coverable, solve_covering_knapsack
 from gpu_runner.planner.types import Candidate, HeldInstance, Interval, PlannedOffer, Target, Work

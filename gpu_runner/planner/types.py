@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gpu_runner.market.offers import HOUR, Objective
+from gpu_runner.offers.offer import HOUR, Objective
 from gpu_runner.planner.speed_model import KNOWN_STD, HardwareType
 
 

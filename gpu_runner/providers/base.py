@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from gpu_runner.market.offers import Hardware, Offer
+from gpu_runner.offers.offer import Hardware, Offer
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import Task
 

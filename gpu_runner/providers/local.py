@@ -1,7 +1,7 @@
 """The provider `local`: this computer's own GPUs, running `vllm serve` or whatever the command template says.
 
     name: local
-    gpu: H100                       # spelled as in gpu_runner/market/gpus.py
+    gpu: H100                       # spelled as in gpu_runner/offers/gpus.py
     gpus: 1                         # of one instance
     gpu_memory_gib: 80
     price_per_hour: 1.0             # what an hour of the instance costs you: power, space, depreciation
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpu_runner.market.offers import Hardware, Offer
+from gpu_runner.offers.offer import Hardware, Offer
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
@@ -51,7 +51,7 @@ class LocalProviderConfig(BaseModel):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="the provider's name, one of its own for each",
     )
-    gpu: str = Field(description="spelled as in `gpu_runner/market/gpus.py`")
+    gpu: str = Field(description="spelled as in `gpu_runner/offers/gpus.py`")
     gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
     gpu_memory_gib: float = Field(gt=0, description="GiB per GPU")
     price_per_hour: float = Field(default=1.0, gt=0, description="what an hour of one instance costs you")

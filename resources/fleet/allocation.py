@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from gpu_runner.fleet.accounting.budget import BudgetRefusal
 from gpu_runner.fleet.capacity_plan import Assignment, Pause
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
-from gpu_runner.market.offers import RankedOffer, Ranking
-from gpu_runner.market.selection import OfferFailure
+from gpu_runner.offers.offer import RankedOffer, Ranking
+from gpu_runner.offers.selection import OfferFailure
 
 
 @dataclass(frozen=True, slots=True)

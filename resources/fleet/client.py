@@ -16,11 +16,11 @@ from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
 from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
-from gpu_runner.market.offers import RankedOffer, Ranking
-from gpu_runner.market.selection import MEMORY, FailureKind, choose, explain, recently_lost
-from gpu_runner.market.speed import Measurement
-from gpu_runner.market.workload import Workload
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import RankedOffer, Ranking
+from gpu_runner.offers.selection import MEMORY, FailureKind, choose, explain, recently_lost
+from gpu_runner.offers.speed import Measurement
+from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import DiagnosingProvider, Provider
 from gpu_runner.providers.engine_process import EngineStartError, answers
 from resources.fleet.allocation import CapacityAllocation, order_by_plan, waits, waits_for_offer

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpu_runner.market.offers import HOUR, Offer, RankedOffer
-from gpu_runner.market.speed import Speed
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import HOUR, Offer, RankedOffer
+from gpu_runner.offers.speed import Speed
+from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.types import PlannedOffer
 from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
 

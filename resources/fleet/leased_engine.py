@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.fleet.database import Instance, Lease
-from gpu_runner.market.offers import Objective, Offer, OfferFilter
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import Objective, Offer, OfferFilter
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Task

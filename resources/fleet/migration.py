@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.market.offers import Offer, Ranking
-from gpu_runner.market.selection import MEMORY, OfferFailure, Pace, choose, consider_move
+from gpu_runner.offers.offer import Offer, Ranking
+from gpu_runner.offers.selection import MEMORY, OfferFailure, Pace, choose, consider_move
 
 MARGIN = 0.05  # of what staying costs: speeds are not known better than that
 ENOUGH_BOOTS = 1.5  # boots that must fit into what is left of the run

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gpu_runner.fleet.database import Instance
-from gpu_runner.market.offers import HOUR, Offer, RankedOffer, Ranking, objective_value
-from gpu_runner.market.selection import MEMORY, FailureKind, OfferFailure, recently_lost, set_aside
-from gpu_runner.market.speed import Basis, Speed
+from gpu_runner.offers.offer import HOUR, Offer, RankedOffer, Ranking, objective_value
+from gpu_runner.offers.selection import MEMORY, FailureKind, OfferFailure, recently_lost, set_aside
+from gpu_runner.offers.speed import Basis, Speed
 from gpu_runner.planner.speed_model import HardwareType, SpeedEstimate, condition_on
 from gpu_runner.planner.types import HeldInstance, PlannedOffer
 from resources.fleet.leased_engine import instance_offer
 
-# Relative standard deviation of a speed by how we know it (see `gpu_runner.market.speed.Speed`). Values of ours.
+# Relative standard deviation of a speed by how we know it (see `gpu_runner.offers.speed.Speed`). Values of ours.
 SPREAD: Mapping[Basis, float] = {"measured": 0.05, "scaled": 0.2, "estimate": 0.5}
 UNSTATED_INTERRUPTIONS = 0.05  # per hour, of a spot offer that claims to be as reliable as any
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.local import LocalProvider
 from resources.fleet.config import FleetConfig

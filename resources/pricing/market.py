@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from gpu_runner.market.gpus import find_sheet
-from gpu_runner.market.offers import Objective, Offer, OfferFilter, Ranking, Refusal, rank, screen
-from gpu_runner.market.speed import LengthMix, Measurement, NoSpeed, Speed, Throughput
 from gpu_runner.models.facts import KnownModel, Placement, place
+from gpu_runner.offers.gpus import find_sheet
+from gpu_runner.offers.offer import Objective, Offer, OfferFilter, Ranking, Refusal, rank, screen
+from gpu_runner.offers.speed import LengthMix, Measurement, NoSpeed, Speed, Throughput
 from gpu_runner.providers.base import HardwareProvider, Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.rentable import lines_to_rent
 from gpu_runner.rows import Task

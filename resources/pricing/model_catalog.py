@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_runner.market.speed import ModelFacts
 from gpu_runner.models.config import CONFIG, ModelConfig
 from gpu_runner.models.facts import STAND_IN, KnownModel, of_config, of_declared
 from gpu_runner.models.files import ModelFilesUnreadable, cached_folder, read_folder, read_hub
 from gpu_runner.models.known import built_in
 from gpu_runner.models.quantization import ModelConfigError
+from gpu_runner.offers.speed import ModelFacts
 
 DECLARE = "State hardware.model_facts in the dataset's defs.yaml"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

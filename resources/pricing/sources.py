@@ -1,6 +1,6 @@
 """Offers from where prices are written: gpuhunt's catalogs, private price lists, and a recorded history.
 
-A source only reads; whether a price is believed is decided by `gpu_runner.market.offers.screen`, which says what it
+A source only reads; whether a price is believed is decided by `gpu_runner.offers.offer.screen`, which says what it
 refuses.
 """
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpu_runner.market.gpus import find_sheet, spell_gpu
-from gpu_runner.market.offers import DAY, Offer, Sanity
+from gpu_runner.offers.gpus import find_sheet, spell_gpu
+from gpu_runner.offers.offer import DAY, Offer, Sanity
 from resources.pricing.price_files import HistoryLine, PriceLine, PricingError, check_columns, read_csv, read_yaml
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from e2e.test_nemesis import SLACK_SECONDS, SPEC, SWEEP_SECONDS, published
 from e2e.witness import ANSWERED, check_rows, fence_broken, watch_fence
 from gpu_runner.fleet.database import FleetDatabase, Instance
 from gpu_runner.fleet.reaper import sweep
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, Provider, ProviderUnclear, open_access
 from gpu_runner.providers.engine_process import answers
 from gpu_runner.providers.simulated.cloud import SimulatedCloud

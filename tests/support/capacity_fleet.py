@@ -10,7 +10,7 @@ import yaml
 
 from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet.database import Lease
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from support.sensor_dataset import SensorDataset
 
 HOUR = 3600.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_runner.fleet.database import FleetDatabaseError, Lease
 from gpu_runner.fleet.wait_reason import RunActivity, WaitReason
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.reachability import Reachability
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals, Requirement
 from resources.fleet.migration import Migration

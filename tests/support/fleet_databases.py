@@ -10,7 +10,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from gpu_runner.fleet.database import FleetDatabase, Lease
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 
 OFFER = Offer(
     provider="sim-north",

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, Machine, Provider
 from gpu_runner.providers.local import LocalProvider, LocalProviderConfig
 from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry, kill_marked

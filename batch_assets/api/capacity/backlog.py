@@ -17,8 +17,8 @@ from batch_assets.api.capacity.windows import WindowWork
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.api.records.states import BatchStatus
 from batch_assets.planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Basis, Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Basis, Workload
 from gpu_runner.rows import Task
 
 ROUNDING = 1e-6  # engines

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batch_assets.planning.planner_input import PlannerInput
-from gpu_runner.market.gpus import find_sheet
-from gpu_runner.market.speed import default_slots
+from gpu_runner.offers.gpus import find_sheet
+from gpu_runner.offers.speed import default_slots
 from gpu_runner.planner.command import Command
 from gpu_runner.planner.feasibility import FeasibilityCheck
 from gpu_runner.planner.fleet import FleetCandidate

@@ -28,8 +28,8 @@ from batch_assets.request_status.dataset_status import observing
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
-from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.money import format_usd, round_up_usd
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import Candidate, ControlTiming, Interval, Plan, Target
 
 CURVE_LINES = 12

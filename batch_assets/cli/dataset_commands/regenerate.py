@@ -20,7 +20,7 @@ from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import ENDPOINT_TAG, ROWS_TAG
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.types import ControlTiming
 from resources.fleet.hosted_engines import hosted_engines
 from resources.store.dataset_store import BatchObject

@@ -22,12 +22,12 @@ from batch_assets.planning.planner_input import with_idle_tail
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from gpu_runner.market.offers import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal, objective_value
-from gpu_runner.market.selection import MEMORY
-from gpu_runner.market.speed import Measurement
-from gpu_runner.market.workload import Assumption, Subject, Workload
 from gpu_runner.models.facts import KnownModel, Placement
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR, Offer, OfferFilter, RankedOffer, Ranking, Refusal, objective_value
+from gpu_runner.offers.selection import MEMORY
+from gpu_runner.offers.speed import Measurement
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.providers.rentable import CLOUDS
 from resources.fleet.config import ENDPOINT_VARIABLE

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 
 from gpu_runner.fleet.accounting.bill_end import bill_end
 from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
-from gpu_runner.market.offers import HOUR
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR
 
 # From a lease's end to the machine's: a sweep comes at least every ten seconds, and its call takes time.
 END_SECONDS = 15.0

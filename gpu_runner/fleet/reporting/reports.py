@@ -25,7 +25,7 @@ from gpu_runner.fleet.accounting.charges import Bill, Charge, Work, charges
 from gpu_runner.fleet.connection import INSTANCES, LEASES, Tables
 from gpu_runner.fleet.instances import InstanceState
 from gpu_runner.fleet.leases import Lease
-from gpu_runner.market.speed import LengthMix, Measurement
+from gpu_runner.offers.speed import LengthMix, Measurement
 
 MANY = 500  # names that go into one query
 

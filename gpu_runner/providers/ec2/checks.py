@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from gpu_runner.market.offers import Offer
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.ec2 import launch

@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"

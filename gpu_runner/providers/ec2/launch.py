@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.ec2.config import Ec2ProviderConfig, Ec2RegionConfig
 
 NAME_TAG, PROVIDER_TAG, READY_TAG = "batch-assets:name", "batch-assets:provider", "batch-assets:ready"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.ec2.config import Ec2InstanceTypeConfig, Ec2ProviderConfig
 
 PRODUCTS = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")

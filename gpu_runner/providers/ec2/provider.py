@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpu_runner.market.offers import Hardware, Offer, hardware_of
+from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.cloud.engine_container import container_environment, container_words

@@ -58,7 +58,7 @@ class KubernetesOffer(_Model):
     """A kind of pod that the cluster takes: its GPUs, where it may run, and what an hour of it costs."""
 
     name: str = Field(pattern=DNS_LABEL, description="the instance type, as it is called in plans and bills")
-    gpu: str = Field(description="spelled as in `gpu_runner/market/gpus.py`")
+    gpu: str = Field(description="spelled as in `gpu_runner/offers/gpus.py`")
     gpus: int = Field(default=1, ge=1, description="GPUs, or slices of GPUs, of one pod")
     gpu_memory_gib: float = Field(gt=0, description="GiB per GPU, or per slice")
     gpu_resource: str = Field(

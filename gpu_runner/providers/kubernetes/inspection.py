@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpu_runner.market.gpus import find_sheet
+from gpu_runner.offers.gpus import find_sheet
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.kubernetes.api import ApiAway, ApiRefused, ClusterApi, CredentialsError, Verb, inside
 from gpu_runner.providers.kubernetes.config import KubernetesOffer, KubernetesProviderConfig
@@ -180,7 +180,7 @@ def _prices(config: KubernetesProviderConfig, prices: Mapping[str, NodePrice]) -
         source = "as fleet.yaml says" if derived is None else derived.source
         found = f"{offer.name}: {price:.4g} $/h for {offer.gpus}x {offer.gpu}, {source}"
         if find_sheet(offer.gpu, offer.gpu_memory_gib) is None:
-            remedy = "spell `gpu` as in gpu_runner/market/gpus.py; its speed is not known before it was measured"
+            remedy = "spell `gpu` as in gpu_runner/offers/gpus.py; its speed is not known before it was measured"
             yield CheckResult(CheckSubject.PRICES, _WARNING, f"{found}; no datasheet of this GPU", remedy)
         else:
             yield CheckResult(CheckSubject.PRICES, _OK, found)

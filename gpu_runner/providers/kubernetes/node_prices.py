@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.kubernetes.api import ApiAway, ApiRefused, ClusterApi, CredentialsError
 from gpu_runner.providers.kubernetes.config import KubernetesOffer
 from gpu_runner.providers.kubernetes.node_health import read_node, takes

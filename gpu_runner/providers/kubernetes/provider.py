@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpu_runner.market.offers import Hardware, Offer, hardware_of
+from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import (
     EngineAccess,
     EngineOrder,

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EndReason, Machine, MachineState, ProviderError
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.machine_host.daemon import ALIVE

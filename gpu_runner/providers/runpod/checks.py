@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpu_runner.market.offers import Offer
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.runpod.config import RunPodConfig

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gpu_runner.bounded_http.addresses import engine_url
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
 
 API = "https://rest.runpod.io/v1"
@@ -31,7 +31,7 @@ class RunPodGpuConfig(_Strict):
     """What is rented. `gpu_type` is RunPod's own id of the GPU; an offer is named after it."""
 
     gpu_type: str = Field(min_length=1, max_length=80, description="RunPod's id, e.g. NVIDIA H100 80GB HBM3")
-    gpu: str = Field(description="spelled as in `gpu_runner/market/gpus.py`")
+    gpu: str = Field(description="spelled as in `gpu_runner/offers/gpus.py`")
     gpus: int = Field(default=1, ge=1, le=8, description="GPUs of one pod")
     gpu_memory_gib: float = Field(gt=0, description="GiB per GPU")
     price_per_hour: float | None = Field(

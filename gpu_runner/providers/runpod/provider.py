@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_runner.bounded_http.addresses import engine_url
-from gpu_runner.market.offers import Hardware, Offer, hardware_of
+from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import (
     EndReason,
     EngineAccess,

@@ -36,8 +36,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpu_runner.market.gpus import find_sheet, spell_gpu
-from gpu_runner.market.speed import ModelFacts
+from gpu_runner.offers.gpus import find_sheet, spell_gpu
+from gpu_runner.offers.speed import ModelFacts
 
 ApiCall = Literal["offers", "create", "list", "terminate"]
 FaultKind = Literal[
@@ -105,7 +105,7 @@ class SimulatedOffer(_Strict):
     """An instance type. `gpu_memory_gib`: from the datasheet where the name leaves no choice."""
 
     instance_type: str = Field(min_length=1, max_length=100, description="its name; once per provider")
-    gpu: str = Field(description="a GPU that `gpu_runner/market/gpus.py` has a datasheet of")
+    gpu: str = Field(description="a GPU that `gpu_runner/offers/gpus.py` has a datasheet of")
     gpus: int = Field(default=1, ge=1, description="GPUs of one instance")
     gpu_memory_gib: float = Field(default=0.0, ge=0, description="GiB per GPU; 0: from the datasheet")
     spot: bool = Field(default=False, description="whether it can be taken away")
@@ -123,7 +123,7 @@ class SimulatedOffer(_Strict):
         sheet = find_sheet(name, memory if isinstance(memory, int | float) else None)
         if sheet is None:
             raise ValueError(
-                f"gpu: expected a GPU with a datasheet in gpu_runner/market/gpus.py, with gpu_memory_gib where it has "
+                f"gpu: expected a GPU with a datasheet in gpu_runner/offers/gpus.py, with gpu_memory_gib where it has "
                 f"several sizes, found {given['gpu']!r} with {memory or 'no'} GiB"
             )
         return {**given, "gpu": name, "gpu_memory_gib": memory or sheet.memory}

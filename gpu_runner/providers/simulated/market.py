@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.simulated.config import OfferChange, SimulatedProviderConfig
 
 Prices = Callable[[float], list[Offer]]

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gpu_runner.market.gpus import find_sheet
-from gpu_runner.market.offers import Hardware, Offer, hardware_of
-from gpu_runner.market.speed import GIB, Assumptions, ModelFacts, default_slots
+from gpu_runner.offers.gpus import find_sheet
+from gpu_runner.offers.offer import Hardware, Offer, hardware_of
+from gpu_runner.offers.speed import GIB, Assumptions, ModelFacts, default_slots
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
@@ -43,7 +43,7 @@ def engine_command(
     """Command line with `{model}` and `{port}` open.
 
     One engine over the largest split s the instance allows, worth s × 0.9^log2(s) single GPUs. Seconds of a step, as
-    in `gpu_runner.market.speed.estimate_speed`: weights = bytes / (0.8 bandwidth), a token = 2 active / (0.5 FLOP/s), a
+    in `gpu_runner.offers.speed.estimate_speed`: weights = bytes / (0.8 bandwidth), a token = 2 active / (0.5 FLOP/s), a
     token of context = KV bytes / (0.8 bandwidth). KV cache: what 0.9 of the memory less 2 GiB per GPU leaves beside the
     weights; the context is no longer than that. A model that does not fit gets an engine that ends at its start, as
     vLLM does.

@@ -48,7 +48,7 @@ class SshHostConfig(BaseModel):
     host_keys: tuple[str, ...] = Field(
         default=(), description="its public host keys, `ssh-ed25519 AAAA…`; without them `known_hosts` is asked"
     )
-    gpu: str = Field(description="spelled as in `gpu_runner/market/gpus.py`")
+    gpu: str = Field(description="spelled as in `gpu_runner/offers/gpus.py`")
     gpus: int = Field(default=1, ge=1, le=64, description="GPUs of the host")
     gpus_per_instance: int = Field(
         default=1, ge=1, description="GPUs of one instance; the host has a slot for each set"

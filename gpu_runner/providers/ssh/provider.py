@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as NotDone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpu_runner.market.offers import Hardware, Offer, hardware_of
+from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from batch_assets.planning.preview_rows import Answer, PreviewRow, measured_work
 from gpu_runner.client.protocol import Completion
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Assumption, Subject, Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Assumption, Subject, Workload
 
 
 def test_measured_lengths_replace_assumed_ones_and_leave_what_is_assumed_of_the_rows():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runner.fleet.capacity_plan import PauseKind
-from gpu_runner.market.offers import HOUR, Objective
+from gpu_runner.offers.offer import HOUR, Objective
 from gpu_runner.planner.budget import affordable, entry_usd
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import TIMING, ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work

@@ -37,7 +37,7 @@ from batch_assets.tags import CANCELED_TAG
 from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.planner.types import Target
 from gpu_runner.providers.base import ProviderError
 from gpu_runner.providers.simulated.provider import SimulatedProvider

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from support.fleet_databases import OFFER, Clock, intended, ready
 
 from gpu_runner.fleet.database import FleetDatabase, FleetFull, Lease, LeaseUsage, RunEnded
-from gpu_runner.market.selection import FailureKind
+from gpu_runner.offers.selection import FailureKind
 
 
 def state(fleet_db: FleetDatabase, name: str = "ba-1") -> str:

@@ -19,7 +19,7 @@ from gpu_runner.fleet.database import FleetDatabase, Lease, LeaseUsage, RunEnded
 from gpu_runner.fleet.migrations import HEAD, VERSION_TABLE, FleetDatabaseTooNew, upgrade, version_of
 from gpu_runner.fleet.tables import METADATA
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
-from gpu_runner.market.selection import FailureKind
+from gpu_runner.offers.selection import FailureKind
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

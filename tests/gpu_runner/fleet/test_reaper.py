@@ -13,7 +13,7 @@ from support.fleet_databases import OFFER, Clock, intended, ready
 
 from gpu_runner.fleet.database import FleetDatabase, Instance, Lease
 from gpu_runner.fleet.reaper import sweep
-from gpu_runner.market.selection import FailureKind
+from gpu_runner.offers.selection import FailureKind
 from gpu_runner.providers.base import EndReason, EngineOrder
 
 ORDER = EngineOrder("m", "chat")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runner.market.speed import LengthMix, ModelFacts, NoSpeed
 from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.facts import Placement, facts_of, of_config, of_declared, place
 from gpu_runner.models.files import ModelFilesUnreadable, cached_folder, read_folder
 from gpu_runner.models.known import NAMES, built_in
 from gpu_runner.models.sizing import GIB, kv_bytes_per_token
+from gpu_runner.offers.speed import LengthMix, ModelFacts, NoSpeed
 from resources.pricing.model_catalog import DeclaredModel, Models
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"

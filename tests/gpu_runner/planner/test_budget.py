@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runner.fleet.capacity_plan import ControllerState
-from gpu_runner.market.offers import HOUR, Objective
+from gpu_runner.offers.offer import HOUR, Objective
 from gpu_runner.planner.budget import entry_usd
 from gpu_runner.planner.controller import decide
 from gpu_runner.planner.planner import make_plan

@@ -20,10 +20,10 @@ from gpu_runner.fleet.capacity_plan import ControllerState
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
-from gpu_runner.market.offers import HOUR, Offer
-from gpu_runner.market.selection import FailureKind
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import HOUR, Offer
+from gpu_runner.offers.selection import FailureKind
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import decide
 from gpu_runner.planner.types import ControlTiming, PlannedOffer, Target, Work
 from resources.fleet import client as module

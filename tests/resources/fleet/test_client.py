@@ -20,10 +20,10 @@ from gpu_runner.fleet.capacity_plan import Assignment, CapacityPlan, Pause, Paus
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind
-from gpu_runner.market.offers import OfferFilter
-from gpu_runner.market.selection import FailureKind
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import OfferFilter
+from gpu_runner.offers.selection import FailureKind
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import EngineAccess, Machine, Provider, ProviderUnclear
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.simulated.cloud import SimulatedCloud

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.rentable import lines_to_rent
 from resources.fleet.config import FleetConfig, FleetConfigError
 from resources.fleet.resource import GpuFleet

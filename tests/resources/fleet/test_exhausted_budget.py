@@ -16,8 +16,8 @@ from support.fleet_databases import OFFER
 from gpu_runner.fleet.database import FleetDatabase, Lease
 from gpu_runner.fleet.heartbeat import Heartbeat
 from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import Provider
 from resources.fleet import client as module
 from resources.fleet.client import FleetClient

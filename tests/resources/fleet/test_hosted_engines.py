@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from gpu_runner.token_price import TokenPrice
 from resources.endpoints import allow
 from resources.fleet.config import FleetConfig, FleetConfigError

@@ -14,7 +14,7 @@ from support.processes import command_line, runs
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.market.speed import LengthMix
+from gpu_runner.offers.speed import LengthMix
 from gpu_runner.providers.engine_process import answers, served_length
 from resources.fleet.resource import FleetConfig, FleetConfigError, GpuFleet, LeasedEngine, Requirement
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpu_runner.market.offers import Offer, RankedOffer, Ranking
-from gpu_runner.market.selection import FailureKind, OfferFailure
-from gpu_runner.market.speed import Basis, Speed
+from gpu_runner.offers.offer import Offer, RankedOffer, Ranking
+from gpu_runner.offers.selection import FailureKind, OfferFailure
+from gpu_runner.offers.speed import Basis, Speed
 from resources.fleet.migration import CurrentPlacement, Migration, assigned_move, find_move
 
 OLD = Offer("a", "r", "h100", "H100", 1, 80, False, 4.0, 0.0, 1.0, 0.0, "test")

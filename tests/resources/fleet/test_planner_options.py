@@ -10,9 +10,9 @@ import pytest
 from support.fleet_databases import OFFER, ready
 
 from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.market.offers import Offer, RankedOffer, Ranking
-from gpu_runner.market.selection import FailureKind, OfferFailure
-from gpu_runner.market.speed import Basis, Speed
+from gpu_runner.offers.offer import Offer, RankedOffer, Ranking
+from gpu_runner.offers.selection import FailureKind, OfferFailure
+from gpu_runner.offers.speed import Basis, Speed
 from gpu_runner.planner.speed_model import HardwareType, SpeedEstimate
 from resources.fleet.planner_options import SPREAD, beliefs, held, options
 

@@ -15,9 +15,9 @@ from support.hostile_server import HostileServer, whole
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.market.offers import Offer
-from gpu_runner.market.speed import LengthMix
-from gpu_runner.market.workload import Workload
+from gpu_runner.offers.offer import Offer
+from gpu_runner.offers.speed import LengthMix
+from gpu_runner.offers.workload import Workload
 from resources.fleet.config import FleetConfig
 from resources.fleet.provisioning import Provisioner
 from resources.fleet.resource import Requirement

@@ -13,8 +13,8 @@ import pytest
 from support.fake_kubernetes import fake_cluster, pod_provider
 from support.market_offers import H100, T4, FakeProvider
 
-from gpu_runner.market.offers import Offer
-from gpu_runner.market.speed import LengthMix
+from gpu_runner.offers.offer import Offer
+from gpu_runner.offers.speed import LengthMix
 from gpu_runner.providers.base import Provider, ProviderUnclear
 from gpu_runner.providers.ec2.config import Ec2ProviderConfig
 from gpu_runner.providers.ec2.prices import Price

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runner.market.offers import BELIEVABLE, DAY, Offer, OfferFilter, Refusal, Sanity, rank, screen, speed_of
-from gpu_runner.market.speed import LengthMix, ModelFacts, Throughput
+from gpu_runner.offers.offer import BELIEVABLE, DAY, Offer, OfferFilter, Refusal, Sanity, rank, screen, speed_of
+from gpu_runner.offers.speed import LengthMix, ModelFacts, Throughput
 from resources.pricing.price_files import PricingError
 from resources.pricing.sources import (
     CATALOG_DIR,

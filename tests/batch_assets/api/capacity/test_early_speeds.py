@@ -15,7 +15,7 @@ from batch_assets.api.capacity.early_speeds import (
     until_measured,
 )
 from batch_assets.planning.planner_input import PlannerInput
-from gpu_runner.market.offers import Ranking
+from gpu_runner.offers.offer import Ranking
 from gpu_runner.planner.command import Command
 from gpu_runner.planner.search import P95
 from gpu_runner.planner.speed_model import HardwareType

@@ -21,8 +21,8 @@ from batch_assets.api.execution import worker
 from batch_assets.api.execution.engines import fleet_engines
 from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
-from gpu_runner.market.offers import Offer
-from gpu_runner.market.speed import LengthMix
+from gpu_runner.offers.offer import Offer
+from gpu_runner.offers.speed import LengthMix
 from gpu_runner.providers.base import ProviderError
 from gpu_runner.providers.engine_process import free_port
 from resources.fleet.resource import GpuFleet

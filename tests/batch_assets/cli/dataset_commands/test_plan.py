@@ -28,7 +28,7 @@ from batch_assets.tags import CANCELED_TAG, REFRESH_TAG
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.market.selection import FailureKind
+from gpu_runner.offers.selection import FailureKind
 from gpu_runner.planner.types import TIMING, Target
 
 QUESTIONS = 3000

@@ -23,8 +23,8 @@ from batch_assets.component import spec_version
 from batch_assets.planning import workload_estimate
 from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec, SpecError, load_spec
-from gpu_runner.market.offers import Offer, OfferFilter
-from gpu_runner.market.speed import GIB, Measurement
+from gpu_runner.offers.offer import Offer, OfferFilter
+from gpu_runner.offers.speed import GIB, Measurement
 from resources.objects.opening import Objects
 from resources.pricing.market import Market
 from resources.store.dataset_store import DatasetStore
@@ -164,7 +164,7 @@ def test_when_nothing_can_be_rented_it_says_why(home: Path) -> None:
 
 
 def test_measured_speeds_of_the_fleet_are_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_runner.market.speed import LengthMix
+    from gpu_runner.offers.speed import LengthMix
 
     measured = Measurement("Qwen/Qwen3-8B", "H100", 80, 1, LengthMix(16, 100), 1e6, 10.0)
     fleet(monkeypatch, [H100, L4], (measured,))

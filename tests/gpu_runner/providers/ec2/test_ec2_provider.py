@@ -17,7 +17,7 @@ from support.machines import ORDER
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reaper import sweep
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, ProviderUnclear, open_access
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.cloud.tunnels import TunnelTarget

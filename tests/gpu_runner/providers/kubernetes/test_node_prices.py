@@ -10,7 +10,7 @@ import pytest
 from support.fake_kubernetes import OFFER, FakeCluster, fake_cluster, pod_provider
 from support.machines import ORDER
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.kubernetes.config import KubernetesProviderConfig
 from gpu_runner.providers.kubernetes.node_prices import cloud_of

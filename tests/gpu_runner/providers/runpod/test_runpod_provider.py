@@ -17,7 +17,7 @@ from support.machines import ORDER, first_offer
 
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reaper import sweep
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.cloud.ordered_once import SETTLE_SECONDS

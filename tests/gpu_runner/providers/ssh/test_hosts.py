@@ -22,7 +22,7 @@ from support.machines import ORDER, eventually, first_offer, get
 from support.ssh_hosts import Hosts, missing, ssh_hosts
 from support.timing import PATIENCE
 
-from gpu_runner.market.offers import Offer
+from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineAccess, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.engine_process import EngineStartError

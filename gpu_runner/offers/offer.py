@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_runner.market.speed import Basis, LengthMix, ModelFacts, NoSpeed, Speed, Throughput
 from gpu_runner.money import format_usd
+from gpu_runner.offers.speed import Basis, LengthMix, ModelFacts, NoSpeed, Speed, Throughput
 
 Objective = Literal["cheapest", "fastest", "efficient"]
 
@@ -27,7 +27,7 @@ Hardware = tuple[str, int, int]  # GPU, its memory in GiB, how many
 class Offer:
     """A priced instance type at one provider and region, on demand or spot.
 
-    `price_per_hour`: US dollars for the whole instance. `gpu`: spelled as by `gpu_runner.market.gpus.spell_gpu`.
+    `price_per_hour`: US dollars for the whole instance. `gpu`: spelled as by `gpu_runner.offers.gpus.spell_gpu`.
     `gpus` or `gpu_memory_gib` 0: the source does not say. `region` or `instance_type` empty: likewise.
     `by_tokens`: tokens are paid, and the price of an hour is that of the tokens of an hour.
     `boot_seconds`: from the order to the first answer. `reliability`: chance that an order starts and is not taken

@@ -1,3 +1,3 @@
 """Offers and how they compare: datasheets, estimated and measured speeds, cost of the work in hand. Pure."""
 
-__all__ = ["gpus", "offers", "selection", "speed", "workload"]
+__all__ = ["gpus", "offer", "selection", "speed", "workload"]

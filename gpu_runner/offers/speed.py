@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_runner.market.gpus import GpuSheet, find_sheet
+from gpu_runner.offers.gpus import GpuSheet, find_sheet
 
 Basis = Literal["measured", "scaled", "estimate"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.market.offers import (
+from gpu_runner.offers.offer import (
     DAY,
     HOUR,
     Objective,
@@ -22,7 +22,7 @@ from gpu_runner.market.offers import (
     screen,
     speed_of,
 )
-from gpu_runner.market.speed import LengthMix, Measurement, ModelFacts, NoSpeed, Speed, Throughput
+from gpu_runner.offers.speed import LengthMix, Measurement, ModelFacts, NoSpeed, Speed, Throughput
 
 NOW = 1_780_000_000.0
 OBJECTIVES: tuple[Objective, ...] = ("cheapest", "fastest", "efficient")

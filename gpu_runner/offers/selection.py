@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from gpu_runner.market.offers import HOUR, Offer, RankedOffer, Ranking, Refusal, describe, objective_value
 from gpu_runner.money import format_usd
+from gpu_runner.offers.offer import HOUR, Offer, RankedOffer, Ranking, Refusal, describe, objective_value
 
 
 class FailureKind(enum.StrEnum):

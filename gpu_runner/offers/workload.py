@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_runner.market.speed import LengthMix
+from gpu_runner.offers.speed import LengthMix
 from gpu_runner.token_price import TokenPrice
 
 BYTES_PER_TOKEN = 4.0  # that an estimate has; a prompt has at most one token per byte

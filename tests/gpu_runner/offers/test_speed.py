@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.market.gpus import SHEETS, GpuSheet, find_sheet, spell_gpu
-from gpu_runner.market.speed import (
+from gpu_runner.offers.gpus import SHEETS, GpuSheet, find_sheet, spell_gpu
+from gpu_runner.offers.speed import (
     Assumptions,
     LengthMix,
     Measurement,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fleet_databases import OFFER
 
-from gpu_runner.market.offers import Objective, Offer, Ranking, rank
-from gpu_runner.market.selection import (
+from gpu_runner.offers.offer import Objective, Offer, Ranking, rank
+from gpu_runner.offers.selection import (
     FailureKind,
     Memory,
     OfferFailure,
@@ -21,7 +21,7 @@ from gpu_runner.market.selection import (
     explain,
     in_backoff,
 )
-from gpu_runner.market.speed import Speed
+from gpu_runner.offers.speed import Speed
 
 CHEAP = replace(OFFER, instance_type="cheap", price_per_hour=1.0)
 DEAR = replace(OFFER, instance_type="dear", price_per_hour=1.5)
