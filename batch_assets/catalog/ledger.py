@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import dagster as dg
 import sqlalchemy as sa
 
+from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.dagster_internals import (
     AssetEventTagsTable,
     EventLogStorage,
     SqlEventLogStorage,
     SqlEventLogStorageTable,
 )
-from batch_assets.planning.clock_scale import scale_words
 from batch_assets.tags import (
     CODE_VERSION_TAG,
     DATA_VERSION_TAG,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import Catalog
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
@@ -23,7 +24,6 @@ from batch_assets.generation.progress_report import ProgressReport, RunProgress
 from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunClaims, RunIdentity, plan_range
 from batch_assets.generation.store_reads import StoreReads
 from batch_assets.generation.store_wait import silence, while_store_answers
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates

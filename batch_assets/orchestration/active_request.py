@@ -13,6 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import (
     OpenBackfill,
@@ -26,7 +27,6 @@ from batch_assets.catalog.backfills import (
 from batch_assets.catalog.progress import dead_end
 from batch_assets.catalog.ranges import RangeRunRecord
 from batch_assets.orchestration.trial import wanted_entries
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import BY_HAND, request_of

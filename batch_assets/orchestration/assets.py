@@ -15,6 +15,10 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.asset_metadata.materialization import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
+from batch_assets.capacity_planning.clock_scale import scale_words
+from batch_assets.capacity_planning.cost_curve import curve_markdown
+from batch_assets.capacity_planning.planner_input import FleetView, propose
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
@@ -26,10 +30,6 @@ from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
-from batch_assets.planning.clock_scale import scale_words
-from batch_assets.planning.cost_curve import curve_markdown
-from batch_assets.planning.planner_input import FleetView, propose
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish

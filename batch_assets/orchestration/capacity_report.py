@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dagster as dg
 
+from batch_assets.capacity_planning.decision import Decision
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
 from batch_assets.orchestration.checks import ON_TIME, to_go_on
-from batch_assets.planning.decision import Decision
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.fleet.wait_reason import WaitReason

@@ -17,7 +17,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batch_assets.planning.clock_scale import scale_words
+from batch_assets.capacity_planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.charges import SpendLine, by_day
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.reporting.reports import Billed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from batch_assets.planning.clock_scale import scale_words
+from batch_assets.capacity_planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.charges import Charge
 from gpu_runner.fleet.capacity_plan import CapacityPlan, RequestSummary
 from gpu_runner.fleet.database import FleetDatabase

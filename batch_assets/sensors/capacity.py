@@ -15,15 +15,9 @@ from typing import Any, cast
 
 import dagster as dg
 
-from batch_assets.catalog import ledger
-from batch_assets.catalog.backfills import last_done_at
-from batch_assets.orchestration.active_request import ActiveDataset
-from batch_assets.orchestration.assets import set_pool
-from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
-from batch_assets.orchestration.request_summary import request_status, summary_of
-from batch_assets.planning.capacity_question import CapacityQuestion, ask_planner, decision_of, write_command
-from batch_assets.planning.decision import Decision, observation
-from batch_assets.planning.planner_input import (
+from batch_assets.capacity_planning.capacity_question import CapacityQuestion, ask_planner, decision_of, write_command
+from batch_assets.capacity_planning.decision import Decision, observation
+from batch_assets.capacity_planning.planner_input import (
     FleetView,
     Markets,
     PlannerInput,
@@ -31,6 +25,12 @@ from batch_assets.planning.planner_input import (
     with_hosted_engines,
     with_idle_tail,
 )
+from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import last_done_at
+from batch_assets.orchestration.active_request import ActiveDataset
+from batch_assets.orchestration.assets import set_pool
+from batch_assets.orchestration.capacity_report import alerts_of, check_event, done_event, requests_fail
+from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
 from gpu_runner.fleet.capacity_plan import Pause, PauseKind

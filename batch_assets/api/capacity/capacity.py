@@ -25,15 +25,15 @@ from batch_assets.api.capacity.line_lengths import LineLengths
 from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
 from batch_assets.api.execution.catalog import KEY
 from batch_assets.api.records.batches import BatchRecord
-from batch_assets.planning.capacity_question import (
+from batch_assets.capacity_planning.capacity_question import (
     Answer,
     CapacityQuestion,
     ask_planner,
     decision_of,
     write_command,
 )
-from batch_assets.planning.decision import Decision, observation
-from batch_assets.planning.planner_input import FleetView, Markets, PlannerInput, build_input
+from batch_assets.capacity_planning.decision import Decision, observation
+from batch_assets.capacity_planning.planner_input import FleetView, Markets, PlannerInput, build_input
 from batch_assets.spec.hardware import HardwareSpec
 from gpu_runner.fleet.capacity_plan import RequestSummary
 from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from batch_assets.planning.planner_input import PlannerInput
+from batch_assets.capacity_planning.planner_input import PlannerInput
 from gpu_runner.offers.gpus import find_sheet
 from gpu_runner.offers.speed import default_slots
 from gpu_runner.planner.command import Command

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from batch_assets.api.billing.margin import fleet_name
-from batch_assets.planning.planner_input import Markets
+from batch_assets.capacity_planning.planner_input import Markets
 from gpu_runner.fleet.database import FleetDatabaseError
 from gpu_runner.rows import Task
 from resources.fleet.config import FleetConfig, FleetConfigError

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.capacity_planning.clock_scale import scale_words
+from batch_assets.capacity_planning.planner_input import FleetView, Proposal, propose
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.active_request import request_under_way
-from batch_assets.planning.clock_scale import scale_words
-from batch_assets.planning.planner_input import FleetView, Proposal, propose
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline

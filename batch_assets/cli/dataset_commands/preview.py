@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.capacity_planning.planner_input import FleetView, Proposal, propose
+from batch_assets.capacity_planning.preview_rows import PreviewRow, ask_rows, first_rows, measured_work
+from batch_assets.capacity_planning.token_count import TokenCounter, token_counter
+from batch_assets.capacity_planning.workload_estimate import work_of_source
 from batch_assets.cli.dataset_commands.row_text import indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import error_console
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
-from batch_assets.planning.planner_input import FleetView, Proposal, propose
-from batch_assets.planning.preview_rows import PreviewRow, ask_rows, first_rows, measured_work
-from batch_assets.planning.token_count import TokenCounter, token_counter
-from batch_assets.planning.workload_estimate import work_of_source
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.bounded_http.key_variables import key_in

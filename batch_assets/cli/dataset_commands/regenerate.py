@@ -9,14 +9,14 @@ from pathlib import Path
 import typer
 
 from batch_assets import settings
+from batch_assets.capacity_planning.decision import words
+from batch_assets.capacity_planning.planner_input import FleetView, propose
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.cli.user_errors import CommandError
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.made_anew import Regeneration
 from batch_assets.orchestration.trial import wanted_entries
-from batch_assets.planning.decision import words
-from batch_assets.planning.planner_input import FleetView, propose
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import ENDPOINT_TAG, ROWS_TAG

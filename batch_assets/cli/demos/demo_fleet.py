@@ -17,13 +17,13 @@ from typing import Any
 import dagster as dg
 import yaml
 
+from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.catalog import ledger
 from batch_assets.cli.demos.demo import EXAMPLE, SAMPLE_ROWS, Demo, generate, say
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import StackError, prepare_home, running_stack
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
-from batch_assets.planning.clock_scale import scale_words
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.tags import DEADLINE_TAG
 from gpu_runner.fleet.accounting.bill_split import InstanceCost

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets import settings
+from batch_assets.capacity_planning.clock_scale import scale_words
+from batch_assets.capacity_planning.planner_input import with_idle_tail
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.cli.output import output_console, print_json
-from batch_assets.planning.clock_scale import scale_words
-from batch_assets.planning.planner_input import with_idle_tail
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.models.facts import KnownModel, Placement

@@ -21,8 +21,8 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.snapshots import MODEL, commit, questions, write_snapshot
 from support.timing import PATIENCE
 
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import publish

@@ -13,11 +13,11 @@ import pytest
 from support.dataset_project import dataset_project
 from support.sensor_dataset import KEYS, SPEC, SensorDataset
 
+from batch_assets.capacity_planning import workload_estimate
+from batch_assets.capacity_planning.workload_estimate import REUSABLE_SECONDS, WorkloadEstimator
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord
 from batch_assets.orchestration import active_request
 from batch_assets.orchestration.active_request import WorkWatcher
-from batch_assets.planning import workload_estimate
-from batch_assets.planning.workload_estimate import REUSABLE_SECONDS, WorkloadEstimator
 from batch_assets.tags import REFRESH_TAG
 from gpu_runner.fleet.database import RunBeat
 from resources.store.dataset_store import BatchEntry

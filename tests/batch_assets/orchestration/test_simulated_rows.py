@@ -11,9 +11,9 @@ from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
 from support.simulated_engine import SimulatedEngine, simulated_engine
 
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.reader import Catalog
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.publishing.published_table import published_table
 from batch_assets.publishing.verify import ledger_of_reports, verify
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, SIMULATE_TAG

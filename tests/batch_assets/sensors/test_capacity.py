@@ -22,11 +22,11 @@ from support.snapshots import questions, write_snapshot
 from support.timing import SOAK
 from support.webhooks import SECRET, serving
 
+from batch_assets.capacity_planning.capacity_question import Answer, CapacityQuestion
+from batch_assets.capacity_planning.planner_input import FleetView, Markets, build_input
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.orchestration.request_summary import request_status
-from batch_assets.planning.capacity_question import Answer, CapacityQuestion
-from batch_assets.planning.planner_input import FleetView, Markets, build_input
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
 from batch_assets.sensors import capacity, round_robin

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.snapshots import commit
 from support.specs import spec as spec_of
 
+from batch_assets.capacity_planning.workload_estimate import work_of_source
 from batch_assets.component import spec_version
-from batch_assets.planning.workload_estimate import work_of_source
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.quality import Thresholds, quality

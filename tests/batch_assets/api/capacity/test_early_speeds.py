@@ -14,7 +14,7 @@ from batch_assets.api.capacity.early_speeds import (
     slots_of,
     until_measured,
 )
-from batch_assets.planning.planner_input import PlannerInput
+from batch_assets.capacity_planning.planner_input import PlannerInput
 from gpu_runner.offers.offer import Ranking
 from gpu_runner.planner.command import Command
 from gpu_runner.planner.search import P95

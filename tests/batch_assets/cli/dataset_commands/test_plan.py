@@ -17,11 +17,11 @@ from support.capacity_fleet import SPEC, fleet_yaml, instance
 from support.sensor_dataset import KEYS, SensorDataset
 from typer.testing import CliRunner
 
+from batch_assets.capacity_planning.planner_input import FleetView, propose, wanted_of
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.cli.dataset_commands.plan import report, wanted_words
 from batch_assets.cli.main import app
 from batch_assets.orchestration.active_request import request_under_way
-from batch_assets.planning.planner_input import FleetView, propose, wanted_of
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG, REFRESH_TAG

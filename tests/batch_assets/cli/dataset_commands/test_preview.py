@@ -13,9 +13,9 @@ from support.simulated_engine import simulated_engine
 from typer.testing import CliRunner, Result
 
 from batch_assets import settings
+from batch_assets.capacity_planning.preview_rows import first_rows
+from batch_assets.capacity_planning.token_count import token_counter, tokenizer_file
 from batch_assets.cli.main import app
-from batch_assets.planning.preview_rows import first_rows
-from batch_assets.planning.token_count import token_counter, tokenizer_file
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import load_spec

@@ -17,11 +17,11 @@ from support.market_offers import H100, L4, T4, FakeProvider
 from support.snapshots import commit, questions, write_snapshot
 from typer.testing import CliRunner, Result
 
+from batch_assets.capacity_planning import workload_estimate
+from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.cli.fleet_commands import offers as offers_command
 from batch_assets.cli.main import app
 from batch_assets.component import spec_version
-from batch_assets.planning import workload_estimate
-from batch_assets.planning.workload_estimate import WorkloadEstimator
 from batch_assets.spec.models import GeneratedDatasetSpec, SpecError, load_spec
 from gpu_runner.offers.offer import Offer, OfferFilter
 from gpu_runner.offers.speed import GIB, Measurement

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import pytest
 
 from batch_assets.api.batches.snapshot import numbered_lines
-from batch_assets.planning.preview_rows import first_rows
+from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.snapshot.source import encoding, json_array
 from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.snapshot.source.json_array import JsonArray

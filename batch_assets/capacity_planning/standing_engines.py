@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batch_assets.planning.planner_input import time_presses
+from batch_assets.capacity_planning.planner_input import time_presses
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Target

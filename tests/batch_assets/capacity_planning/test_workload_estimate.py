@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.specs import spec
 
-from batch_assets.planning.workload_estimate import PromptLengths, work_of
+from batch_assets.capacity_planning.workload_estimate import PromptLengths, work_of
 
 
 @pytest.mark.parametrize(

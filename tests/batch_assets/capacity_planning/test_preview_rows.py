@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_assets.planning.preview_rows import Answer, PreviewRow, measured_work
+from batch_assets.capacity_planning.preview_rows import Answer, PreviewRow, measured_work
 from gpu_runner.client.protocol import Completion
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload

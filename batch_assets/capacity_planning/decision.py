@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.durations import duration
-from batch_assets.planning.clock_scale import scale_words
 from gpu_runner.fleet.accounting.budget import Spend
 from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
 from gpu_runner.fleet.targets import DatasetTarget

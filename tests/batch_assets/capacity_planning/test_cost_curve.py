@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_assets.planning.cost_curve import (
+from batch_assets.capacity_planning.cost_curve import (
     BUDGET,
     CHOSEN,
     DEADLINE,

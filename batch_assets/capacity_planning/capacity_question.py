@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batch_assets.planning.decision import Decision, capacity_plan
-from batch_assets.planning.planner_input import FleetView, PlannerInput
-from batch_assets.planning.standing_engines import with_standing_engines
+from batch_assets.capacity_planning.decision import Decision, capacity_plan
+from batch_assets.capacity_planning.planner_input import FleetView, PlannerInput
+from batch_assets.capacity_planning.standing_engines import with_standing_engines
 from gpu_runner.fleet.database import FleetDatabase
 from gpu_runner.fleet.targets import DatasetTarget
 from gpu_runner.offers.workload import Workload

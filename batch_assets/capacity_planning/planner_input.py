@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from batch_assets.planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
+from batch_assets.capacity_planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import request_options

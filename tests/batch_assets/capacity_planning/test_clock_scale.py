@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_assets.planning.clock_scale import scale_words
+from batch_assets.capacity_planning.clock_scale import scale_words
 
 
 def test_a_clock_like_ours_needs_no_words() -> None:

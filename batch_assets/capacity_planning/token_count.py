@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batch_assets.planning.workload_estimate import BYTES_PER_TOKEN, MESSAGE_TOKENS
+from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, MESSAGE_TOKENS
 
 _MOST_BYTES = 64 << 20
 _FILE = "tokenizer.json"
