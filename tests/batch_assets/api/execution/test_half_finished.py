@@ -32,7 +32,7 @@ def test_a_batch_of_the_version_before_is_finished_and_keeps_what_was_done(tmp_p
         working = asyncio.create_task(Worker(replace(site, engines=EndpointSupply(url, None))).run())
         try:
             async with asyncio.timeout(30 * PATIENCE):
-                while (record := site.batches.get("t", "batch_1")) is None or record.status != "completed":
+                while (record := site.batches.get("t", "batch_1")) is None or record.status != "completed":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         finally:
             working.cancel()
