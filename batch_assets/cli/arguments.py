@@ -62,6 +62,21 @@ def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
     return found.datasets[name]
 
 
+def readable(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:
+    """The spec with the place of the asset whose table it reads, if it reads one's. Raises SourceError."""
+    if spec.source.asset is None:
+        return spec
+    import dagster as dg
+
+    from batch_assets.catalog.asset_places import at_its_place
+    from batch_assets.local_dagster.home import ensure_storage, prepare_home
+
+    home = prepare_home()
+    ensure_storage(home)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        return at_its_place(spec, instance)
+
+
 def check_endpoint(endpoint: str) -> None:
     """Somebody must answer there now: a run would wait ten minutes for it."""
     from gpu_runner.bounded_http.addresses import AddressRefused

@@ -20,6 +20,7 @@ from batch_assets.capacity_planning.cost_curve import curve_markdown
 from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
+from batch_assets.catalog.asset_places import at_its_place
 from batch_assets.dagster_internals.cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
@@ -136,6 +137,7 @@ def read_source(
 
     Raises SourceError, InvalidTag, FleetConfigError.
     """
+    spec = at_its_place(spec, context.instance)
     refuse_empty_store(context.instance, store)  # before anything is written there
     self_test(store.objects)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:

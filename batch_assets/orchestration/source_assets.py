@@ -36,12 +36,13 @@ class Place:
 
 def source_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetSpec:
     """What the dataset reads, and how: shown in the lineage, never materialized here. `folder`: of its file."""
-    path = spec.source.path
+    source = spec.source
+    before = [place.key for place in places(source, folder)]
     return dg.AssetSpec(
         key=[spec.name, "source"],
-        deps=[place.key for place in places(spec.source, folder)],
+        deps=before if source.asset is None else [dg.AssetKey.from_user_string(source.asset)],
         group_name=spec.name,
-        kinds={"yaml"} if path is None else _kinds(path, spec.source.format),
+        kinds={"yaml"} if source.grid is not None else _kinds(source.path or ".table", source.format),
         description=f"Read by `prompts`: {source_name(spec)}.",
     )
 

@@ -405,7 +405,7 @@ class _Reading:
 
 def source_name(spec: GeneratedDatasetSpec) -> str:
     """The source as shown to people."""
-    return spec.source.path or f"grid of {' × '.join(spec.source.grid or {})}"
+    return spec.source.path or spec.source.asset or f"grid of {' × '.join(spec.source.grid or {})}"
 
 
 def _first(block: Block, room: int) -> Block:

@@ -56,6 +56,12 @@ def _name(value: str) -> str:
     return value
 
 
+def _asset_name(value: str) -> str:
+    if any(not part for part in value.split("/")) or not value.isprintable():
+        raise Unusable("the key of an asset: names with / between them, as some/key", show(value))
+    return value
+
+
 def _source_path(value: str) -> str:
     scheme = _SCHEME.match(value)
     if scheme and scheme[1].lower() != "s3":
@@ -260,6 +266,7 @@ Scalar = Annotated[
 ]
 Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_model)]
 Name = Annotated[str, AfterValidator(_name)]
+AssetName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_asset_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
 Delimiter = Annotated[str, AfterValidator(_delimiter)]
 Cron = Annotated[str, AfterValidator(_cron)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.fields import Column, Condition, Delimiter, Scalar, SourcePath, Strict
+from batch_assets.spec.fields import AssetName, Column, Condition, Delimiter, Scalar, SourcePath, Strict
 
 Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
+_KINDS = ("path", "asset", "grid")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
@@ -32,7 +33,7 @@ GridValues = Annotated[
 ]
 
 
-def _may_hold_secret(path: str) -> bool:
+def may_hold_secret(path: str) -> bool:
     """Whether an address names more than a place; the path is shown in the catalog. `?` is a wildcard in S3 keys."""
     scheme, found, rest = path.partition("://")
     if not found:
@@ -42,11 +43,16 @@ def _may_hold_secret(path: str) -> bool:
 
 
 class SourceSpec(Strict):
-    """Where the rows come from: exactly one of `path` and `grid`."""
+    """Where the rows come from: exactly one of `path`, `asset` and `grid`."""
 
     path: SourcePath | None = Field(
         default=None,
         description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
+    )
+    asset: AssetName | None = Field(
+        default=None,
+        description="Key of any Dagster asset (`some/key`), whose table is read: where it lies is the metadata "
+        "`dagster/uri` or `path` of its newest materialization. A file, or a folder of them.",
     )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
@@ -70,12 +76,18 @@ class SourceSpec(Strict):
         default=None, ge=1, le=(1 << 63) - 1, description="Only the first rows that `where` lets through."
     )
 
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without keys that are newer than code versions of datasets which leave them out."""
+        found: dict[str, Any] = write(self)
+        return {key: value for key, value in found.items() if value is not None or key != "asset"}
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.path is None) == (self.grid is None):
-            found = "neither" if self.path is None else "both"
-            raise Unusable("exactly one of path and grid", found)
-        if _may_hold_secret(self.path or ""):
+        given = [key for key in _KINDS if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise Unusable("exactly one of path, asset and grid", " and ".join(given) or "none")
+        if may_hold_secret(self.path or ""):
             raise Unusable("a path or address without user, password or query", "one with it", key="path")
         self._check_options()
         for name, values in (self.grid or {}).items():

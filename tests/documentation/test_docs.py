@@ -17,6 +17,7 @@ from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, PAGES, README
 from support.fleet_databases import intended
 
 from batch_assets.catalog import ledger
+from batch_assets.catalog.asset_places import at_its_place
 from batch_assets.cli import docs_reference
 from batch_assets.cli.fleet_commands.fleet import CostLine, cost_json, instance_json
 from batch_assets.generation.op import RowsConfig
@@ -149,13 +150,24 @@ def test_a_dataset_example_makes_prompts(
 ) -> None:
     document = block.yaml()
     assert document["type"] == "batch_assets.GeneratedDataset"
-    spec = load_spec(document["attributes"], "defs.yaml")
+    spec = with_table_of_asset(load_spec(document["attributes"], "defs.yaml"), tmp_path / "table.parquet")
     make_source(spec, tmp_path, request)
     work = tmp_path / "work"
     work.mkdir()
     manifest = build_snapshot(spec, DatasetStore(local_objects, spec.name), now=0.0, workdir=work, base=tmp_path)
     assert manifest.rows + manifest.duplicates >= ROWS
     assert manifest.rejected == 0
+
+
+def with_table_of_asset(spec: GeneratedDatasetSpec, table: Path) -> GeneratedDatasetSpec:
+    """The spec as it is read where the table of the asset that it names, if any, lies there."""
+    if spec.source.asset is None:
+        return spec
+    table.touch()
+    made = dg.AssetMaterialization(dg.AssetKey.from_user_string(spec.source.asset), metadata={"path": str(table)})
+    with dg.DagsterInstance.ephemeral() as instance:
+        instance.report_runless_asset_event(made)
+        return at_its_place(spec, instance)
 
 
 def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.FixtureRequest) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from batch_assets.catalog.asset_places import at_its_place
+from batch_assets.request_status.dataset_status import Observer
 from batch_assets.snapshot.builder import rows_to_ask
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import temporary_folder
-from resources.store.dataset_store import DatasetStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,12 @@ class DeclaredChanges:
     problem: str = ""
 
     @classmethod
-    def look(cls, spec: GeneratedDatasetSpec, folder: Path, store: DatasetStore) -> DeclaredChanges:
+    def look(cls, spec: GeneratedDatasetSpec, folder: Path, seen: Observer) -> DeclaredChanges:
         """Reads the whole source, and writes nothing. `folder`: where its relative paths start."""
         try:
+            spec = at_its_place(spec, seen.instance)
             with temporary_folder() as workdir:
-                return cls(rows_to_ask(spec, store, workdir=workdir, base=folder) or 0)
+                return cls(rows_to_ask(spec, seen.store, workdir=workdir, base=folder) or 0)
         except SourceError as error:
             return cls(problem=str(error))
 

@@ -19,6 +19,7 @@ from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.capacity_planning.planner_input import FleetView, Proposal, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
+from batch_assets.catalog.asset_places import at_its_place
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
@@ -82,9 +83,10 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             versions = ledger.ledger_versions(seen.instance, spec.name)
             request = request_under_way(seen.instance, seen.fleet_db, spec, seen.store, folder)
             anew = [key for key, found in versions.items() if found.anew]
-            work = WorkloadEstimator(spec, seen.store, folder).look(anew)
+            placed = at_its_place(spec, seen.instance) if seen.store.current_snapshot() is None else spec
+            work = WorkloadEstimator(placed, seen.store, folder).look(anew)
             if seen.store.current_snapshot() is not None:
-                work = _with_changes(work, DeclaredChanges.look(spec, folder, seen.store), spec.name)
+                work = _with_changes(work, DeclaredChanges.look(spec, folder, seen), spec.name)
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()

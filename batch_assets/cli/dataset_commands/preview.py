@@ -18,6 +18,7 @@ from batch_assets.capacity_planning.planner_input import FleetView, Proposal, pr
 from batch_assets.capacity_planning.preview_rows import PreviewRow, ask_rows, first_rows, measured_work
 from batch_assets.capacity_planning.token_count import TokenCounter, token_counter
 from batch_assets.capacity_planning.workload_estimate import work_of_source
+from batch_assets.cli.arguments import readable
 from batch_assets.cli.dataset_commands.row_text import indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import error_console
@@ -131,6 +132,7 @@ def show_preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: En
 def preview(spec: GeneratedDatasetSpec, folder: Path, rows: int, engine: Engine | None) -> Preview:
     """Render the first rows, ask the engine, and plan for the whole dataset as if it were all like them."""
     try:
+        spec = readable(spec)
         found = first_rows(spec, folder, rows)
         counter = token_counter(spec.model)
         if engine is None:

@@ -61,7 +61,7 @@ def show_status(
             statuses = [dataset_status(observer, time.time()) for observer in seen]
             changed = DeclaredChanges()
             if declared is not None and not watch and statuses[0].snapshot is not None:
-                changed = DeclaredChanges.look(*declared, seen[0].store)
+                changed = DeclaredChanges.look(*declared, seen[0])
             if as_json:
                 found = [status.as_json() for status in statuses]
                 if alone:
@@ -101,7 +101,7 @@ def show_verification(spec: GeneratedDatasetSpec, folder: Path, *, as_json: bool
     with observing([name]) as (seen,):
         found = verify(seen.store, ledger_of_reports(seen.reports()))
         if found.snapshot is not None and not any(one.kind == "corrupt_snapshot" for one in found.differences):
-            changed = DeclaredChanges.look(spec, folder, seen.store)
+            changed = DeclaredChanges.look(spec, folder, seen)
             lines = [line.removeprefix(f"{name}: ") for line in changed.lines(name)]
             found = dataclasses.replace(found, notes=(*found.notes, *lines))
     if as_json:

@@ -19,6 +19,7 @@ from batch_assets import settings
 from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.capacity_planning.planner_input import with_idle_tail
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
+from batch_assets.cli.arguments import readable
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -142,7 +143,7 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
     """
     store = DatasetStore(open_objects(settings.store_root()), spec.name)
     try:
-        work = WorkloadEstimator(spec, store, folder).look()
+        work = WorkloadEstimator(readable(spec), store, folder).look()
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     market, measured, clocks = fleet_market()

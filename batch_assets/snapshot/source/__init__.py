@@ -3,4 +3,4 @@
 `reader` is where to begin.
 """
 
-__all__ = ["block", "errors", "parquet", "reader", "size"]
+__all__ = ["block", "errors", "files", "parquet", "reader", "size"]

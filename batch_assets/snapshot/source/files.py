@@ -69,6 +69,15 @@ def find_files(path: str, base: Path) -> list[SourceFile]:
     return files
 
 
+def is_folder(path: str) -> bool:
+    """Whether a whole path, or an s3:// address, is a folder. Raises SourceError where the store cannot be read."""
+    if not path.startswith("s3://"):
+        return Path(path).is_dir()
+    bucket, _, key = path[len("s3://") :].partition("/")
+    with _readable_store(path):
+        return next(iter(open_objects(f"s3://{bucket}").list(f"{key}/")), None) is not None
+
+
 def _local_files(path: str, base: Path) -> list[SourceFile]:
     try:
         whole = base / Path(path).expanduser()
@@ -189,7 +198,7 @@ def _glob_pattern(pattern: str) -> re.Pattern[str]:
         elif pattern[at] in "*?":
             out, at = out + ("[^/]*" if pattern[at] == "*" else "[^/]"), at + 1
         elif pattern[at] == "[" and (end := pattern.find("]", at + 2)) > 0:
-            inside = pattern[at + 1 : end].replace("\\", "\\\\")
+            inside = re.sub(r"[\\\[]", r"\\\g<0>", pattern[at + 1 : end])
             out, at = out + f"[{'^' + inside[1:] if inside.startswith('!') else inside}]", end + 1
         else:
             out, at = out + re.escape(pattern[at]), at + 1
