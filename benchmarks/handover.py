@@ -35,7 +35,7 @@ from batch_assets.local_dagster.dagster_client import DagsterClient
 from batch_assets.local_dagster.home import StackAddress, prepare_home
 from batch_assets.local_dagster.stack import Stack
 from batch_assets.tags import PUBLISH_TAG
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRegistry
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore

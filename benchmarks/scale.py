@@ -42,7 +42,7 @@ from batch_assets.local_dagster.stack import Stack
 from batch_assets.local_dagster.worker_template import WORKER
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.tags import PUBLISH_TAG
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from gpu_runner.fleet.capacity_plan import ToldAlert
+from gpu_runner.fleet_database.capacity_plan import ToldAlert
 
 AlertKind = Literal["late", "infeasible", "budget", "no_capacity", "requests_fail", "on_time"]
 

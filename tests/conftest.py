@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from support.fleet_databases import Clock
 
-    from gpu_runner.fleet.database import FleetDatabase
+    from gpu_runner.fleet_database.database import FleetDatabase
     from resources.objects.opening import Objects
 
 # Almost nothing of what is imported and collected is garbage: looking for it took a fifth of a collection's CPU.
@@ -293,7 +293,7 @@ def clock() -> Clock:
 @pytest.fixture
 def fleet_db(url: str, clock: Clock) -> Iterator[FleetDatabase]:
     """An empty book on each kind of database."""
-    from gpu_runner.fleet.database import FleetDatabase
+    from gpu_runner.fleet_database.database import FleetDatabase
 
     with contextlib.closing(FleetDatabase(url, now=clock)) as fleet_db:
         yield fleet_db

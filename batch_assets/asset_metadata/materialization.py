@@ -12,7 +12,7 @@ from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows
-from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.fleet_database.accounting.bill_split import Split
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 TYPE_LETTERS = 24

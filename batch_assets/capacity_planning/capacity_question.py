@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from batch_assets.capacity_planning.decision import Decision, capacity_plan
 from batch_assets.capacity_planning.planner_input import FleetView, PlannerInput
 from batch_assets.capacity_planning.standing_engines import with_standing_engines
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import ControlTiming, Plan

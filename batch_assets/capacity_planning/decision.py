@@ -11,9 +11,9 @@ import dagster as dg
 
 from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.durations import duration
-from gpu_runner.fleet.accounting.budget import Spend
-from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.accounting.request_budget import Spend
+from gpu_runner.fleet_database.capacity_plan import CapacityMemory, CapacityPlan
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.money import format_usd
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import Command

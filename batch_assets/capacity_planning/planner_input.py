@@ -16,9 +16,9 @@ from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import request_options
 from batch_assets.tags import BUDGET_TAG, DEADLINE_TAG, ENDPOINT_TAG, INSTANCES_TAG, OBJECTIVE_TAG
-from gpu_runner.fleet.accounting.budget import Spend
-from gpu_runner.fleet.database import FleetDatabase, Instance
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.accounting.request_budget import Spend
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.offers.offer import Objective, Ranking
 from gpu_runner.offers.selection import MEMORY, OfferFailure
 from gpu_runner.offers.speed import Measurement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batch_assets.capacity_planning.planner_input import time_presses
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Target
 from resources.fleet.resource import FleetConfig, FleetConfigError

@@ -22,7 +22,7 @@ from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.settings import fleet_database
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.money import format_usd
 
 MOST_SHOWN = 50  # batches; `--json` has all

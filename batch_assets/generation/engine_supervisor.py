@@ -28,9 +28,9 @@ from batch_assets.generation.pending_lease import BackgroundTask, PendingLease
 from batch_assets.generation.progress_report import late_words
 from batch_assets.generation.range_run import RangeRun
 from gpu_runner.client.engine_client import EngineLost, EngineRefused
-from gpu_runner.fleet.database import FleetDatabaseError, RunEnded
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import RequestFailure, WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabaseError, RunEnded
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed

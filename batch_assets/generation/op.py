@@ -28,9 +28,9 @@ from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
 from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REFUSED_TAG, REQUEST_TAG, ROWS_TAG
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, RunEnded
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import WaitKind, WaitReason
 from gpu_runner.offers.offer import Objective
 from gpu_runner.offers.workload import Workload
 from gpu_runner.request_limits import NO_LIMITS

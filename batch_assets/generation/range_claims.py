@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gpu_runner.fleet.database import Claim, FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
 
 log = logging.getLogger(__name__)
 

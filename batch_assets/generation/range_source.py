@@ -1,8 +1,8 @@
 """Which batches of a range a run opens, in which order, and what is known of their rows before they are asked.
 
 Two runs may have the same range. A run asks for the rows of a batch only while it has an engine and holds the claim on
-the batch (`gpu_runner.fleet.claims`); batches that another living run holds come last, when that run has committed
-them or is gone. Once another run is seen, every batch is looked up in the store before it is asked for.
+the batch (`gpu_runner.fleet_database.claims`); batches that another living run holds come last, when that run has
+committed them or is gone. Once another run is seen, every batch is looked up in the store before it is asked for.
 """
 
 from __future__ import annotations

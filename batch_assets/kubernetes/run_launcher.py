@@ -39,7 +39,7 @@ from batch_assets.kubernetes.worker_health import (
     decide,
     not_seen,
 )
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.providers.kubernetes.api import ClusterApi
 
 LOG = logging.getLogger(__name__)

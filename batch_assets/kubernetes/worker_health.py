@@ -3,7 +3,7 @@
 A run is failed only when no worker can write for it any more. That is so when its pod was seen to have ended; or when
 the pod is gone, or its node is lost, and the run's fence has moved. The fence is the run's row in the fleet's
 database: once the run is declared dead there, that worker renews no lease, claims no batch, deletes nothing
-of its range and begins no op (gpu_runner/fleet). Whatever is not known leaves the run as it is.
+of its range and begins no op (gpu_runner/fleet_database). Whatever is not known leaves the run as it is.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MODULES = (
     "pydantic",
     "yaml",
     "gpu_runner.client.engine_client",
-    "gpu_runner.fleet.database",
+    "gpu_runner.fleet_database.database",
 )
 
 

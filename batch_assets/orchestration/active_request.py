@@ -31,9 +31,9 @@ from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import BY_HAND, request_of
 from batch_assets.tags import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, ROWS_TAG
-from gpu_runner.fleet.database import FleetDatabase, RunBeat
-from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.fleet.wait_reason import WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase, RunBeat
+from gpu_runner.fleet_database.targets import DatasetTarget
+from gpu_runner.fleet_database.wait_reason import WaitReason
 from gpu_runner.offers.workload import Workload
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore

@@ -42,8 +42,8 @@ from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG
-from gpu_runner.fleet.accounting.bill_split import Split
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet_database.accounting.bill_split import Split
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
 from gpu_runner.planner.types import ControlTiming
 from gpu_runner.providers.base import ProviderError, ProviderUnclear

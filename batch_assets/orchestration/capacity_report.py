@@ -8,9 +8,9 @@ from batch_assets.capacity_planning.decision import Decision
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
 from batch_assets.orchestration.checks import ON_TIME, to_go_on
-from gpu_runner.fleet.capacity_plan import RequestSummary
-from gpu_runner.fleet.targets import DatasetTarget
-from gpu_runner.fleet.wait_reason import WaitReason
+from gpu_runner.fleet_database.capacity_plan import RequestSummary
+from gpu_runner.fleet_database.targets import DatasetTarget
+from gpu_runner.fleet_database.wait_reason import WaitReason
 from gpu_runner.money import format_usd
 from resources.alerts import Alert
 

@@ -11,7 +11,7 @@ from batch_assets.durations import duration
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.publishing.quality import CHECKS, CheckFigure, Thresholds, quality
 from batch_assets.spec.models import GeneratedDatasetSpec
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.targets import DatasetTarget
 from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
 
 _CATALOG = "catalog_matches_store"

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batch_assets.capacity_planning.clock_scale import scale_words
-from gpu_runner.fleet.accounting.charges import SpendLine, by_day
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.reporting.reports import Billed
+from gpu_runner.fleet_database.accounting.charges import SpendLine, by_day
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.reporting.reports import Billed
 from gpu_runner.money import format_usd
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_for_sensor, open_objects

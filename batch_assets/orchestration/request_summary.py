@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from batch_assets.capacity_planning.clock_scale import scale_words
-from gpu_runner.fleet.accounting.charges import Charge
-from gpu_runner.fleet.capacity_plan import CapacityPlan, RequestSummary
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.accounting.charges import Charge
+from gpu_runner.fleet_database.capacity_plan import CapacityPlan, RequestSummary
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.targets import DatasetTarget
 
 
 @dataclass(frozen=True, slots=True)

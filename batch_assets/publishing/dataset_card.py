@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from batch_assets.publishing.batch_reader import table_name
-from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.money import format_usd
 from gpu_runner.rows import Generation
 from resources.store.dataset_store import SnapshotManifest

@@ -36,8 +36,8 @@ from batch_assets.tags import (
     REFRESH_TAG,
     RETRY_RUN_TAG,
 )
-from gpu_runner.fleet.database import FleetDatabase, RunBeat
-from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase, RunBeat
+from gpu_runner.fleet_database.wait_reason import WaitKind, WaitReason
 from resources.objects.health import is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError, open_objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore

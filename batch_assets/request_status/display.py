@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batch_assets.orchestration.request_summary import RequestStatus
     from batch_assets.request_status.dataset_status import DatasetStatus
     from batch_assets.request_status.request_monitor import ProgressUpdate
-    from gpu_runner.fleet.clock_jumps import ClockJump
+    from gpu_runner.fleet_database.clock_jumps import ClockJump
 
 PLAIN_SECONDS = 10.0
 LONGEST_PLAIN_SECONDS = 300.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, tzinfo
 
 from batch_assets.durations import duration
-from gpu_runner.fleet.database import Instance
+from gpu_runner.fleet_database.database import Instance
 from gpu_runner.money import format_usd
 
 

@@ -34,7 +34,7 @@ from batch_assets.tags import (
     RETRY_RUN_TAG,
     ROWS_TAG,
 )
-from gpu_runner.fleet.capacity_plan import Pause, PauseKind
+from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
 from resources.objects.health import GIVE_UP_SILENT_SECONDS, is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError
 

@@ -33,9 +33,9 @@ from batch_assets.orchestration.capacity_report import alerts_of, check_event, d
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
-from gpu_runner.fleet.capacity_plan import Pause, PauseKind
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.money import round_up_usd
 from gpu_runner.offers.offer import Objective
 from gpu_runner.planner.budget import needed_usd

@@ -34,7 +34,7 @@ from batch_assets.tags import (
     ROWS_TAG,
     SIMULATE_TAG,
 )
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.targets import DatasetTarget
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.store.dataset_store import BatchStore
 

@@ -11,7 +11,7 @@ import dagster as dg
 from batch_assets.dagster_internals import REPOSITORY_LABEL_TAG
 from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.tags import PRIORITY_TAG, RETRY_NUMBER_TAG
-from gpu_runner.fleet.database import RunBeat
+from gpu_runner.fleet_database.database import RunBeat
 from resources.fleet.resource import GpuFleet
 
 RETRY_PRIORITY = "10"

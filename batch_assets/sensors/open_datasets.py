@@ -13,8 +13,8 @@ from batch_assets.sensors.round_robin import Turns
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin
-from gpu_runner.fleet.database import FleetDatabase, RunBeat
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.database import FleetDatabase, RunBeat
+from gpu_runner.fleet_database.targets import DatasetTarget
 from resources.objects.opening import StoreError
 from resources.store.dataset_store import BatchStore
 

@@ -27,7 +27,7 @@ from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.offers.offer import Objective
 
 if TYPE_CHECKING:
-    from gpu_runner.fleet.targets import DatasetTarget, Targets
+    from gpu_runner.fleet_database.targets import DatasetTarget, Targets
 
 OPTION_TAGS = (DEADLINE_TAG, BUDGET_TAG, OBJECTIVE_TAG, INSTANCES_TAG)
 

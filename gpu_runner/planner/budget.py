@@ -13,7 +13,7 @@ def entry_usd(option: PlannedOffer, reserve: float) -> float:
 
     Its boot, as long again (at least one reserve) to earn it, and the reserve (seconds): what it costs on after the
     decision to end it. So what is commanded is not refused by the fleet's database, which ask for twice the boot, a
-    drain and a lease's end (`gpu_runner.fleet.accounting.budget.refuse_beyond`).
+    drain and a lease's end (`gpu_runner.fleet_database.accounting.request_budget.refuse_beyond`).
     Of an engine that is paid by the token: what one row may cost.
     """
     if option.row_usd is not None:

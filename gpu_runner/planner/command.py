@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpu_runner.fleet.capacity_plan import Assignment, Pause, PauseKind
+from gpu_runner.fleet_database.capacity_plan import Assignment, Pause, PauseKind
 from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.budget import affordable, entry_usd, fitting, needed_usd

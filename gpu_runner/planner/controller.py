@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpu_runner.fleet.capacity_plan import Assignment, ControllerState
+from gpu_runner.fleet_database.capacity_plan import Assignment, ControllerState
 from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.budget import affordable

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpu_runner.fleet.accounting.budget import BudgetRefusal
-from gpu_runner.fleet.capacity_plan import Assignment, Pause
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet_database.accounting.request_budget import BudgetRefusal
+from gpu_runner.fleet_database.capacity_plan import Assignment, Pause
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.offers.offer import RankedOffer, Ranking
 from gpu_runner.offers.selection import OfferFailure
 

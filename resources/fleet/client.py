@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
-from gpu_runner.fleet.database import BudgetReached, FleetDatabase, FleetFull, Lease
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
+from gpu_runner.fleet_database.database import BudgetReached, FleetDatabase, FleetFull, Lease
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind
 from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import RankedOffer, Ranking
 from gpu_runner.offers.selection import MEMORY, FailureKind, choose, explain, recently_lost

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.cost_meter import CostMeter
-from gpu_runner.fleet.database import Instance, Lease
+from gpu_runner.fleet_database.database import Instance, Lease
 from gpu_runner.offers.offer import Objective, Offer, OfferFilter
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload

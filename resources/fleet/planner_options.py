@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from gpu_runner.fleet.database import Instance
+from gpu_runner.fleet_database.database import Instance
 from gpu_runner.offers.offer import HOUR, Offer, RankedOffer, Ranking, objective_value
 from gpu_runner.offers.selection import MEMORY, FailureKind, OfferFailure, recently_lost, set_aside
 from gpu_runner.offers.speed import Basis, Speed

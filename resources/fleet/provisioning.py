@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from gpu_runner.cost_meter import CostMeter
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance, Lease
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, Instance, Lease
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.models.facts import Placement
 from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import HOUR, Offer

@@ -21,9 +21,9 @@ import dagster as dg
 
 from gpu_runner.bounded_http.addresses import AddressRefused
 from gpu_runner.client.llama_cpp import DEFAULT_CONTEXT
-from gpu_runner.fleet.database import FleetDatabase, Instance
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.reaper import MISSING_SECONDS, sweep
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.reaper import MISSING_SECONDS, sweep
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import Provider, ProviderError
 from gpu_runner.providers.engine_process import EngineProcess, EngineStartError, wait_reachable

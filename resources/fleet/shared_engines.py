@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpu_runner.bounded_http.tls_files import TlsFiles
-from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.providers.base import EngineAccess, Provider, ProviderError, ProviderUnclear, open_access
 from gpu_runner.providers.engine_process import answers
 from resources.fleet.config import EngineConfig, FleetConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.engine_process import served_length
 from resources.fleet.leased_engine import Requirement, instance_offer

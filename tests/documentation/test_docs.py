@@ -24,8 +24,8 @@ from batch_assets.generation.op import RowsConfig
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.templates.prompt_template import Template
-from gpu_runner.fleet.accounting.bill_split import Split
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.accounting.bill_split import Split
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.simulated.config import FaultKind
 from resources.fleet.resource import FleetConfig, GpuFleet
 from resources.objects.opening import Objects

@@ -33,8 +33,8 @@ from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, BatchSta
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import certificate_gauges, plan_samples, record_samples
 from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context
-from gpu_runner.fleet.capacity_plan import CapacityPlan
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.capacity_plan import CapacityPlan
+from gpu_runner.fleet_database.database import FleetDatabase
 
 FOLDER = REPOSITORY / "deploy" / "monitoring"
 PREFIX = re.compile(r"\bbatch_assets_\w+")

@@ -21,7 +21,7 @@ from support.processes import command_line, runs
 from support.timing import PATIENCE
 
 from e2e.harness import eventually
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 

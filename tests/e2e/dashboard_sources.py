@@ -35,7 +35,7 @@ from batch_assets.local_dagster.home import prepare_home
 from benchmarks.postgres import postgres, why_not
 from e2e.browser import CHROMIUM
 from e2e.harness import REPOSITORY, eventually
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 from resources.fleet.resource import GpuFleet
 

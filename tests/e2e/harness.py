@@ -25,7 +25,7 @@ from batch_assets.local_dagster.home import prepare_home
 from batch_assets.local_dagster.stack import Stack
 from batch_assets.webserver import token as web_token
 from e2e.platform_report import reported
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore

@@ -23,7 +23,7 @@ from e2e.customer import Customer
 from e2e.harness import Platform
 from e2e.recovery import Recovery
 from e2e.witness import ObjectWatch
-from gpu_runner.fleet.database import Lease, RunBeat
+from gpu_runner.fleet_database.database import Lease, RunBeat
 from gpu_runner.providers.machine_host.registry import MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.cloud import Call, SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule

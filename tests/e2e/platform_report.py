@@ -11,7 +11,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets.local_dagster.home import LOGS
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 
 RUNS, EVENTS, LOG_BYTES = 10, 8, 1500
 TEXT = 400  # of one event

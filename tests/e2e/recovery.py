@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from e2e.witness import ObjectWatch
-from gpu_runner.fleet.database import RunBeat
+from gpu_runner.fleet_database.database import RunBeat
 from gpu_runner.providers.machine_host.registry import MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.cloud import Call, SimulatedCloud
 from resources.store.dataset_store import DatasetStore

@@ -25,8 +25,8 @@ from e2e.harness import eventually, platform
 from e2e.nemesis import KINDS, Fault, Nemesis
 from e2e.test_nemesis import SLACK_SECONDS, SPEC, SWEEP_SECONDS, published
 from e2e.witness import ANSWERED, check_rows, fence_broken, watch_fence
-from gpu_runner.fleet.database import FleetDatabase, Instance
-from gpu_runner.fleet.reaper import sweep
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.reaper import sweep
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, Provider, ProviderUnclear, open_access
 from gpu_runner.providers.engine_process import answers

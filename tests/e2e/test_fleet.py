@@ -22,8 +22,8 @@ from support.timing import PATIENCE, SOAK
 
 from batch_assets.catalog import ledger
 from e2e.harness import Platform, eventually, platform
-from gpu_runner.fleet.accounting.bill_split import InstanceCost
-from gpu_runner.fleet.reporting.reports import Instance
+from gpu_runner.fleet_database.accounting.bill_split import InstanceCost
+from gpu_runner.fleet_database.reporting.reports import Instance
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from resources.store.dataset_store import DatasetStore

@@ -20,7 +20,7 @@ from batch_assets.api import service
 from batch_assets.api.front_door import FrontDoor, build_front_door
 from batch_assets.api.settings import ModelSettings
 from batch_assets.settings import fleet_database
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 
 pytestmark = pytest.mark.slow
 

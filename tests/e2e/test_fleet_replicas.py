@@ -21,7 +21,7 @@ from support.machines import ended_machines
 from support.timing import PATIENCE
 
 from batch_assets.local_dagster.local_fleet import fleet_of
-from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.providers.engine_process import free_port
 
 pytestmark = [pytest.mark.soak("online"), pytest.mark.timeout(300)]

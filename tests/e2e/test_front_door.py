@@ -24,7 +24,7 @@ from batch_assets.api.execution.catalog import KEY, partition_of
 from batch_assets.settings import fleet_database
 from e2e.browser import browser, needs_chromium
 from e2e.harness import eventually, platform
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 
 pytestmark = pytest.mark.slow

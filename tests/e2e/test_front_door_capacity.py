@@ -21,8 +21,8 @@ from batch_assets.api.execution import model_feed
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import fleet_database
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet.connection import INSTANCES, LEASES
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.connection import INSTANCES, LEASES
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 
 pytestmark = [pytest.mark.soak("deadline"), pytest.mark.timeout(600)]

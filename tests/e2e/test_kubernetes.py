@@ -13,7 +13,7 @@ from support.kubernetes_engines import CLAIM, HARDWARE, ON_DEMAND, SPOT, answers
 from support.pod_meter import PodMeter
 
 from e2e.harness import Platform, eventually, platform
-from gpu_runner.fleet.reporting.reports import Instance
+from gpu_runner.fleet_database.reporting.reports import Instance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -33,7 +33,7 @@ from support.pod_meter import PodMeter
 
 from e2e.harness import Platform, eventually, platform
 from e2e.kubernetes_faults import GROUPS, Fault, Victim
-from gpu_runner.fleet.reporting.reports import Instance
+from gpu_runner.fleet_database.reporting.reports import Instance
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 
 pytestmark = [

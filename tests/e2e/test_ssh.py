@@ -12,7 +12,7 @@ from support.ssh_hosts import Hosts, missing, ssh_hosts
 from support.timing import PATIENCE
 
 from e2e.harness import Platform, eventually, platform
-from gpu_runner.fleet.reporting.reports import Instance
+from gpu_runner.fleet_database.reporting.reports import Instance
 
 pytestmark = [
     pytest.mark.soak("providers"),

@@ -12,7 +12,7 @@ import pytest
 
 from e2e import nemesis
 from e2e.witness import ObjectWatch, fence_broken, watch_fence
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 
 pytestmark = pytest.mark.slow
 

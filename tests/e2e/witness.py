@@ -20,7 +20,7 @@ import psutil
 import pyarrow.parquet as pq
 from support.processes import command_line, environment, runs
 
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry
 from gpu_runner.providers.simulated.meter import Bill, CloudMeter
 from gpu_runner.simulator.text import prompt_digest, request_key, words

@@ -22,8 +22,11 @@ OTHER_PROGRAMS = {
     ("batch_assets/api/interactive/proxy.py", "refusal"),  # an engine's 404: of a route, or of a model
     ("gpu_runner/providers/kubernetes/api.py", "_forbidden"),  # a quota, in the words of Kubernetes' admission
     ("gpu_runner/providers/kubernetes/provider.py", "create"),  # reasons of Kubernetes' Status object, a closed list
-    ("gpu_runner/fleet/migrations/versions/v0002_kinds.py", "upgrade"),  # what version 0001 of ours wrote
-    ("gpu_runner/fleet/migrations/versions/v0003_declared_dead.py", "upgrade"),  # what version 0002 of ours wrote
+    ("gpu_runner/fleet_database/migrations/versions/v0002_kinds.py", "upgrade"),  # what version 0001 of ours wrote
+    (
+        "gpu_runner/fleet_database/migrations/versions/v0003_declared_dead.py",
+        "upgrade",
+    ),  # what version 0002 of ours wrote
 }
 
 
@@ -40,7 +43,7 @@ def test_every_error_for_users_has_an_exit_status():
         "batch_assets.cli.user_errors",
         "batch_assets.local_dagster.dagster_client", "batch_assets.local_dagster.home", "batch_assets.settings",
         "batch_assets.snapshot.source.errors", "batch_assets.spec.errors", "batch_assets.spec.request_options",
-        "gpu_runner.fleet.migrations",
+        "gpu_runner.fleet_database.migrations",
         "resources.endpoints", "resources.fleet.config", "resources.pricing.price_files", "resources.objects.health",
     ):  # fmt: skip
         importlib.import_module(module)

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from batch_assets.api.online.queues.group_commit import GroupCommit
 from batch_assets.api.records.database import Records
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import MachineRegistry
 from gpu_runner.sqlite_files import use_write_ahead_log
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet.database import Lease
+from gpu_runner.fleet_database.database import Lease
 from gpu_runner.offers.offer import Offer
 from support.sensor_dataset import SensorDataset
 

@@ -17,7 +17,7 @@ from batch_assets.component import dataset_definitions
 from batch_assets.definitions import platform
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.tags import ENDPOINT_TAG, RANGE_END_TAG, RANGE_START_TAG
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.endpoints import allow
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import open_objects

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_runner.fleet.database import FleetDatabaseError, Lease
-from gpu_runner.fleet.wait_reason import RunActivity, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabaseError, Lease
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitReason
 from gpu_runner.offers.offer import Offer
 from gpu_runner.reachability import Reachability
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals, Requirement

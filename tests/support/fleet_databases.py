@@ -9,7 +9,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from gpu_runner.fleet.database import FleetDatabase, Lease
+from gpu_runner.fleet_database.database import FleetDatabase, Lease
 from gpu_runner.offers.offer import Offer
 
 OFFER = Offer(

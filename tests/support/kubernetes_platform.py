@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from gpu_runner.bounded_http.addresses import direct
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from support import kubernetes_vllm
 from support.documents import REPOSITORY
 from support.engine_image import IMAGE, engine_command

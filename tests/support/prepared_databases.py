@@ -17,7 +17,7 @@ from sqlalchemy.util import LRUCache
 
 from batch_assets.api.records import database as api_records
 from gpu_runner import sqlite_files
-from gpu_runner.fleet import connection as fleet_connection
+from gpu_runner.fleet_database import connection as fleet_connection
 
 Statements = list[tuple[str, Any]]
 

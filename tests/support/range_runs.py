@@ -9,7 +9,7 @@ from collections.abc import Callable
 from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
-from gpu_runner.fleet.database import Lease
+from gpu_runner.fleet_database.database import Lease
 from resources.fleet.resource import LeasedEngine
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from support.timing import PATIENCE

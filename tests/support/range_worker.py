@@ -7,8 +7,8 @@ import contextlib
 import sys
 
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
-from gpu_runner.fleet.database import FleetDatabase, Lease
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase, Lease
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from resources.fleet.resource import LeasedEngine
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore

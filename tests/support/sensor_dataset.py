@@ -27,7 +27,7 @@ from batch_assets.orchestration.cost_report import cost_report_sensor
 from batch_assets.sensors.capacity import capacity_sensor
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.tags import PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchEntry, BatchStore, DatasetStore, SnapshotManifest

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from batch_assets.api.billing.ledger import UsageLine
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
-from gpu_runner.fleet.accounting.charges import SpendLine
+from gpu_runner.fleet_database.accounting.charges import SpendLine
 
 FLEET_PREFIX = "api/"
 UNUSED = "unused"

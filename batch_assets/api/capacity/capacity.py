@@ -35,9 +35,9 @@ from batch_assets.capacity_planning.capacity_question import (
 from batch_assets.capacity_planning.decision import Decision, observation
 from batch_assets.capacity_planning.planner_input import FleetView, Markets, PlannerInput, build_input
 from batch_assets.spec.hardware import HardwareSpec
-from gpu_runner.fleet.capacity_plan import RequestSummary
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, Instance
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.capacity_plan import RequestSummary
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, Instance
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.rows import Task

@@ -19,8 +19,8 @@ from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import fleet_database
 from gpu_runner.boot_clock import boot_seconds
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.fleet.database import FleetDatabaseError
-from gpu_runner.fleet.services import ServiceBeat
+from gpu_runner.fleet_database.database import FleetDatabaseError
+from gpu_runner.fleet_database.services import ServiceBeat
 from gpu_runner.repeated_task import RepeatedTask
 from resources.fleet.resource import GpuFleet
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from batch_assets.api.billing.margin import fleet_name
 from batch_assets.capacity_planning.planner_input import Markets
-from gpu_runner.fleet.database import FleetDatabaseError
+from gpu_runner.fleet_database.database import FleetDatabaseError
 from gpu_runner.rows import Task
 from resources.fleet.config import FleetConfig, FleetConfigError
 from resources.fleet.resource import GpuFleet, Requirement

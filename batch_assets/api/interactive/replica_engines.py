@@ -20,8 +20,8 @@ from typing import Self
 
 from batch_assets.api.billing.margin import fleet_name
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
-from gpu_runner.fleet.database import FleetDatabase, RunEnded
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase, RunEnded
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.repeated_task import RepeatedTask
 from resources.fleet.config import FleetConfig
 from resources.fleet.resource import GpuFleet

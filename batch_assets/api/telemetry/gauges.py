@@ -16,9 +16,9 @@ from batch_assets.api.records.database import Records
 from batch_assets.api.records.figures import RecordFigures, record_figures
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER, Sample
 from gpu_runner.bounded_http.tls_files import RotatingContext
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.reporting.figures import FleetFigures
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.reporting.fleet_figures import FleetFigures
+from gpu_runner.fleet_database.targets import DatasetTarget
 
 log = logging.getLogger(__name__)
 

@@ -263,7 +263,7 @@ def _machines_left(seen: Observer, *, own: bool) -> list[str]:
     """
     from batch_assets.local_dagster.local_fleet import the_fleet
     from batch_assets.request_status.machines_left import machines_left
-    from gpu_runner.fleet.database import FleetDatabaseError
+    from gpu_runner.fleet_database.database import FleetDatabaseError
     from resources.fleet.resource import FleetConfigError
 
     try:

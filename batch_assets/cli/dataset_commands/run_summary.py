@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from batch_assets.publishing.dead_letters import DeadLetterExample
     from batch_assets.request_status.dataset_status import DatasetStatus, Observer
     from batch_assets.request_status.request_monitor import RunResult
-    from gpu_runner.fleet.capacity_plan import Pause
+    from gpu_runner.fleet_database.capacity_plan import Pause
     from resources.store.dataset_store import DatasetStore
 
 PAUSED_STATUS = 3

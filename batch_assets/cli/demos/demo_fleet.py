@@ -26,8 +26,8 @@ from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.tags import DEADLINE_TAG
-from gpu_runner.fleet.accounting.bill_split import InstanceCost
-from gpu_runner.fleet.database import Instance
+from gpu_runner.fleet_database.accounting.bill_split import InstanceCost
+from gpu_runner.fleet_database.database import Instance
 from gpu_runner.money import format_usd
 from gpu_runner.providers.simulated.config import (
     OfferChange,

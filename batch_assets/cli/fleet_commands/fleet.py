@@ -15,8 +15,8 @@ from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
-from gpu_runner.fleet.accounting.bill_split import InstanceCost, Split
-from gpu_runner.fleet.database import FleetDatabase, Instance
+from gpu_runner.fleet_database.accounting.bill_split import InstanceCost, Split
+from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.money import format_usd
 
 PARTS = ("useful", "booting", "idle", "wasted")

@@ -14,8 +14,8 @@ from support.fleet_databases import ready
 from batch_assets.api.records.batches import BatchRecord, BatchRecords
 from batch_assets.api.records.database import Records
 from batch_assets.cli import main
-from gpu_runner.fleet.capacity_plan import CapacityPlan
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.capacity_plan import CapacityPlan
+from gpu_runner.fleet_database.database import FleetDatabase
 
 
 @pytest.fixture

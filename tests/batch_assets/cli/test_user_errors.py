@@ -24,8 +24,8 @@ from batch_assets.spec.deadline import InvalidDeadline
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.request_options import InvalidTag
 from gpu_runner.errors import ExitStatus, UserFacingError
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.migrations import VERSION_TABLE, FleetDatabaseTooNew
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.migrations import VERSION_TABLE, FleetDatabaseTooNew
 from gpu_runner.providers.base import ProviderUnclear
 from resources.endpoints import EndpointsError
 from resources.fleet.config import FleetConfigError

@@ -22,7 +22,7 @@ from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
-from gpu_runner.fleet.wait_reason import RequestFailure, WaitKind, WaitReason
+from gpu_runner.fleet_database.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.reachability import Reachability

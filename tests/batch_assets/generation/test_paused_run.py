@@ -16,10 +16,10 @@ from batch_assets.generation.engine_session import StepKind
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
-from gpu_runner.fleet.accounting.budget import END_SECONDS
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet_database.accounting.request_budget import END_SECONDS
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from resources.fleet.client import FleetClient

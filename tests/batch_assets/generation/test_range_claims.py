@@ -21,8 +21,8 @@ from batch_assets.generation.engine_session import WAITS
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.inference.feed import FeedPolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from resources.objects.opening import open_objects

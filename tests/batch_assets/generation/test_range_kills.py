@@ -18,7 +18,7 @@ from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.generation.range_run import Intent, plan_range
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 

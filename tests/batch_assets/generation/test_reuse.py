@@ -29,7 +29,7 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.verify import LedgerEntry, verify
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.reuse import find_reusable
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchFooter, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers

@@ -15,7 +15,7 @@ from support.snapshots import commit, outcome, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.rows import Batch, Outcome
 from resources.objects.opening import LocalObjects, Objects, S3Objects, StoreError
 from resources.store.dataset_store import DatasetStore, SnapshotManifest

@@ -14,8 +14,8 @@ from support.timing import PATIENCE
 
 import resources.fleet.client
 from batch_assets.orchestration.cost_report import Summary
-from gpu_runner.fleet.accounting.charges import by_day
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet_database.accounting.charges import by_day
+from gpu_runner.fleet_database.wait_reason import WaitKind
 
 ROWS = 40
 

@@ -21,7 +21,7 @@ from batch_assets.dagster_internals.daemon import SweepingLauncher, SweepingMoni
 from batch_assets.kubernetes.leftovers import RunWorker, WorkerPhase
 from batch_assets.kubernetes.observation import NotSeen
 from batch_assets.kubernetes.worker_health import JobState, Node, NodeState, Pod
-from gpu_runner.fleet.database import FleetDatabase, RunEnded
+from gpu_runner.fleet_database.database import FleetDatabase, RunEnded
 
 if TYPE_CHECKING:  # it imports the client of Kubernetes: a second
     from batch_assets.kubernetes.run_launcher import FencedK8sRunLauncher

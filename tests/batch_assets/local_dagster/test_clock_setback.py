@@ -17,7 +17,7 @@ from support.sensor_states import state_of
 
 from batch_assets.local_dagster.clock_setback import set_back_meanwhile, wake_sensors
 from batch_assets.request_status.display import clock_lines
-from gpu_runner.fleet.clock_jumps import ClockJump
+from gpu_runner.fleet_database.clock_jumps import ClockJump
 from gpu_runner.providers.machine_host.manager import new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRegistry
 from gpu_runner.providers.simulated.cloud import SimulatedCloud

@@ -20,7 +20,7 @@ from support.fleet_databases import OFFER, intended
 from batch_assets import settings
 from batch_assets.local_dagster.home import LOGS, StackAddress, StackError, ensure_storage, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, _Child, port_taken
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.base import EngineOrder
 from resources.fleet.resource import GpuFleet
 

@@ -19,7 +19,7 @@ from batch_assets.catalog.ranges import KeyRange, RangeRunRecord
 from batch_assets.orchestration import active_request
 from batch_assets.orchestration.active_request import WorkWatcher
 from batch_assets.tags import REFRESH_TAG
-from gpu_runner.fleet.database import RunBeat
+from gpu_runner.fleet_database.database import RunBeat
 from resources.store.dataset_store import BatchEntry
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 

@@ -29,9 +29,9 @@ from batch_assets.orchestration.cost_report import (
 )
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import load_spec
-from gpu_runner.fleet.accounting.charges import SpendLine, by_day
-from gpu_runner.fleet.connection import INSTANCES
-from gpu_runner.fleet.database import FleetDatabase, LeaseUsage
+from gpu_runner.fleet_database.accounting.charges import SpendLine, by_day
+from gpu_runner.fleet_database.connection import INSTANCES
+from gpu_runner.fleet_database.database import FleetDatabase, LeaseUsage
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchStore

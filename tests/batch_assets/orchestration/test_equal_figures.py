@@ -19,7 +19,7 @@ from batch_assets.orchestration.request_summary import request_status, summary_o
 from batch_assets.publishing.published_table import published_table
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
-from gpu_runner.fleet.accounting.charges import by_day
+from gpu_runner.fleet_database.accounting.charges import by_day
 from gpu_runner.money import format_usd
 
 ROWS = 60

@@ -17,8 +17,8 @@ from support.specs import spec
 from batch_assets.orchestration.checks import on_time_result
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.tags import REFRESH_TAG
-from gpu_runner.fleet.capacity_plan import RequestSummary
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.capacity_plan import RequestSummary
+from gpu_runner.fleet_database.database import FleetDatabase
 
 SPEC: dict[str, Any] = {
     "name": "d", "source": {"path": "q.jsonl"}, "prompt": {"user": "{{ q }}"}, "model": "m",

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.fleet_databases import OFFER, Clock, intended, ready
 
 from batch_assets.orchestration.request_summary import request_status
-from gpu_runner.fleet.database import FleetDatabase, LeaseUsage
+from gpu_runner.fleet_database.database import FleetDatabase, LeaseUsage
 
 
 class Reads:

@@ -20,7 +20,7 @@ from batch_assets.publishing.publish import IncompleteSnapshot, SupersededTable,
 from batch_assets.publishing.published_table import PublishedTable, broken_files, published_table
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import load_spec
-from gpu_runner.fleet.accounting.bill_split import Split
+from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.rows import Row
 from resources.objects.opening import CorruptObject, LocalObjects, Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest

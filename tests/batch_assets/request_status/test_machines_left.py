@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batch_assets.request_status.machines_left import machines_left
-from gpu_runner.fleet.database import Instance, Lease
+from gpu_runner.fleet_database.database import Instance, Lease
 
 NOW = 1_700_000_000.0  # 22:13:20 UTC
 READY = Instance(

@@ -42,9 +42,9 @@ from batch_assets.tags import (
     ROWS_TAG,
     WILL_RETRY_TAG,
 )
-from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan, Pause, PauseKind
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.wait_reason import RunActivity
+from gpu_runner.fleet_database.capacity_plan import CapacityMemory, CapacityPlan, Pause, PauseKind
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.wait_reason import RunActivity
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 

@@ -15,7 +15,7 @@ from batch_assets.orchestration.request_summary import request_status, summary_o
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 
 
 def test_what_a_dataset_spent_in_all_stays_after_a_request_without_work(tmp_path: Path) -> None:

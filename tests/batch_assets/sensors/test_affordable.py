@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.fleet.capacity_plan import PauseKind
+from gpu_runner.fleet_database.capacity_plan import PauseKind
 from gpu_runner.offers.offer import HOUR, Objective
 from gpu_runner.planner.budget import affordable, entry_usd
 from gpu_runner.planner.controller import Command, ControllerState, decide

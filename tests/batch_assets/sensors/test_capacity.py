@@ -34,9 +34,9 @@ from batch_assets.sensors.capacity import capacity_sensor, slots_for
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG
-from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet_database.capacity_plan import Assignment, CapacityMemory, CapacityPlan, ControllerState
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.wait_reason import RequestFailure, RunActivity, WaitKind, WaitReason
 from gpu_runner.offers.offer import Offer
 from gpu_runner.planner.types import Target
 from gpu_runner.providers.base import ProviderError
@@ -86,7 +86,7 @@ def backdated(site: SensorDataset, seconds: float) -> None:
     """The request began, and everything was rented, so long ago."""
     import sqlalchemy as sa
 
-    from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
+    from gpu_runner.fleet_database.connection import DATASETS, INSTANCES, LEASES
 
     with site.fleet_db.engine.begin() as connection:
         connection.execute(sa.update(DATASETS).values(since=DATASETS.c.since - seconds))
@@ -363,7 +363,7 @@ def test_an_instance_that_nobody_leases_any_more_ends_before_the_request(site: S
     backdated(site, 120)
     import sqlalchemy as sa
 
-    from gpu_runner.fleet.connection import LEASES
+    from gpu_runner.fleet_database.connection import LEASES
 
     with site.fleet_db.engine.begin() as connection:
         connection.execute(sa.update(LEASES).values(released_at=LEASES.c.released_at - 120))

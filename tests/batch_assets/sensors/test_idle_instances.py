@@ -15,8 +15,8 @@ import sqlalchemy as sa
 from support.capacity_fleet import SPEC, fleet_yaml, instance
 from support.sensor_dataset import KEYS, SensorDataset
 
-from gpu_runner.fleet.connection import INSTANCES, LEASES
-from gpu_runner.fleet.database import Lease
+from gpu_runner.fleet_database.connection import INSTANCES, LEASES
+from gpu_runner.fleet_database.database import Lease
 
 TICKS = 120.0  # seconds: several ticks of the sensor
 

@@ -17,10 +17,10 @@ from support.sensor_dataset import KEYS, S, SensorDataset
 from batch_assets.orchestration.request_summary import request_status
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
-from gpu_runner.fleet.accounting.budget import BudgetRefusal
-from gpu_runner.fleet.capacity_plan import Pause, PauseKind
-from gpu_runner.fleet.connection import DATASETS
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind, WaitReason
+from gpu_runner.fleet_database.accounting.request_budget import BudgetRefusal
+from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
+from gpu_runner.fleet_database.connection import DATASETS
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 
 SPEC = {
     "name": "d",

@@ -51,7 +51,7 @@ from batch_assets.tags import (
     RETRY_RUN_TAG,
     WILL_RETRY_TAG,
 )
-from gpu_runner.fleet.wait_reason import RunActivity
+from gpu_runner.fleet_database.wait_reason import RunActivity
 
 LARGE = 10_000
 

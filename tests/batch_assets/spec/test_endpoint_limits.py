@@ -16,8 +16,8 @@ from batch_assets.cli.dataset_commands.run import Request
 from batch_assets.cli.user_errors import CommandError
 from batch_assets.spec.endpoint_limits import LIMIT_TAGS, endpoint_limits, limit_tags
 from batch_assets.spec.request_options import InvalidTag
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from resources.fleet.config import FleetConfig, FleetConfigError
 from resources.fleet.leased_engine import Requirement

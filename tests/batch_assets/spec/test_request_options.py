@@ -13,8 +13,8 @@ from support.specs import spec
 from batch_assets.orchestration.launch_plan import run_size
 from batch_assets.spec.deadline import Deadline
 from batch_assets.spec.request_options import InvalidTag, RequestOptions, begin, request_of, request_options, tags_of
-from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.capacity_plan import CapacityMemory, CapacityPlan
+from gpu_runner.fleet_database.database import FleetDatabase
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def test_secrets_in_the_address_of_the_s3_server_are_refused(monkeypatch: pytest
 
 
 def test_a_database_address_that_cannot_be_read_is_not_shown():
-    from gpu_runner.fleet.database import FleetDatabase
+    from gpu_runner.fleet_database.database import FleetDatabase
 
     for url in (f"postgresql://u:p@ss:{SECRET}/db", f"{SECRET}", f"nosuch://u:{SECRET}@host/db"):
         with pytest.raises(ValueError, match="SQLAlchemy URL") as raised:

@@ -8,7 +8,7 @@ from typing import get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.fleet.capacity_plan import ControllerState
+from gpu_runner.fleet_database.capacity_plan import ControllerState
 from gpu_runner.offers.offer import HOUR, Objective
 from gpu_runner.planner.budget import entry_usd
 from gpu_runner.planner.controller import decide

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.fleet.capacity_plan import Assignment, CapacityMemory, memory_to_json, read_memory
+from gpu_runner.fleet_database.capacity_plan import Assignment, CapacityMemory, memory_to_json, read_memory
 from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.planner.command import assign
 from gpu_runner.planner.controller import Command, ControllerState, decide

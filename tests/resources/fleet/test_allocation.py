@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_runner.fleet.capacity_plan import Assignment, Pause, PauseKind
+from gpu_runner.fleet_database.capacity_plan import Assignment, Pause, PauseKind
 from resources.fleet.allocation import CapacityAllocation, order_by_plan
 
 

@@ -15,11 +15,11 @@ from support.examples import property_test
 from support.fake_provider import FakeProvider
 from support.fleet_databases import OFFER
 
-from gpu_runner.fleet.accounting.budget import END_SECONDS
-from gpu_runner.fleet.capacity_plan import ControllerState
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import RunActivity, WaitKind
+from gpu_runner.fleet_database.accounting.request_budget import END_SECONDS
+from gpu_runner.fleet_database.capacity_plan import ControllerState
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind
 from gpu_runner.offers.offer import HOUR, Offer
 from gpu_runner.offers.selection import FailureKind
 from gpu_runner.offers.speed import LengthMix

@@ -16,10 +16,10 @@ from support.machines import H100, ended_machines, processes, simulated_cloud
 from support.processes import command_line
 from support.timing import PATIENCE
 
-from gpu_runner.fleet.capacity_plan import Assignment, CapacityPlan, Pause, PauseKind
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet_database.capacity_plan import Assignment, CapacityPlan, Pause, PauseKind
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.offers.offer import OfferFilter
 from gpu_runner.offers.selection import FailureKind
 from gpu_runner.offers.speed import LengthMix

@@ -13,9 +13,9 @@ import pytest
 from support.fake_provider import FakeProvider
 from support.fleet_databases import OFFER
 
-from gpu_runner.fleet.database import FleetDatabase, Lease
-from gpu_runner.fleet.heartbeat import Heartbeat
-from gpu_runner.fleet.wait_reason import WaitKind, WaitReason
+from gpu_runner.fleet_database.database import FleetDatabase, Lease
+from gpu_runner.fleet_database.heartbeat import Heartbeat
+from gpu_runner.fleet_database.wait_reason import WaitKind, WaitReason
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import Provider

@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from support.fake_provider import FakeProvider
 from support.fleet_databases import OFFER, Clock
 
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.providers.base import EngineAccess, ProviderUnclear
 from resources.fleet.client import FleetClient
 from resources.fleet.config import FleetConfig

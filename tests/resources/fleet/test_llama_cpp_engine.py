@@ -12,8 +12,8 @@ import pytest
 from support import tiny_gguf
 from support.processes import command_line, runs
 
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.providers.engine_process import answers, served_length
 from resources.fleet.resource import FleetConfig, FleetConfigError, GpuFleet, LeasedEngine, Requirement

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.fleet_databases import OFFER, ready
 
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.offers.offer import Offer, RankedOffer, Ranking
 from gpu_runner.offers.selection import FailureKind, OfferFailure
 from gpu_runner.offers.speed import Basis, Speed

@@ -10,7 +10,7 @@ import pytest
 from support.fake_provider import FakeProvider
 from support.fleet_databases import Clock, ready
 
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.base import EngineAccess, ProviderUnclear
 from resources.fleet import shared_engines as module
 from resources.fleet.config import FleetConfig

@@ -13,8 +13,8 @@ from support.fake_provider import FakeProvider
 from support.fleet_databases import OFFER
 from support.hostile_server import HostileServer, whole
 
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.offers.offer import Offer
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet_database.wait_reason import WaitKind
 
 
 class Awaited(enum.StrEnum):

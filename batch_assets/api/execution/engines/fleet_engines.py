@@ -23,8 +23,8 @@ from batch_assets.api.execution.engines.engine_supply import EngineAway, NobodyW
 from batch_assets.api.execution.engines.engine_wait import OF_KIND, Awaited
 from batch_assets.api.models import EndpointModels, Models, known_models
 from gpu_runner.cost_meter import CostMeter, SharedMeter
-from gpu_runner.fleet.database import FleetDatabase, FleetDatabaseError, RunEnded
-from gpu_runner.fleet.heartbeat import Heartbeat
+from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, RunEnded
+from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.rows import Task
 from resources.fleet.resource import (
     EngineStartError,

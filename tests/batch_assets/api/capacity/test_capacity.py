@@ -29,9 +29,9 @@ from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.records.batches import BatchRecord
 from batch_assets.api.records.database import Records
 from gpu_runner.cost_meter import LeaseUsage
-from gpu_runner.fleet.connection import DATASETS, INSTANCES, LEASES
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.connection import DATASETS, INSTANCES, LEASES
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.targets import DatasetTarget
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import LocalObjects
 

@@ -20,8 +20,8 @@ from batch_assets.api.capacity.fleet_claim import FleetClaim, FleetTaken
 from batch_assets.api.records.database import Records
 from batch_assets.api.service import Service
 from batch_assets.api.settings import ApiSettings
-from gpu_runner.fleet.connection import FACTS
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.connection import FACTS
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 
 ROOT = Path(__file__).parents[4]

@@ -26,7 +26,7 @@ from batch_assets.api.settings import split_endpoint
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
 from gpu_runner.client.engine_load import EngineLoad
-from gpu_runner.fleet.database import Lease
+from gpu_runner.fleet_database.database import Lease
 from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy
 from gpu_runner.routing.engine_view import STALE_SECONDS
 from gpu_runner.routing.latency_target import ANY_LATENCY, LatencyTarget

@@ -27,9 +27,9 @@ from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.replica_engines import WANTED_SECONDS, ReplicaEngines
 from batch_assets.api.interactive.shared_supply import SharedSupply
 from batch_assets.api.settings import ApiSettings
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.tables import RUNS
-from gpu_runner.fleet.wait_reason import WaitKind
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.tables import RUNS
+from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.inference.windows.first_token_window import FirstTokenPolicy
 from resources.fleet import shared_engines
 from resources.fleet.resource import GpuFleet

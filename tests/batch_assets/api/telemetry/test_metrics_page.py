@@ -19,9 +19,9 @@ from batch_assets.api.records.states import BatchStatus
 from batch_assets.api.telemetry.gauges import certificate_gauges, fleet_samples, plan_samples, record_samples
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context
-from gpu_runner.fleet.capacity_plan import CapacityMemory, CapacityPlan
-from gpu_runner.fleet.reporting.figures import FleetFigures
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.capacity_plan import CapacityMemory, CapacityPlan
+from gpu_runner.fleet_database.reporting.fleet_figures import FleetFigures
+from gpu_runner.fleet_database.targets import DatasetTarget
 
 REPOSITORY = Path(__file__).parents[4]
 PAGE = REPOSITORY / "docs" / "metrics.md"

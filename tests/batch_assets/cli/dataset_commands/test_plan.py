@@ -25,9 +25,9 @@ from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG, REFRESH_TAG
-from gpu_runner.fleet.accounting.budget import Spend
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.targets import DatasetTarget
+from gpu_runner.fleet_database.accounting.request_budget import Spend
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.offers.selection import FailureKind
 from gpu_runner.planner.types import TIMING, Target
 

@@ -19,7 +19,7 @@ from batch_assets.cli.main import app
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import load_spec
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 

@@ -9,7 +9,7 @@ import pytest
 from batch_assets.cli.dataset_commands.run import Request
 from batch_assets.cli.dataset_commands.run_summary import dead_lines, paused, run_pointers, success
 from batch_assets.publishing.dead_letters import DeadLetterExample
-from gpu_runner.fleet.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
+from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind, pause_to_json, read_pause
 
 
 @pytest.mark.parametrize(

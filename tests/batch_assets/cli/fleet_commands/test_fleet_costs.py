@@ -11,7 +11,7 @@ from support.fleet_databases import Clock, ready
 from typer.testing import CliRunner
 
 from batch_assets.cli.main import app
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 
 
 def test_dollars_of_simulated_providers_are_said_to_be_simulated(

@@ -22,8 +22,8 @@ from batch_assets.orchestration.front_door.billing_report import (
     signature,
     write_billing,
 )
-from gpu_runner.fleet.accounting.charges import SpendLine
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.accounting.charges import SpendLine
+from gpu_runner.fleet_database.database import FleetDatabase
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import BatchStore

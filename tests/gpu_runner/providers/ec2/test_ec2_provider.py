@@ -15,8 +15,8 @@ import pytest
 from support.fake_ec2 import HOME_REGION, OTHER_REGION, FakeEc2, fake_ec2, moto_server
 from support.machines import ORDER
 
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.reaper import sweep
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.reaper import sweep
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, ProviderUnclear, open_access
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject

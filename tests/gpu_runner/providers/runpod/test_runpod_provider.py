@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from support.fake_runpod import GPU, FakeRunPod, fake_runpod
 from support.machines import ORDER, first_offer
 
-from gpu_runner.fleet.database import FleetDatabase
-from gpu_runner.fleet.reaper import sweep
+from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.reaper import sweep
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject

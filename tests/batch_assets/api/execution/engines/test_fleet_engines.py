@@ -18,7 +18,7 @@ from batch_assets.api.execution.engines import fleet_engines
 from batch_assets.api.execution.engines.engine_supply import NobodyWaits
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from gpu_runner.client.engine_client import EngineLost
-from gpu_runner.fleet.database import FleetDatabase
+from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.engine_process import free_port
 from gpu_runner.rows import Task
 from resources.fleet.resource import GpuFleet

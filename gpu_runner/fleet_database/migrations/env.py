@@ -1,0 +1,14 @@
+"""Run by Alembic: the revisions of `versions/`, on the connection that `upgrade` was given."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from gpu_runner.fleet_database.migrations import VERSION_TABLE
+from gpu_runner.fleet_database.tables import METADATA
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=METADATA, version_table=VERSION_TABLE
+)
+with context.begin_transaction():
+    context.run_migrations()
