@@ -34,6 +34,8 @@ from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
 from batch_assets.api.billing.journal import UsageJournal, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Tokens
+from batch_assets.api.database.home_folders import own_folder
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.health import Readiness
 from batch_assets.api.interactive import routes
 from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds
@@ -55,8 +57,6 @@ from batch_assets.api.online.list_dispatcher import ListDispatcher
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind
 from batch_assets.api.online.service import OnlineService
 from batch_assets.api.online.settings import online_settings
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.home_folders import own_folder
 from batch_assets.api.requests.callers import embedded_caller
 from batch_assets.api.requests.direct_routes import DirectRoutes
 from batch_assets.api.service import task_of

@@ -21,6 +21,10 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import SpendingRecords
 from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.capacity.never_served import NeverServed
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.file_records import FileRecords
+from batch_assets.api.database.home_folders import own_folder
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.execution.batch_lifecycle import Capacity, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
@@ -30,10 +34,6 @@ from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.storage.local_journal import left_file
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import AliasedModels, EndpointModels, FleetModels, Models, SeveralModels
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecords
-from batch_assets.api.records.home_folders import own_folder
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.tracing import NO_SPANS, Spans
 from batch_assets.dagster_internals.kept_connections import keep_connections

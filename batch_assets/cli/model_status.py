@@ -13,8 +13,8 @@ from rich.table import Table
 
 from batch_assets.api.billing.margin import FLEET_PREFIX
 from batch_assets.api.capacity.backlog import lines_left
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.settings import records_database
 from batch_assets.cli.dataset_commands.status_command import WATCH_SECONDS
 from batch_assets.cli.interrupts import Interrupted, Signals

@@ -11,7 +11,7 @@ from rich.table import Table
 from batch_assets.api.access.api_keys import checked_tenant
 from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import Used
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.settings import records_database
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import prepare_home

@@ -68,7 +68,7 @@ import batch_assets, resources, gpu_runner
 without = {
     "gpu_runner.providers.llama_cpp_server",  # needs the extra `cpu`
     "gpu_runner.fleet_database.migrations.env",  # imported by a migration alone
-    "batch_assets.api.records.migrations.env",
+    "batch_assets.api.database.migrations.env",
 }
 for package in (batch_assets, resources, gpu_runner):
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -79,7 +79,7 @@ import kubernetes.client, kubernetes.config, kubernetes.watch, psycopg2, polars,
 import pyarrow.csv, pyarrow.dataset, pyarrow.fs, pyarrow.json, pyarrow.parquet
 import dagster._cli, dagster._daemon.cli, uvicorn, asyncssh
 from alembic.script import ScriptDirectory
-places = [("gpu_runner.fleet_database", "migrations"), ("batch_assets.api.records", "migrations")]
+places = [("gpu_runner.fleet_database", "migrations"), ("batch_assets.api.database", "migrations")]
 places.append(("dagster", "_core/storage/alembic"))
 for package, place in places:  # a new database is stamped with the last of them: all are imported
     revisions = os.path.join(os.path.dirname(importlib.import_module(package).__file__), place)

@@ -21,15 +21,15 @@ from support.front_doors import front_door_alone
 
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used, day_of
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.database_figures import record_figures
+from batch_assets.api.database.file_records import FileRecord
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.online.figures import OnlineFigures
 from batch_assets.api.online.queues.protocol import QueueDepth
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.figures import record_figures
-from batch_assets.api.records.files import FileRecord
-from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import certificate_gauges, plan_samples, record_samples
 from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context

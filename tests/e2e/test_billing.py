@@ -26,8 +26,8 @@ from support.timing import PATIENCE
 from batch_assets.api.billing.journal import FOLDER, apply_left_behind, left_file
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Used
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.home_folders import own_folder
+from batch_assets.api.database.home_folders import own_folder
+from batch_assets.api.database.service_database import Records
 
 pytestmark = pytest.mark.slow
 

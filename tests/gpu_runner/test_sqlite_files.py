@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.online.queues.group_commit import GroupCommit
-from batch_assets.api.records.database import Records
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import MachineRegistry
 from gpu_runner.sqlite_files import use_write_ahead_log

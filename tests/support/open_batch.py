@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batch_assets.api.batches.snapshot import check_input
+from batch_assets.api.database.batch_records import BatchRecord, Held
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome
 from resources.objects.opening import LocalObjects

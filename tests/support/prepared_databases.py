@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.util import LRUCache
 
-from batch_assets.api.records import database as api_records
+from batch_assets.api.database import service_database as api_records
 from gpu_runner import sqlite_files
 from gpu_runner.fleet_database import connection as fleet_connection
 

@@ -20,8 +20,8 @@ from batch_assets.api.access.api_keys import (
     new_key_id,
     new_secret,
 )
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.tables import API_KEYS
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.tables import API_KEYS
 from batch_assets.api.requests.callers import Scope
 
 MOST_LISTED = 10_000

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from batch_assets.api.access.rate_limits import TenantLimits, check_quota
-from batch_assets.api.records.database import Check, Records
-from batch_assets.api.records.states import OPEN
-from batch_assets.api.records.tables import BATCHES, FILES
+from batch_assets.api.database.service_database import Check, Records
+from batch_assets.api.database.states import OPEN
+from batch_assets.api.database.tables import BATCHES, FILES
 
 _STORED = "bytes of files"
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import sqlalchemy as sa
 
 from batch_assets.api.access.token_bucket import Decision, Level, settle, take
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.tables import RATE_BUCKETS
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.tables import RATE_BUCKETS
 
 MOST_BUCKETS = 20_000
 SHARES = 20

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from batch_assets.api.billing.spending import BUDGET, BudgetInvalid, parse_budget
-from batch_assets.api.records.files import LONGEST_LIFE, SHORTEST_LIFE
+from batch_assets.api.database.file_records import LONGEST_LIFE, SHORTEST_LIFE
 from batch_assets.api.requests.errors import ApiError
 from batch_assets.spec.deadline import parse_seconds
 

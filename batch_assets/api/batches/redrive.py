@@ -17,9 +17,9 @@ import orjson
 
 from batch_assets.api.batches.create import MOST_PAIRS, CreateBatch
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, new_batch_id
-from batch_assets.api.records.files import LONGEST_LIFE, FileRecord, FileRecords, Purpose
-from batch_assets.api.records.states import TERMINAL, BatchStatus
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, new_batch_id
+from batch_assets.api.database.file_records import LONGEST_LIFE, FileRecord, FileRecords, Purpose
+from batch_assets.api.database.states import TERMINAL, BatchStatus
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.objects.opening import Objects, temporary_folder
 from resources.store.dataset_store import BatchFooter

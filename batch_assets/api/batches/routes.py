@@ -14,12 +14,12 @@ from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.batches.create import CreateBatch
 from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, KeyReused, new_batch_id
+from batch_assets.api.database.file_records import FileRecord, FileRecords, Purpose, UnknownCursor
+from batch_assets.api.database.service_database import Check, unchecked
+from batch_assets.api.database.states import BatchStatus
 from batch_assets.api.files.contents import count_lines
 from batch_assets.api.files.routes import listed, threads_of
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, KeyReused, new_batch_id
-from batch_assets.api.records.database import Check, unchecked
-from batch_assets.api.records.files import FileRecord, FileRecords, Purpose, UnknownCursor
-from batch_assets.api.records.states import BatchStatus
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError, not_found, store_calls
 from batch_assets.api.requests.json_body import json_body

@@ -27,7 +27,7 @@ from batch_assets.api.billing.spending import (
     write_spending,
 )
 from batch_assets.api.billing.usage import Kind, Tokens, UsageKey, Used, day_of
-from batch_assets.api.records.batches import BatchRecord
+from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.spec.deadline import parse_seconds
 from resources.store.dataset_store import BatchFooter
 

@@ -18,18 +18,18 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
-from batch_assets.api.records.amounts import (
+from batch_assets.api.database.amounts import (
     MILLION_DOLLARS,
     added_amount,
     amount_sums,
     split_amount,
     whole_amount,
 )
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.states import OPEN
-from batch_assets.api.records.tables import BATCHES
-from batch_assets.api.records.usage_tables import COUNTS as TOKENS_AND_REQUESTS
-from batch_assets.api.records.usage_tables import USAGE, USAGE_JOURNALS, USAGE_PARTS, USAGE_TASKS
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import OPEN
+from batch_assets.api.database.tables import BATCHES
+from batch_assets.api.database.usage_tables import COUNTS as TOKENS_AND_REQUESTS
+from batch_assets.api.database.usage_tables import USAGE, USAGE_JOURNALS, USAGE_PARTS, USAGE_TASKS
 
 TASK_SECONDS = 2 * 86_400  # a request lives for an hour at the most; the rest is for journals that are read late
 REST = "rest"  # of a batch: what its parts did not say

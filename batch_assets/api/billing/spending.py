@@ -19,9 +19,9 @@ import sqlalchemy as sa
 from batch_assets.api.billing.ledger import upsert
 from batch_assets.api.billing.prices import DECIMALS, TokenPrices
 from batch_assets.api.billing.usage import PICODOLLARS, Tokens
-from batch_assets.api.records.batches import Held, lock_open
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.usage_tables import BATCH_SPENDING
+from batch_assets.api.database.batch_records import Held, lock_open
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.usage_tables import BATCH_SPENDING
 
 BUDGET = "budget_usd"
 SPENT, STATE = "spent_usd", "budget_state"

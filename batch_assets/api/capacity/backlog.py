@@ -14,8 +14,8 @@ from batch_assets.api.billing.spending import Spending, parse_budget
 from batch_assets.api.billing.usage import PICODOLLARS
 from batch_assets.api.capacity.line_lengths import LineLength
 from batch_assets.api.capacity.windows import WindowWork
-from batch_assets.api.records.batches import BatchRecord
-from batch_assets.api.records.states import BatchStatus
+from batch_assets.api.database.batch_records import BatchRecord
+from batch_assets.api.database.states import BatchStatus
 from batch_assets.capacity_planning.workload_estimate import ESTIMATE_SPREAD, FIRST_SPREAD
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Basis, Workload

@@ -23,8 +23,8 @@ from batch_assets.api.capacity.backlog import Backlog, BatchBudgets, backlogs, w
 from batch_assets.api.capacity.early_speeds import at_slow_speed, is_too_late_to_measure, until_measured
 from batch_assets.api.capacity.line_lengths import LineLengths
 from batch_assets.api.capacity.windows import Demand, binding_demand, demands_of
+from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.api.execution.catalog import KEY
-from batch_assets.api.records.batches import BatchRecord
 from batch_assets.capacity_planning.capacity_question import (
     Answer,
     CapacityQuestion,

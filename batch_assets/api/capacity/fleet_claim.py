@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 from batch_assets.local_dagster.local_fleet import fleet_of
 from batch_assets.settings import fleet_database
 from gpu_runner.boot_clock import boot_seconds

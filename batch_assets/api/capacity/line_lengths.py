@@ -17,7 +17,7 @@ import orjson
 from batch_assets.api.batches.snapshot import SNAPSHOT, TASKS, batch_store
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import LIMITS
-from batch_assets.api.records.batches import BatchRecord
+from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, OUTPUT_SHARE
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS
 from resources.objects.health import is_store_trouble

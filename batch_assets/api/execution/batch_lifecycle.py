@@ -23,16 +23,10 @@ from batch_assets.api.batches.snapshot import TASKS, Checked, check_input
 from batch_assets.api.billing.batch_usage import BatchUsage, Settle
 from batch_assets.api.billing.spending import BUDGET, Spending
 from batch_assets.api.billing.usage import Tokens
-from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines.engine_supply import EngineSupply
-from batch_assets.api.execution.engines.token_counts import too_long_texts
-from batch_assets.api.execution.model_feed import Committed
-from batch_assets.api.execution.results import Results, ResultsLost, write_results
-from batch_assets.api.models import Models, known_contexts, known_models
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
-from batch_assets.api.records.database import is_records_trouble
-from batch_assets.api.records.files import FileRecord, FileRecords, content_path
-from batch_assets.api.records.states import (
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
+from batch_assets.api.database.file_records import FileRecord, FileRecords, content_path
+from batch_assets.api.database.service_database import is_records_trouble
+from batch_assets.api.database.states import (
     ACCEPT,
     COMPLETE,
     END_CANCEL,
@@ -43,6 +37,12 @@ from batch_assets.api.records.states import (
     BatchStatus,
     Transition,
 )
+from batch_assets.api.execution.batch_run import BatchRun
+from batch_assets.api.execution.engines.engine_supply import EngineSupply
+from batch_assets.api.execution.engines.token_counts import too_long_texts
+from batch_assets.api.execution.model_feed import Committed
+from batch_assets.api.execution.results import Results, ResultsLost, write_results
+from batch_assets.api.models import Models, known_contexts, known_models
 from batch_assets.api.settings import ApiLimits
 from batch_assets.api.store_threads import StoreThreads
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, Spans

@@ -15,9 +15,9 @@ from batch_assets.api.batches.snapshot import SNAPSHOT
 from batch_assets.api.billing.answer_usage import answer_usage, object_tokens
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
 from batch_assets.api.billing.usage import Tokens
+from batch_assets.api.database.batch_records import BatchRecord, Held
 from batch_assets.api.execution.storage.kept_rows import KeptRows
 from batch_assets.api.execution.storage.local_journal import Rows
-from batch_assets.api.records.batches import BatchRecord, Held
 from gpu_runner.rows import Batch, Outcome, Row, Urgency
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter

@@ -16,7 +16,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchFooter
 

@@ -17,10 +17,10 @@ import orjson
 
 from batch_assets.api.batches.snapshot import SNAPSHOT
 from batch_assets.api.billing.answer_usage import answer_usage
+from batch_assets.api.database.batch_records import BatchRecord
+from batch_assets.api.database.file_records import FileRecord, Purpose, content_path
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.storage.read_ahead import read_ahead
-from batch_assets.api.records.batches import BatchRecord
-from batch_assets.api.records.files import FileRecord, Purpose, content_path
 from batch_assets.api.requests.errors import MESSAGE_LENGTH, envelope, error_type
 from gpu_runner.rows import Outcome
 from resources.objects.opening import temporary_folder

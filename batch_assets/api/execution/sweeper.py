@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterable
 
 from batch_assets.api.batches.snapshot import batch_folder
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.file_records import FileRecords
 from batch_assets.api.execution.results import unnamed_contents
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.files import FileRecords
 from batch_assets.api.store_threads import StoreThreads
 from resources.objects.opening import Objects
 

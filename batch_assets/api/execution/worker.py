@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from batch_assets.api.batches.snapshot import TASKS
 from batch_assets.api.billing.spending import Spending
+from batch_assets.api.database.batch_records import BatchRecord, OpenBatch
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_wait import Awaited
@@ -26,7 +27,6 @@ from batch_assets.api.execution.storage.holders import gone, own_name
 from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
 from batch_assets.api.execution.sweeper import Sweeper
 from batch_assets.api.models import known_contexts
-from batch_assets.api.records.batches import BatchRecord, OpenBatch
 from batch_assets.api.telemetry.tracing import batch_span
 from gpu_runner.rows import Task
 

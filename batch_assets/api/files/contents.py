@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from batch_assets.api.database.file_records import FileRecord
 from batch_assets.api.files.upload import LineCount
-from batch_assets.api.records.files import FileRecord
 from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects
 

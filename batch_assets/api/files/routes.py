@@ -16,10 +16,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from batch_assets.api.access.enforcement import LimitedAuthenticator
-from batch_assets.api.files.contents import expiry, now, open_content, parts_of
-from batch_assets.api.files.upload import CLOSE, Upload, check_file_size, read_upload
-from batch_assets.api.records.database import unchecked
-from batch_assets.api.records.files import (
+from batch_assets.api.database.file_records import (
     LONGEST_LIFE,
     SHORTEST_LIFE,
     FileRecord,
@@ -29,6 +26,9 @@ from batch_assets.api.records.files import (
     UnknownCursor,
     new_file_id,
 )
+from batch_assets.api.database.service_database import unchecked
+from batch_assets.api.files.contents import expiry, now, open_content, parts_of
+from batch_assets.api.files.upload import CLOSE, Upload, check_file_size, read_upload
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError, not_found, store_away, store_calls
 from batch_assets.api.settings import ApiLimits, ApiSettings

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from batch_assets.api.records.files import Purpose
-from batch_assets.api.records.states import BatchStatus
+from batch_assets.api.database.file_records import Purpose
+from batch_assets.api.database.states import BatchStatus
 
 
 class Shown(BaseModel):

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from batch_assets.api.batches.create import CreateBatch
+from batch_assets.api.database.file_records import LONGEST_LIFE, SHORTEST_LIFE, Purpose
 from batch_assets.api.online.request import InferenceRequest, Redrive
 from batch_assets.api.openapi.documented_objects import (
     Answer,
@@ -30,7 +31,6 @@ from batch_assets.api.openapi.documented_objects import (
     Response,
     UsagePage,
 )
-from batch_assets.api.records.files import LONGEST_LIFE, SHORTEST_LIFE, Purpose
 
 REFERENCE = "#/components/schemas/{model}"
 Operation = tuple[str, str]  # method, path

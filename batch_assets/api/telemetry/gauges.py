@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from batch_assets.api.billing.margin import FLEET_PREFIX
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.figures import RecordFigures, record_figures
+from batch_assets.api.database.database_figures import RecordFigures, record_figures
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER, Sample
 from gpu_runner.bounded_http.tls_files import RotatingContext
 from gpu_runner.fleet_database.database import FleetDatabase

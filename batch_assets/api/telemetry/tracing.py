@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from batch_assets.api.access.request_access import Trace, parse_traceparent, trace_of
-from batch_assets.api.records.batches import BatchRecord
+from batch_assets.api.database.batch_records import BatchRecord
 from gpu_runner.client.trace_context import TRACEPARENT
 from gpu_runner.rows import Task
 

@@ -15,9 +15,9 @@ from typing import Any
 import dagster as dg
 
 from batch_assets.api.batches.redrive import BatchRedrive, Redrive, RedriveRefused
+from batch_assets.api.database.batch_records import BatchRecords
+from batch_assets.api.database.file_records import FileRecords
 from batch_assets.api.execution.catalog import KEY, PARTITIONS, part_metadata, part_of, partition_of
-from batch_assets.api.records.batches import BatchRecords
-from batch_assets.api.records.files import FileRecords
 from batch_assets.orchestration.front_door.api_records import opened_records
 from resources.objects.opening import CorruptObject, open_objects
 from resources.store.dataset_store import BatchStore

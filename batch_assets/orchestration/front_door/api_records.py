@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.settings import records_database
 
 

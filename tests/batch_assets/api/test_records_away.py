@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from support.api_service import CHAT, ApiService, api_service, line
 from support.simulated_engine import simulated_engine
 
-from batch_assets.api.records.batches import BatchRecords
-from batch_assets.api.records.database import Records, is_records_trouble
+from batch_assets.api.database.batch_records import BatchRecords
+from batch_assets.api.database.service_database import Records, is_records_trouble
 
 BATCH = {"endpoint": CHAT, "completion_window": "24h"}
 ROUTES = [

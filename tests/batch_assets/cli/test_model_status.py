@@ -11,8 +11,8 @@ import pytest
 from support.api_service import CHAT
 from support.fleet_databases import ready
 
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.service_database import Records
 from batch_assets.cli import main
 from gpu_runner.fleet_database.capacity_plan import CapacityPlan
 from gpu_runner.fleet_database.database import FleetDatabase

@@ -12,7 +12,7 @@ import pytest
 from batch_assets.api.access.api_keys import KeyRequestError
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 from batch_assets.cli.usage import show_usage
 
 TODAY = datetime.date(2027, 3, 2)

@@ -16,9 +16,9 @@ from typing import TypeVar
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
 from batch_assets.api.billing.answer_usage import object_tokens, tokens_of
 from batch_assets.api.billing.usage import Tokens
+from batch_assets.api.database.batch_records import BatchRecord, Held
 from batch_assets.api.execution.storage.local_journal import Rows
 from batch_assets.api.execution.storage.read_ahead import read_ahead
-from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.worker.part_journal import JournalWriter, PartJournal
 from gpu_runner.rows import Outcome, Task
 from resources.objects.opening import CorruptObject, Objects

@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 
 import orjson
 
+from batch_assets.api.database.home_folders import take_over
 from batch_assets.api.execution.storage.holders import gone
-from batch_assets.api.records.home_folders import take_over
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.rows import Origin, Outcome
 

@@ -9,7 +9,7 @@ import pytest
 
 from batch_assets.api.access.api_keys import KeyRequestError, checked_scopes, key_digest, looks_like_key, new_secret
 from batch_assets.api.access.key_store import KeyCache, KeyStore
-from batch_assets.api.records.database import RecordsError
+from batch_assets.api.database.service_database import RecordsError
 from batch_assets.api.requests.callers import Scope
 
 NOW = 1_800_000_000.0

@@ -12,11 +12,11 @@ from support.fleet_databases import postgres_url, sqlite_url
 from batch_assets.api.access.quotas import Quotas
 from batch_assets.api.access.rate_limits import TenantLimits, too_many
 from batch_assets.api.access.token_bucket import take
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, new_batch_id
+from batch_assets.api.database.file_records import FileRecord, FileRecords, new_file_id
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT
 from batch_assets.api.files.upload import LineCount
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, new_batch_id
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecord, FileRecords, new_file_id
-from batch_assets.api.records.states import ACCEPT
 from batch_assets.api.requests.errors import ApiError
 
 LIMITS = TenantLimits(queued_lines=5_000, open_batches=100, storage_bytes=3_000)

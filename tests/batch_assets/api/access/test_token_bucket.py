@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batch_assets.api.access.rate_limiter import BucketTable, LocalLimiter, SharedLimiter
 from batch_assets.api.access.token_bucket import Level, refilled, settle, take
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 
 
 def test_a_bucket_holds_a_minutes_worth_and_refills() -> None:

@@ -17,11 +17,11 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.prices import PriceList
 from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
 from batch_assets.api.billing.usage import Tokens, Used, day_of
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT, COMPLETE, FINALIZE
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.results import write_results
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome
 from resources.objects.opening import LocalObjects

@@ -19,7 +19,7 @@ from batch_assets.api.billing import journal as module
 from batch_assets.api.billing.journal import FOLDER, LINES_TOGETHER, UsageJournal, added_up, apply_left_behind
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 
 NOON = 1_800_000_000.0
 
@@ -267,7 +267,7 @@ from pathlib import Path
 from batch_assets.api.billing.journal import FOLDER, UsageJournal
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Used
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 folder = Path(sys.argv[1])
 ledger = lambda: UsageLedger(Records(f"sqlite:///{folder}/api.db"))
 with UsageJournal(folder / FOLDER, ledger, segment_bytes=20000) as journal:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from batch_assets.api.billing.ledger import TASK_SECONDS, LedgerTotals, UsageLedger
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
-from batch_assets.api.records.amounts import split_amount, whole_amount
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.states import ACCEPT, END_CANCEL
+from batch_assets.api.database.amounts import split_amount, whole_amount
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT, END_CANCEL
 
 DAY = datetime.date(2027, 3, 1)
 KEY = UsageKey(DAY, "acme", "interactive", "m", Kind.COMPLETIONS)

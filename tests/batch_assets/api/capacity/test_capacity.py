@@ -26,8 +26,8 @@ from batch_assets.api.billing.spending import Spending, SpendingRecords, write_s
 from batch_assets.api.capacity import capacity as module
 from batch_assets.api.capacity.backlog import BatchBudgets
 from batch_assets.api.capacity.capacity import ModelCapacity
-from batch_assets.api.records.batches import BatchRecord
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.batch_records import BatchRecord
+from batch_assets.api.database.service_database import Records
 from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet_database.connection import DATASETS, INSTANCES, LEASES
 from gpu_runner.fleet_database.database import FleetDatabase

@@ -17,7 +17,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.capacity import fleet_claim as module
 from batch_assets.api.capacity.fleet_claim import FleetClaim, FleetTaken
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.service import Service
 from batch_assets.api.settings import ApiSettings
 from gpu_runner.fleet_database.connection import FACTS

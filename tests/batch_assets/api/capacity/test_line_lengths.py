@@ -18,8 +18,8 @@ from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
 from batch_assets.api.capacity.backlog import backlogs
 from batch_assets.api.capacity.line_lengths import MOST_TOKENS, SAMPLES, LineLength, LineLengths, estimate
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import LocalObjects, StoreError
 

@@ -14,10 +14,10 @@ import pytest
 from support.api_service import CHAT
 from support.timing import PATIENCE
 
+from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.api.execution import batch_queue
 from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.records.batches import BatchRecord
 from gpu_runner.rows import Batch, Row, Urgency
 from resources.objects.opening import LocalObjects
 

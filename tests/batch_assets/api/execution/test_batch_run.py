@@ -17,9 +17,9 @@ from support.timing import PATIENCE
 
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget
+from batch_assets.api.database.batch_records import Held
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.results import write_results
-from batch_assets.api.records.batches import Held
 from resources.objects.opening import LocalObjects, StoreError
 
 

@@ -15,12 +15,12 @@ from support.open_batch import answered
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.batches.snapshot import check_input
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT, EXPIRE
 from batch_assets.api.execution import catalog
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import KEY, PARTITIONS, CatalogReports, missing, partition_of, report
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.states import ACCEPT, EXPIRE
 from batch_assets.api.settings import ApiLimits
 from resources.objects.opening import LocalObjects
 

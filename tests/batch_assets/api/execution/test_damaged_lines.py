@@ -17,13 +17,13 @@ from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
+from batch_assets.api.database.batch_records import BatchRecord
+from batch_assets.api.database.file_records import content_path
 from batch_assets.api.execution import batch_lifecycle, batch_queue
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.records.batches import BatchRecord
-from batch_assets.api.records.files import content_path
 from gpu_runner.client.protocol import Completion
 from gpu_runner.client.verbatim_client import VerbatimClient
 from resources.objects.opening import LocalObjects

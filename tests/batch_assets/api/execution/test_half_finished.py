@@ -13,9 +13,9 @@ from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, batch_store
+from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.records.batches import BatchRecord
 
 from .test_worker import site_of
 

@@ -19,6 +19,10 @@ from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import check_input
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
+from batch_assets.api.database.file_records import content_path
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT
 from batch_assets.api.execution import batch_lifecycle, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
@@ -27,10 +31,6 @@ from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.results import ResultsLost, write_results
 from batch_assets.api.execution.storage.kept_rows import GENERATIONS
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import content_path
-from batch_assets.api.records.states import ACCEPT
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch
 from resources.objects.opening import CorruptObject, LocalObjects

@@ -19,6 +19,7 @@ from support.timing import PATIENCE
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
+from batch_assets.api.database.batch_records import BatchRecord, Held
 from batch_assets.api.execution import model_feed
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines import engine_slots
@@ -32,7 +33,6 @@ from batch_assets.api.execution.engines.engine_supply import (
 )
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.storage.local_journal import LocalJournal
-from batch_assets.api.records.batches import BatchRecord, Held
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Task
 from resources.objects.opening import LocalObjects, StoreError

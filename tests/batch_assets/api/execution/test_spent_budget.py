@@ -12,8 +12,8 @@ from batch_assets.api.billing.answer_usage import object_tokens, tokens_of
 from batch_assets.api.billing.prices import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget
 from batch_assets.api.billing.usage import Tokens
+from batch_assets.api.database.batch_records import Held
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.records.batches import Held
 from resources.objects.opening import LocalObjects
 
 from .test_lost_results import FIRST, LINES, commit, key_of, run_of, torn

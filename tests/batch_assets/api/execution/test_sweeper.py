@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from batch_assets.api.batches.snapshot import batch_folder
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
+from batch_assets.api.database.file_records import FileRecord, FileRecords, content_path
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT, COMPLETE, FINALIZE, REFUSE
 from batch_assets.api.execution.results import unnamed_contents
 from batch_assets.api.execution.sweeper import Sweeper
-from batch_assets.api.records.batches import BatchRecord, BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecord, FileRecords, content_path
-from batch_assets.api.records.states import ACCEPT, COMPLETE, FINALIZE, REFUSE
 from resources.objects.opening import LocalObjects, StoreError
 
 NOW = 1_000.0

@@ -26,6 +26,11 @@ from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.prices import PriceList
 from batch_assets.api.billing.spending import SpendingRecords
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
+from batch_assets.api.database.file_records import FileRecord, FileRecords, content_path
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import ACCEPT
+from batch_assets.api.database.tables import BATCHES
 from batch_assets.api.execution import batch_lifecycle, model_feed, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
@@ -34,11 +39,6 @@ from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecord, FileRecords, content_path
-from batch_assets.api.records.states import ACCEPT
-from batch_assets.api.records.tables import BATCHES
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome, Task
 from resources.fleet.resource import GpuFleet

@@ -18,11 +18,11 @@ from support.http_server import http_server
 from support.timing import PATIENCE
 
 from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.interactive.streams.response_stream import ResponseStream
-from batch_assets.api.records.database import Records
 from batch_assets.api.settings import ApiSettings, ModelSettings
 
 RESPONSES = "/v1/responses"

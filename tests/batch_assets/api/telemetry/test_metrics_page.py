@@ -13,9 +13,9 @@ from support.api_service import settings_of
 from support.certificates import Authority
 from support.front_doors import front_door_alone
 
+from batch_assets.api.database.database_figures import RecordFigures
+from batch_assets.api.database.states import BatchStatus
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.records.figures import RecordFigures
-from batch_assets.api.records.states import BatchStatus
 from batch_assets.api.telemetry.gauges import certificate_gauges, fleet_samples, plan_samples, record_samples
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context

@@ -15,11 +15,11 @@ from support.api_service import CHAT, ApiService, api_service, jsonl, line
 from support.simulated_engine import simulated_engine
 
 from batch_assets.api.batches.redrive import REDRIVE_OF, BatchRedrive, RedriveRefused
+from batch_assets.api.database.batch_records import BatchRecords
+from batch_assets.api.database.file_records import FileRecords
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import END_CANCEL
 from batch_assets.api.execution.catalog import KEY, PARTITIONS, missing, part_of, partition_of, report
-from batch_assets.api.records.batches import BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecords
-from batch_assets.api.records.states import END_CANCEL
 from batch_assets.orchestration.front_door.api_batches import api_batches
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchStore, DatasetStore

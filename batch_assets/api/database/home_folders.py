@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 
 log = logging.getLogger(__name__)
 

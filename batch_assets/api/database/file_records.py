@@ -9,8 +9,8 @@ from typing import Literal
 
 import sqlalchemy as sa
 
-from batch_assets.api.records.database import Check, Records, unchecked
-from batch_assets.api.records.tables import BATCHES, FILES, is_id
+from batch_assets.api.database.service_database import Check, Records, unchecked
+from batch_assets.api.database.tables import BATCHES, FILES, is_id
 
 Order = Literal["asc", "desc"]
 SHORTEST_LIFE, LONGEST_LIFE = 3_600, 2_592_000  # seconds, as documented for `expires_after`

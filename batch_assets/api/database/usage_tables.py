@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from batch_assets.api.records.tables import METADATA
+from batch_assets.api.database.tables import METADATA
 
 COUNTS = ("requests", "unmetered", "input_tokens", "cached_tokens", "output_tokens", "unpriced_tokens")
 

@@ -14,11 +14,11 @@ from batch_assets.api.billing import journal
 from batch_assets.api.billing.journal import UsageJournal, apply_left_behind
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Used
+from batch_assets.api.database.home_folders import NOTE, own_folder
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.execution.storage import local_journal
 from batch_assets.api.execution.storage.holders import began, own_name
 from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.home_folders import NOTE, own_folder
 from gpu_runner.rows import Origin, Outcome
 
 DEAD = own_name().replace(f"/{began(os.getpid())}/", "/1/")  # of a process that is no more

@@ -15,11 +15,10 @@ import pytest
 import sqlalchemy as sa
 from support.fleet_databases import postgres_url, sqlite_url
 
-from batch_assets.api.execution.storage.holders import began, gone, own_name
-from batch_assets.api.records.batches import BatchRecord, BatchRecords, Held, KeyReused, OpenBatch, new_batch_id
-from batch_assets.api.records.database import Records, RecordsError
-from batch_assets.api.records.files import FileRecord, FileRecords, UnknownCursor
-from batch_assets.api.records.states import (
+from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held, KeyReused, OpenBatch, new_batch_id
+from batch_assets.api.database.file_records import FileRecord, FileRecords, UnknownCursor
+from batch_assets.api.database.service_database import Records, RecordsError
+from batch_assets.api.database.states import (
     ACCEPT,
     COMPLETE,
     END_CANCEL,
@@ -30,7 +29,8 @@ from batch_assets.api.records.states import (
     TRANSITIONS,
     BatchStatus,
 )
-from batch_assets.api.records.tables import BATCHES
+from batch_assets.api.database.tables import BATCHES
+from batch_assets.api.execution.storage.holders import began, gone, own_name
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -18,18 +18,18 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from support.timing import PATIENCE
 
-import batch_assets.api.records.usage_tables  # noqa: F401  # puts its tables onto METADATA
+import batch_assets.api.database.usage_tables  # noqa: F401  # puts its tables onto METADATA
 from batch_assets.api.access.api_keys import new_secret
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.access.rate_limiter import BucketTable
 from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
-from batch_assets.api.records.batches import BatchRecords
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.files import FileRecords
-from batch_assets.api.records.migrations import HEAD, VERSION_TABLE, RecordsTooNew, upgrade, version_of
-from batch_assets.api.records.states import BatchStatus
-from batch_assets.api.records.tables import METADATA
+from batch_assets.api.database.batch_records import BatchRecords
+from batch_assets.api.database.file_records import FileRecords
+from batch_assets.api.database.migrations import HEAD, VERSION_TABLE, RecordsTooNew, upgrade, version_of
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import BatchStatus
+from batch_assets.api.database.tables import METADATA
 
 DUMP = Path(__file__).parents[3] / "fixtures" / "api_database_before_versions.sql"
 NOW = 1_790_000_020.0
@@ -178,7 +178,7 @@ def test_amounts_of_the_version_before_are_kept_and_go_on(url: str) -> None:
 # Waits for its turn to begin, so that all processes open the database at the same moment.
 OPEN = """
 import sys
-from batch_assets.api.records.database import Records
+from batch_assets.api.database.service_database import Records
 print("ready", flush=True)
 sys.stdin.readline()
 records = Records(sys.argv[1])

@@ -1,6 +1,6 @@
 """Versions of the service's tables, by Alembic. Each process that opens the database brings it to `HEAD` first.
 
-A change of `batch_assets.api.records.tables` needs a further file in `versions/`, which may only add to what is there
+A change of `batch_assets.api.database.tables` needs a further file in `versions/`, which may only add to what is there
 (replicas of the version before may still be running), and `HEAD` names it. A test compares what the files make with the
 tables.
 """

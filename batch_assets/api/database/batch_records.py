@@ -11,11 +11,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from batch_assets.api.records.database import Check, Records, unchecked
-from batch_assets.api.records.files import FileRecord, UnknownCursor, add_file
-from batch_assets.api.records.states import CANCEL, OPEN, TERMINAL, UNDER_WAY, BatchStatus, Transition
-from batch_assets.api.records.tables import BATCHES, FILES, is_id
-from batch_assets.api.records.usage_tables import USAGE_PARTS
+from batch_assets.api.database.file_records import FileRecord, UnknownCursor, add_file
+from batch_assets.api.database.service_database import Check, Records, unchecked
+from batch_assets.api.database.states import CANCEL, OPEN, TERMINAL, UNDER_WAY, BatchStatus, Transition
+from batch_assets.api.database.tables import BATCHES, FILES, is_id
+from batch_assets.api.database.usage_tables import USAGE_PARTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
-from batch_assets.api.records.migrations import HEAD, upgrade, version_of
-from batch_assets.api.records.tables import IDENTITY
+from batch_assets.api.database.migrations import HEAD, upgrade, version_of
+from batch_assets.api.database.tables import IDENTITY
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.sqlite_files import sqlite_engine
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from batch_assets.api.records.database import Records
-from batch_assets.api.records.states import OPEN, BatchStatus
-from batch_assets.api.records.tables import BATCHES, FILES
-from batch_assets.api.records.usage_tables import USAGE
+from batch_assets.api.database.service_database import Records
+from batch_assets.api.database.states import OPEN, BatchStatus
+from batch_assets.api.database.tables import BATCHES, FILES
+from batch_assets.api.database.usage_tables import USAGE
 
 UNKNOWN_MODEL = ""  # of a batch that is not validated yet
 

@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 from support.fleet_databases import postgres_url
 
-from batch_assets.api.records import database
-from batch_assets.api.records.database import Records, is_records_trouble
+from batch_assets.api.database import service_database
+from batch_assets.api.database.service_database import Records, is_records_trouble
 from gpu_runner import bounded_postgres
 from gpu_runner.bounded_postgres import BoundedConnection, CallDeadlines
 
@@ -35,14 +35,14 @@ def test_a_statement_that_waits_for_a_lock_ends(postgres: str, monkeypatch: pyte
 
 def test_a_change_of_the_tables_has_no_time_out(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    upgrade = database.upgrade
+    upgrade = service_database.upgrade
 
     def upgraded(connection: sa.Connection) -> None:
         said.append(str(connection.scalar(sa.text("SHOW statement_timeout"))))
         assert not isinstance(connection.connection.driver_connection, BoundedConnection)
         upgrade(connection)
 
-    monkeypatch.setattr(database, "upgrade", upgraded)
+    monkeypatch.setattr(service_database, "upgrade", upgraded)
     Records(postgres).close()
     assert said == ["0"]
 
