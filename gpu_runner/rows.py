@@ -29,6 +29,7 @@ class Generation:
 
     `sampling` holds OpenAI request fields (temperature, max_tokens, seed, …) passed on as they are.
     `structured_outputs`: one of vLLM's `choice`, `regex` and `grammar`, by its name; None beside a JSON schema.
+    `engine`: of the arguments that the engine is started with those that change answers, as they were written.
     """
 
     task: Task
@@ -37,6 +38,7 @@ class Generation:
     json_schema: Mapping[str, Any] | None = None
     repair_tries: int = 1
     structured_outputs: Mapping[str, Any] | None = None
+    engine: Mapping[str, Any] | None = None
 
     def stated(self) -> dict[str, Any]:
         """The fields as a snapshot holds them: one that came later is left out where it says nothing, so that a
@@ -205,6 +207,8 @@ def row_key(generation: Generation, prompt: Any) -> str:
     }
     if generation.structured_outputs is not None:
         request["structured_outputs"] = dict(generation.structured_outputs)
+    if generation.engine:
+        request["engine"] = dict(generation.engine)
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

@@ -3,4 +3,4 @@
 May import `gpu_runner`, never `batch_assets`.
 """
 
-__all__ = ["alerts", "endpoints", "yaml_errors", "yaml_files"]
+__all__ = ["alerts", "endpoints", "engine_options", "yaml_errors", "yaml_files"]

@@ -16,6 +16,7 @@ from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.controller import Command, ControllerState, decide
 from gpu_runner.planner.types import ControlTiming, Plan
+from resources.engine_options import PLAIN, EngineOptions
 
 Answer = tuple[Command, ControllerState, Plan]
 
@@ -40,6 +41,7 @@ class CapacityQuestion:
     timing: ControlTiming
     most: int | None = None
     endpoint: str | None = None
+    options: EngineOptions = PLAIN
     detail: bool = True
 
 
@@ -73,6 +75,7 @@ def decision_of(fleet_db: FleetDatabase, around: FleetView, question: CapacityQu
         dataset=question.dataset,
         model=question.model,
         endpoint=question.endpoint,
+        options=question.options,
         units=question.units,
         rents=bool(asked.held) or any(one.row_usd is None for one in asked.options),
     )

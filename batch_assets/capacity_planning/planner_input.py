@@ -26,6 +26,7 @@ from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.config import ENDPOINT_VARIABLE, EngineConfig
 from resources.fleet.hosted_engines import (
     ASSUMED_SPEED,
@@ -38,6 +39,7 @@ from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import beliefs, held, options
 from resources.fleet.resource import FleetConfig, GpuFleet
 from resources.pricing.market import Market, OfferSnapshot
+from resources.pricing.model_catalog import DeclaredModel
 
 
 class Planned(Protocol):
@@ -51,6 +53,9 @@ class Planned(Protocol):
     def task(self) -> Task: ...
     @property
     def hardware(self) -> HardwareSpec: ...
+    @property
+    def engine(self) -> EngineOptions: ...
+    def declared(self, model: str) -> DeclaredModel | None: ...
 
 
 class Markets:
@@ -124,7 +129,7 @@ class FleetView:
             measurements=self.measurements if measured else (),
             longest=work.longest,
             max_model_len=spec.hardware.max_model_len,
-            declared=spec.hardware.declared(spec.model),
+            declared=spec.declared(spec.model),
             stock=stock,
             **({} if stock else {"accept": spec.hardware.accept()}),
         )
@@ -193,13 +198,14 @@ def with_hosted_engines(
     *,
     model: str,
     endpoint: str | None,
+    options: EngineOptions = PLAIN,
 ) -> PlannerInput:
     """The planner's input with engines that are paid by the token.
 
     They are taken before anything is rented, so they alone are planned for, unless time presses. With an `endpoint`
     nothing else ever serves: whatever else is offered counts for nothing.
     """
-    hosted = hosted_options(hosted_engines(config, model, endpoint), work, speeds)
+    hosted = hosted_options(hosted_engines(config, model, endpoint, options), work, speeds)
     rents = bool(asked.options or asked.held)
     if endpoint or (hosted and not (rents and time_presses(asked.target))):
         return replace(asked, options=hosted, held=(), measured=True)
@@ -286,7 +292,7 @@ def propose(
     wanted = wanted_of(spec, tags, request, spend, around.config.max_instances, fleet_db.now())
     wanted = with_idle_tail(around.config, wanted, timing)
     endpoint = tags.get(ENDPOINT_TAG) or os.environ.get(ENDPOINT_VARIABLE)
-    hosted = hosted_engines(around.config, spec.model, endpoint)
+    hosted = hosted_engines(around.config, spec.model, endpoint, spec.engine)
     asked = build_input(
         around,
         spec,
@@ -299,9 +305,15 @@ def propose(
     )
     if hosted:
         asked = with_hosted_engines(
-            asked, around.config, work, fleet_db.engine_speeds(), model=spec.model, endpoint=endpoint
+            asked,
+            around.config,
+            work,
+            fleet_db.engine_speeds(),
+            model=spec.model,
+            endpoint=endpoint,
+            options=spec.engine,
         )
-    elif standing := unpriced_engines(around.config, spec.model, endpoint):
+    elif standing := unpriced_engines(around.config, spec.model, endpoint, spec.engine):
         asked, work = with_unpriced_engines(asked, standing, work, endpoint)
     if not asked.held:  # as `gpu_runner.planner.controller.decide` begins
         wanted = replace(wanted, reserve_seconds=timing.reserve)

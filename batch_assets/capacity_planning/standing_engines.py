@@ -8,6 +8,7 @@ from batch_assets.capacity_planning.planner_input import time_presses
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import Target
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.resource import FleetConfig, FleetConfigError
 
 
@@ -20,6 +21,7 @@ def with_standing_engines(
     dataset: str,
     model: str,
     endpoint: str | None,
+    options: EngineOptions = PLAIN,
     units: int,
     rents: bool,
 ) -> Command:
@@ -29,7 +31,7 @@ def with_standing_engines(
     `rents`: there is something to rent, or something is held.
     """
     try:
-        engines = config.engines_for(model, endpoint)
+        engines = config.engines_for(model, endpoint, options)
     except FleetConfigError:
         engines = ()
     if not engines or command.pause:

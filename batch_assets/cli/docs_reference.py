@@ -72,6 +72,8 @@ _ENGINE = {
     "requests_per_minute": "`endpoint` only: requests in any minute, spread evenly. Rows wait before they are sent.",
     "tokens_per_minute": "`endpoint` only: tokens of prompts and answers. What a row takes is guessed from the rows "
     "before it, and corrected at its answer.",
+    "engine": "`endpoint` only: what it was started with, keys as of [`engine`](datasets.md#arguments-of-the-engine) "
+    "of a dataset.",
     "speed": "`simulated` only: how much faster than the modelled GPU.",
     "arguments": "`simulated` and `llama_cpp`: further arguments of `python -m gpu_runner.simulator`, or of "
     "`python -m gpu_runner.providers.llama_cpp_server`.",

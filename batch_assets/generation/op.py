@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
+from pydantic import ValidationError
 
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
@@ -34,6 +35,8 @@ from gpu_runner.fleet_database.wait_reason import WaitKind, WaitReason
 from gpu_runner.offers.offer import Objective
 from gpu_runner.offers.workload import Workload
 from gpu_runner.request_limits import NO_LIMITS
+from gpu_runner.rows import Generation
+from resources.engine_options import EngineOptions
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
 from resources.fleet.simulation import is_simulation
 from resources.objects.health import Probe, StoreAway, StoreHealth
@@ -131,7 +134,7 @@ def _generate_range(
                 fence=lambda: _may_write(fleet_db, heartbeat),
                 claims=claims,
                 reuse=spec.reuse,
-                simulated=_is_simulation(context, fleet, manifest),
+                simulated=_is_simulation(context, spec, fleet, manifest),
                 neighbours=_neighbours(catalog, store.entries(manifest.snapshot), known),
             )
             running.append(run)
@@ -161,11 +164,14 @@ def _planned(
             raise dg.Failure(str(error), allow_retries=False) from None
 
 
-def _is_simulation(context: dg.AssetExecutionContext, fleet: GpuFleet, manifest: SnapshotManifest) -> bool | None:
+def _is_simulation(
+    context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, fleet: GpuFleet, manifest: SnapshotManifest
+) -> bool | None:
     """Whether the rows will be a simulator's; None where there is no engine to be had, which is said later."""
     generation = manifest.settings()
+    options = _engine_options(spec, generation)
     try:
-        return is_simulation(fleet.config(), generation.model, generation.task, _endpoint(context))
+        return is_simulation(fleet.config(), generation.model, generation.task, _endpoint(context), options)
     except FleetConfigError:
         return None
 
@@ -284,11 +290,25 @@ def _requirement(
         accept=hardware.accept(),
         objective=objective,
         max_model_len=hardware.max_model_len,
-        declared=hardware.declared(run.generation.model),
+        declared=spec.declared(run.generation.model),
+        engine=_engine_options(spec, run.generation),
         simulate=simulates(context.run.tags),
         limits=endpoint_limits(context.run.tags) if _endpoint(context) else NO_LIMITS,
         work=Remembered(lambda: _work(context, run, work), WORK_SECONDS),
     )
+
+
+def _engine_options(spec: GeneratedDatasetSpec, generation: Generation) -> EngineOptions:
+    """The engine's arguments: those that change answers are the snapshot's, as its row keys are."""
+    try:
+        return spec.engine.with_identity(generation.engine or {})
+    except ValidationError as error:
+        keys = ", ".join(str(one["loc"][0]) for one in error.errors(include_url=False) if one["loc"])
+        raise dg.Failure(
+            f"engine: expected arguments that this version knows in the snapshot, found others ({keys}). "
+            "Start a refresh, or run the version that made the snapshot.",
+            allow_retries=False,
+        ) from None
 
 
 def _work(context: dg.AssetExecutionContext, run: RangeRun, look: Callable[[], Workload]) -> Workload:

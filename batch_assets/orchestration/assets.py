@@ -142,7 +142,7 @@ def read_source(
     self_test(store.objects)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:
         if endpoint := context.run.tags.get(ENDPOINT_TAG):
-            fleet.config().engines_for(spec.model, endpoint)  # refused here, before anything is begun
+            fleet.config().engines_for(spec.model, endpoint, spec.engine)  # refused here, before anything is begun
         if REFRESH_TAG in context.run.tags:
             trial_rows(context.run.tags)  # refused here, before anything is begun
             endpoint_limits(context.run.tags)
@@ -179,7 +179,7 @@ def settle_engine(
         context.instance,
         store,
         manifest.snapshot,
-        lambda: is_simulation(config, spec.model, spec.task, endpoint),
+        lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine),
         regenerates=again is not None,
     )
     if said:

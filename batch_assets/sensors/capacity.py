@@ -209,6 +209,7 @@ def _answer(
     capacity = CapacityQuestion(
         dataset=spec.name,
         model=spec.model,
+        options=spec.engine,
         asked=asked,
         target=target,
         work=found.work,
@@ -251,7 +252,9 @@ def _asked(
         taken=taken,
     )
     speeds = fleet_db.engine_speeds()
-    return with_hosted_engines(asked, around.config, found.work, speeds, model=spec.model, endpoint=endpoint)
+    return with_hosted_engines(
+        asked, around.config, found.work, speeds, model=spec.model, endpoint=endpoint, options=spec.engine
+    )
 
 
 def _wanted(question: Open, share: int, spent_usd: float) -> Target:

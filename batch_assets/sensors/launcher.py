@@ -264,6 +264,6 @@ def _engines(spec: GeneratedDatasetSpec, asked_by: dg.DagsterRun, fleet: GpuFlee
         config = fleet.config()
         if config.rented or config.simulated is not None:
             return None
-        return len(config.engines_for(spec.model, None))
+        return len(config.engines_for(spec.model, None, spec.engine))
     except FleetConfigError:
         return None

@@ -108,6 +108,7 @@ class RowKeys:
 
     def __init__(self, generation: Generation) -> None:
         before = {"json_schema": generation.json_schema, "model": generation.model}
+        before |= {"engine": dict(generation.engine)} if generation.engine else {}
         after: dict[str, Any] = {"sampling": dict(generation.sampling), "task": generation.task}
         if generation.structured_outputs is not None:
             after["structured_outputs"] = dict(generation.structured_outputs)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -40,8 +41,11 @@ from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.source import SourceSpec
 from batch_assets.templates.prompt_template import Template, single_braces
+from gpu_runner.models.facts import AS_IT_IS
 from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
+from resources.engine_options import PLAIN, EngineOptions
+from resources.pricing.model_catalog import DeclaredModel
 from resources.store.outcome_columns import OUTCOME_COLUMNS
 from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX
 
@@ -215,6 +219,9 @@ class GeneratedDatasetSpec(Strict):
     prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
     model: Model = Field(description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
     sampling: SamplingSpec = Field(default=SamplingSpec(), description="Temperature, max_tokens and so on.")
+    engine: EngineOptions = Field(
+        default=PLAIN, description="Arguments of the engine that the rows need. Default: as the engine is started."
+    )
     output: OutputSpec = Field(default=OutputSpec(), description="Structure of the outputs.")
     id: Column | None = Field(
         default=None,
@@ -312,13 +319,28 @@ class GeneratedDatasetSpec(Strict):
         sampling = self.sampling
         return self.task == "embedding" or sampling.temperature == 0 or sampling.seed is not None
 
+    def declared(self, model: str) -> DeclaredModel | None:
+        """What is stated of the model, whose name a run may set: its facts, and how it is served."""
+        stated, served = self.hardware.declared(model), self.engine.served
+        if served == AS_IT_IS:
+            return stated
+        return DeclaredModel(None, served=served) if stated is None else replace(stated, served=served)
+
     def generation(self) -> Generation:
         """What all rows share: everything of a request except the prompt itself."""
         sampling = self.sampling.request()
         if self.task != "embedding" and not self.sampling.limits_tokens:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
         output = self.output
-        return Generation(self.task, self.model, sampling, output.json_schema, output.repair_tries, output.structured())
+        return Generation(
+            self.task,
+            self.model,
+            sampling,
+            output.json_schema,
+            output.repair_tries,
+            output.structured(),
+            self.engine.identity() or None,
+        )
 
 
 def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:

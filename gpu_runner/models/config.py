@@ -81,7 +81,10 @@ class VisionTower:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes of a model. `checkpoint_bytes` is the safetensors index's total_size, None without an index."""
+    """Shapes of a model. `checkpoint_bytes` is the safetensors index's total_size, None without an index.
+
+    `full_precision`: it is served in float32, which vLLM does only where it is told to.
+    """
 
     where: str
     architecture: str
@@ -98,6 +101,7 @@ class ModelConfig:
     quantization: Quantization | None
     vision: VisionTower | None
     checkpoint_bytes: int | None
+    full_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.quantization import online_quantization
 from gpu_runner.models.sizing import (
     Serving,
     catalog_gpu,
@@ -39,13 +40,28 @@ _FP8 = ("fp8", "fbgemm_fp8", "modelopt")
 _SLOTS = 256  # vLLM's max_num_seqs on a card without a datasheet here
 _BLOCK = 16
 _ASSUMED = Assumptions()
+_PLAIN = Serving()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAs:
+    """Arguments of `vllm serve` that change what a model needs; None: as vLLM decides."""
+
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    dtype: str | None = None
+    max_num_seqs: int | None = None
+
+
+AS_IT_IS = ServedAs()
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model's shapes (`config`) or its declared facts. `context`: most tokens of a row, None if not known.
 
-    `where`: the file, address or key that says it; for an assumed model, why nothing better is known.
+    `where`: the file, address or key that says it; for an assumed model, why nothing better is known. `kv_fp8`: its KV
+    cache is served in FP8. `max_num_seqs`: most rows at once of one copy, None: as vLLM has it on the card.
     """
 
     name: str
@@ -54,13 +70,20 @@ class KnownModel:
     config: ModelConfig | None
     declared: ModelFacts | None = None
     context: int | None = None
+    kv_fp8: bool = False
+    max_num_seqs: int | None = None
+
+    @property
+    def serving(self) -> Serving:
+        """How one GPU serves it, before it is known how many there are."""
+        return Serving(kv_dtype="fp8" if self.kv_fp8 else "auto")
 
     def facts(self, tokens: float) -> ModelFacts:
         """Facts for rows of `tokens` tokens on average: with sliding windows a long row needs less KV per token."""
         if self.config is None:
             assert self.declared is not None
             return self.declared
-        return facts_of(self.name, self.config, tokens)
+        return facts_of(self.name, self.config, tokens, self.serving)
 
 
 def of_config(name: str, config: ModelConfig, knowledge: Knowledge, where: str) -> KnownModel:
@@ -73,12 +96,37 @@ def of_declared(facts: ModelFacts, where: str, context: int | None = None) -> Kn
     return KnownModel(facts.model, "declared", where, None, facts, context)
 
 
-def facts_of(name: str, config: ModelConfig, tokens: float) -> ModelFacts:
+def served_as(model: KnownModel, how: ServedAs) -> KnownModel:
+    """The model as it is served with these arguments. Facts that somebody declared are facts: only slots change them.
+
+    Weights that are quantized already stay as they are: vLLM's argument then only names the kernel.
+    """
+    if how == AS_IT_IS:
+        return model
+    config, kv_fp8 = model.config, (how.kv_cache_dtype or "").startswith("fp8")
+    if config is not None:
+        config = _in_dtype(config, how.dtype)
+        if config.quantization is None and (scheme := online_quantization(how.quantization)) is not None:
+            config = replace(config, quantization=scheme, checkpoint_bytes=None)
+    return replace(model, config=config, kv_fp8=kv_fp8, max_num_seqs=how.max_num_seqs)
+
+
+def _in_dtype(config: ModelConfig, dtype: str | None) -> ModelConfig:
+    """The shapes in another dtype; bytes are then computed from them."""
+    if dtype in ("float", "float32"):
+        return replace(config, dtype="float32", full_precision=True, checkpoint_bytes=None)
+    if dtype in ("half", "float16"):
+        plain = config.dtype == "float32" and config.quantization is None
+        return replace(config, dtype="float16", checkpoint_bytes=None if plain else config.checkpoint_bytes)
+    return config
+
+
+def facts_of(name: str, config: ModelConfig, tokens: float, serving: Serving = _PLAIN) -> ModelFacts:
     """Facts of a model for rows of `tokens` tokens on average."""
-    per_token = float(kv_bytes_per_token(config))
+    per_token = float(kv_bytes_per_token(config, serving))
     if any(layer.window is not None for layer in config.layers):
         whole = max(1, math.ceil(tokens))
-        per_token = min(per_token, kv_bytes_per_sequence(config, whole) / whole)
+        per_token = min(per_token, kv_bytes_per_sequence(config, whole, serving) / whole)
     scheme = config.quantization
     return ModelFacts(
         model=name,
@@ -136,7 +184,7 @@ def place(
     """
     if model.config is not None and model.config.dtype == "bfloat16" and gpu in WITHOUT_BFLOAT16:
         return NoSpeed(f"{gpu} has no bfloat16, in which {model.name} is served", permanent=True)
-    card = _Card(gpu, memory_gib)
+    card = _Card(gpu, memory_gib, model.max_num_seqs)
     row = min(max_model_len or max(longest, math.ceil(mix.tokens)), model.context or 1 << 40)
     facts = model.facts(mix.tokens)
     sizes = [size for size in facts.tensor_parallel if size <= gpus]
@@ -156,9 +204,12 @@ def place(
 class _Card:
     gpu: str
     memory_gib: float
+    stated_slots: int | None = None
 
     @property
     def slots(self) -> int:
+        if self.stated_slots is not None:
+            return self.stated_slots
         sheet = find_sheet(self.gpu, self.memory_gib)
         return default_slots(sheet, self.memory_gib) if sheet else _SLOTS
 
@@ -166,7 +217,7 @@ class _Card:
 def _rows_that_fit(model: KnownModel, facts: ModelFacts, card: _Card, size: int, tokens: int) -> int:
     """Rows of `tokens` tokens that the KV cache of one copy holds at once."""
     if model.config is not None:
-        serving = Serving(tensor_parallel=size, max_num_seqs=card.slots)
+        serving = replace(model.serving, tensor_parallel=size, max_num_seqs=card.slots)
         return sequences_that_fit(model.config, catalog_gpu(card.gpu, card.memory_gib), tokens, serving)
     room = size * (card.memory_gib * _ASSUMED.memory - _ASSUMED.reserve_gib) * GIB - facts.weight_bytes
     if room < 0:
@@ -177,7 +228,7 @@ def _rows_that_fit(model: KnownModel, facts: ModelFacts, card: _Card, size: int,
 def _too_large(model: KnownModel, facts: ModelFacts, card: _Card, size: int, tokens: int) -> str:
     """`Qwen3-8B does not fit: …`"""
     if model.config is not None:
-        serving = Serving(tensor_parallel=size, max_num_seqs=card.slots)
+        serving = replace(model.serving, tensor_parallel=size, max_num_seqs=card.slots)
         needed = gpu_memory_needed(model.config, 1, tokens, serving) / GIB
     else:
         whole = facts.weight_bytes + facts.kv_bytes_per_token * tokens

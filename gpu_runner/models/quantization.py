@@ -55,6 +55,24 @@ class Quantization:
         return not any(_names(entry, module) for entry in self.skipped)
 
 
+def online_quantization(method: str | None) -> Quantization | None:
+    """What vLLM makes of weights that are not quantized when it is started with this `--quantization`; None: nothing,
+    or what has no formula here.
+    """
+    if method in ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"):
+        block = 128 if method == "fp8_per_block" else None
+        return Quantization("fp8", 8, 4, block, 1 if method == "fp8_per_channel" else block)
+    if method in ("int8_per_channel_weight_only", "experts_int8"):
+        return Quantization(method, 8, 4, None, 1, only_experts=method == "experts_int8")
+    if method == "mxfp8":
+        return Quantization(method, 8, 1, 32, 1)
+    if method == "nvfp4_per_token":
+        return Quantization(method, 4, 1, 16, 1)
+    if method == "bitsandbytes":  # NF4, an fp32 scale for each 64 weights
+        return Quantization(method, 4, 4, 64, 1)
+    return None
+
+
 def read_quantization(stated: Mapping[str, Any], where: str) -> Quantization:
     """Quantization from a `quantization_config`; raises UnknownQuantization for one without a formula."""
     where = f"{where} quantization_config"

@@ -102,7 +102,7 @@ def _matrix_bytes(model: ModelConfig, matrix: Matrix) -> int:
 
 def served_bytes(model: ModelConfig) -> int:
     """Bytes of one number that is not quantized, in the dtype that vLLM serves."""
-    return min(2, DTYPE_BYTES[model.dtype])
+    return 4 if model.full_precision else min(2, DTYPE_BYTES[model.dtype])
 
 
 def _absorbed(model: ModelConfig, tensor_parallel: int) -> int:

@@ -26,6 +26,11 @@ from gpu_runner.simulator.text import Lengths
 
 # After SIGTERM: time for the answers that tell waiting clients.
 GOODBYE_SECONDS = 0.1
+# Options of vLLM that are taken, so that one command line starts either, and that change nothing here.
+WITHOUT_EFFECT = (
+    *("--reasoning-parser", "--tool-call-parser", "--quantization", "--kv-cache-dtype", "--dtype", "--tokenizer"),
+    *("--chat-template", "--speculative-config", "--limit-mm-per-prompt"),
+)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -57,6 +62,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--event-loop", choices=("asyncio", "uvloop"), default="asyncio", help="uvloop, where it is installed: less CPU"
     )
+    for option in WITHOUT_EFFECT:
+        add(option, help="taken as vLLM's option of this name, without effect")
+    add("--enable-auto-tool-choice", action="store_true", help="as vLLM's, without effect")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="as vLLM's, without effect")
     add("--exit-with-parent", action="store_true", help="exit when standard input ends")
     args = parser.parse_args(argv)
     if args.speed <= 0:

@@ -206,7 +206,7 @@ class FleetClient:
 
     def _standing(self, need: Requirement, limit: int, note: Say, pause: Pause) -> LeasedEngine | RunActivity:
         """The first that is free and that the budget pays for. Raises BudgetReached when it pays for none of them."""
-        engines = self.config.engines_for(need.model, need.endpoint)
+        engines = self.config.engines_for(need.model, need.endpoint, need.engine)
         asked_at = self.heartbeat.now()
         refused: dict[str, BudgetReached] = {}
         for engine in engines:

@@ -26,10 +26,11 @@ from gpu_runner.request_limits import REQUEST_SECONDS, RequestLimits
 from gpu_runner.token_price import TokenPrice
 from resources import endpoints
 from resources.alerts import AlertConfig
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.engine_tls import EngineTls, tls_of_environment
 from resources.pricing.sources import PricingConfig
 from resources.pricing.token_prices import TokenPriceConfig
-from resources.yaml_errors import problem_of
+from resources.yaml_errors import problem_of, show
 from resources.yaml_files import Document, YamlProblem, line_of, load_documents, read_text
 
 ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
@@ -94,6 +95,9 @@ class EngineConfig(BaseModel):
     usd_per_million_tokens: TokenPriceConfig | None = Field(
         default=None, description="endpoint only: what a hosted API asks, one number or {input: , output: }"
     )
+    engine: EngineOptions = Field(
+        default=PLAIN, description="endpoint only: what it was started with, as `engine` of a dataset says it"
+    )
     region: str = Field(default="", max_length=63, description="where it is; see BATCH_ASSETS_REGION")
     provider: str = "local"
     instance_type: str = "local"
@@ -133,6 +137,14 @@ class EngineConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _only_an_endpoint_is_described(self) -> EngineConfig:
+        if self.engine.written() and self.kind != "endpoint":
+            raise _WholeProblem(
+                "engine: expected for kind endpoint only; another one is started as each dataset needs it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tls_needs_https(self) -> EngineConfig:
         if self.tls is not None and not (self.url or "").startswith("https://"):
             raise _WholeProblem("tls: expected for kind endpoint with a url of https://, and for no other")
@@ -162,6 +174,12 @@ class EngineConfig(BaseModel):
     def simulated(self) -> bool:
         """Whether it is known to be a simulator. Of an `endpoint`, only its answers tell."""
         return self.kind == "simulated" or (self.kind == "process" and SIMULATOR in self.command)
+
+    def lacks(self, options: EngineOptions) -> list[str]:
+        """Keys of `options` that change answers and that it does not have. One that is started for a run has all of
+        them, but for llama.cpp, which takes none.
+        """
+        return [] if self.kind in ("process", "simulated") else options.missing(self.engine)
 
     @property
     def slots(self) -> int | None:
@@ -316,14 +334,18 @@ class FleetConfig(BaseModel):
             "fleet.yaml"
         )
 
-    def engines_for(self, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
-        """Engines that may serve the model, or the one at this address. Raises FleetConfigError.
+    def engines_for(self, model: str, endpoint: str | None, options: EngineOptions = PLAIN) -> Sequence[EngineConfig]:
+        """Engines that may serve the model, started with `options`, or the one at this address. Raises
+        FleetConfigError.
 
         The address comes from a tag, which whoever reaches Dagster may write: it only chooses among those that the
         environment, fleet.yaml or a command line on this home has named. A key goes to the address it was given for.
         """
         if endpoint:
-            return [self._engine_at(endpoint)]
+            named = self._engine_at(endpoint)
+            if named.engine.written() and (lacking := named.lacks(options)):
+                raise FleetConfigError(_not_started_so(model, [named], options, lacking))
+            return [named]
         fitting = self._fitting(model)
         if not self.may_serve(model):
             raise FleetConfigError(
@@ -331,7 +353,11 @@ class FleetConfig(BaseModel):
                 f"{', '.join(sorted({model for engine in self.engines for model in engine.models}))}"
             )
         really = self.serves_really(model)
-        return [engine for engine in fitting if not (really and engine.simulated)]
+        fitting = [engine for engine in fitting if not (really and engine.simulated)]
+        started_so = [engine for engine in fitting if not engine.lacks(options)]
+        if fitting and not started_so and not self.rented and self.simulated is None:
+            raise FleetConfigError(_not_started_so(model, fitting, options, fitting[0].lacks(options)))
+        return started_so
 
     def _engine_at(self, endpoint: str) -> EngineConfig:
         try:
@@ -391,6 +417,17 @@ class FleetConfig(BaseModel):
             raise FleetConfigError(f"{path}: {error}") from None
         except OSError as error:
             raise FleetConfigError(f"{path}: expected a readable file, found: {error.strerror}") from None
+
+
+def _not_started_so(model: str, engines: Sequence[EngineConfig], options: EngineOptions, lacking: Sequence[str]) -> str:
+    """Why none of the engines is taken, and what to write."""
+    wanted = {name: value for name, value in options.identity().items() if name in lacking}
+    names = ", ".join(engine.name for engine in engines)
+    return (
+        f"no engine for {model} as the dataset needs it: expected one started with {show(wanted)}, found {names} "
+        "without. Where it was started so, say it in fleet.yaml: `engine:` of that entry, the same keys as of the "
+        "dataset; else start it so, or name a provider that rents"
+    )
 
 
 def _plays(provider: RentedConfig) -> bool:

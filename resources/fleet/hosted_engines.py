@@ -10,6 +10,7 @@ from gpu_runner.offers.offer import HOUR, Offer, RankedOffer
 from gpu_runner.offers.speed import Speed
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.types import PlannedOffer
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
 
 ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
@@ -17,23 +18,27 @@ ASSUMED_SPREAD = 0.5  # relative standard deviation of that speed, as of any tha
 SOURCE = "fleet.yaml"
 
 
-def hosted_engines(config: FleetConfig, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
+def hosted_engines(
+    config: FleetConfig, model: str, endpoint: str | None, options: EngineOptions = PLAIN
+) -> Sequence[EngineConfig]:
     """Those that would serve the model, or the one at `endpoint`. None where one of them is not paid by the token: what
     runs take first is not known to cost anything.
     """
     try:
-        engines = config.engines_for(model, endpoint)
+        engines = config.engines_for(model, endpoint, options)
     except FleetConfigError:
         return ()
     return engines if all(engine.token_price is not None for engine in engines) else ()
 
 
-def unpriced_engines(config: FleetConfig, model: str, endpoint: str | None) -> Sequence[EngineConfig]:
+def unpriced_engines(
+    config: FleetConfig, model: str, endpoint: str | None, options: EngineOptions = PLAIN
+) -> Sequence[EngineConfig]:
     """Engines without a price that a run takes before it rents: those that would serve the model, or the one at
     `endpoint`.
     """
     try:
-        engines = config.engines_for(model, endpoint)
+        engines = config.engines_for(model, endpoint, options)
     except FleetConfigError:
         return ()
     return [engine for engine in engines if engine.token_price is None]

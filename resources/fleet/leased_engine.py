@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import orjson
+
 from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.fleet_database.database import Instance, Lease
@@ -16,6 +18,7 @@ from gpu_runner.offers.workload import Workload
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Task
+from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.market import ANY_OFFER
 from resources.pricing.model_catalog import DeclaredModel
 
@@ -28,7 +31,7 @@ class Requirement:
     """What a run needs: an engine that serves `model` for `task`, or exactly the one at `endpoint`.
 
     `simulate`: the simulated providers of a fleet without a file will do. `limits`: of an engine that is an `endpoint`,
-    in place of those in fleet.yaml.
+    in place of those in fleet.yaml. `engine`: arguments that it is started with.
     """
 
     dataset: str
@@ -41,13 +44,17 @@ class Requirement:
     declared: DeclaredModel | None = None
     simulate: bool = False
     limits: RequestLimits = NO_LIMITS
+    engine: EngineOptions = PLAIN
     work: Callable[[], Workload] = field(default=lambda: UNKNOWN_WORK, compare=False)
 
     @property
     def engine_key(self) -> str:
         """Instances with this key serve the same: model, kind of task, and how the engine is started."""
         kind = "embedding" if self.task == "embedding" else "generate"
-        return hashlib.sha256(f"{self.model}\0{kind}\0{self.max_model_len}".encode()).hexdigest()[:16]
+        words = [self.model, kind, str(self.max_model_len)]
+        if written := self.engine.written():
+            words.append(orjson.dumps(written, option=orjson.OPT_SORT_KEYS).decode())
+        return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 @dataclass(slots=True, eq=False)

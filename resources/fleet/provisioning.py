@@ -207,10 +207,11 @@ class Provisioner:
     def _order(self, need: Requirement, offer: Offer) -> EngineOrder:
         """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
         placed = self.placement(need, offer)
+        own = need.engine.arguments()
         if placed is None:
-            return EngineOrder(need.model, need.task)
+            return EngineOrder(need.model, need.task, need.engine.max_num_seqs, own)
         flags = () if self.market.simulates(offer.provider) else placed.arguments()
-        return EngineOrder(need.model, need.task, placed.slots, flags)
+        return EngineOrder(need.model, need.task, placed.slots, (*flags, *own))
 
     def placement(self, need: Requirement, offer: Offer) -> Placement | None:
         work = need.work()

@@ -295,9 +295,11 @@ def _with_model(cloud: SimulatedCloudConfig, need: Requirement) -> SimulatedClou
 
 def _command(engine: EngineConfig, need: Requirement) -> list[str]:
     """How the engine is started. Raises FleetConfigError when it cannot be."""
-    if engine.kind == "simulated":
-        return _simulator_command(engine)
-    return _llama_cpp_command(engine, need) if engine.kind == "llama_cpp" else engine.command
+    if engine.kind == "llama_cpp":
+        return _llama_cpp_command(engine, need)
+    slots = [f"--max-num-seqs={need.engine.max_num_seqs}"] if need.engine.max_num_seqs else []
+    command = _simulator_command(engine) if engine.kind == "simulated" else engine.command
+    return [*command, *slots, *need.engine.arguments()]
 
 
 def _llama_cpp_command(engine: EngineConfig, need: Requirement) -> list[str]:

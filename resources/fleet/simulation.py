@@ -8,17 +8,20 @@ from gpu_runner.bounded_http.addresses import AddressRefused
 from gpu_runner.bounded_http.tls_files import TlsFilesError
 from gpu_runner.client.engine_client import EngineClient, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.rows import Generation, Task
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.config import EngineConfig, FleetConfig
 
 SECONDS = 3.0  # for one engine to say who it is
 
 
-def is_simulation(config: FleetConfig, model: str, task: Task, endpoint: str | None) -> bool:
+def is_simulation(
+    config: FleetConfig, model: str, task: Task, endpoint: str | None, options: EngineOptions = PLAIN
+) -> bool:
     """Whether rows of this model will be a simulator's. Raises FleetConfigError for an address that is not allowed.
 
     Of engines that run already, those that answer are believed; one that does not answer counts as a real one.
     """
-    engines = config.engines_for(model, endpoint)
+    engines = config.engines_for(model, endpoint, options)
     if not endpoint and not config.serves_really(model):
         return True
     standing = [engine for engine in engines if engine.url]

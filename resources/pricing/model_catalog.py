@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_runner.models.config import CONFIG, ModelConfig
-from gpu_runner.models.facts import STAND_IN, KnownModel, of_config, of_declared
+from gpu_runner.models.facts import AS_IT_IS, STAND_IN, KnownModel, ServedAs, of_config, of_declared, served_as
 from gpu_runner.models.files import ModelFilesUnreadable, cached_folder, read_folder, read_hub
 from gpu_runner.models.known import built_in
 from gpu_runner.models.quantization import ModelConfigError
@@ -27,10 +27,14 @@ _ON = ("1", "on", "yes", "true")  # as huggingface_hub reads its variables
 
 @dataclass(frozen=True, slots=True)
 class DeclaredModel:
-    """What a dataset's YAML states of its model by hand. `context`: most tokens of a row."""
+    """What a dataset's YAML states of its model by hand. `context`: most tokens of a row. `served`: how it is served.
 
-    facts: ModelFacts
+    `facts` None: none are stated.
+    """
+
+    facts: ModelFacts | None
     context: int | None = None
+    served: ServedAs = AS_IT_IS
 
 
 class Models:
@@ -56,7 +60,11 @@ class Models:
         The hub is asked last, and not at all without `hub` or with HF_HUB_OFFLINE. Files that are there and cannot be
         used are a reason too: an unknown architecture, a broken config.json.
         """
-        if declared is not None:
+        found = self._known(name, declared, hub=hub)
+        return found if declared is None else served_as(found, declared.served)
+
+    def _known(self, name: str, declared: DeclaredModel | None, *, hub: bool) -> KnownModel:
+        if declared is not None and declared.facts is not None:
             return of_declared(declared.facts, "hardware.model_facts", declared.context)
         if name not in self._found:
             try:

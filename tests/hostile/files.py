@@ -91,6 +91,11 @@ FLEETS = [
         ],
         ("an engine called -x", "engines: [{name: -x, kind: simulated}]\n", "name"),
         ("a model called -x", "engines: [{name: a, kind: simulated, models: ['--config=x']}]\n", "models"),
+        (
+            "an engine that loads code",
+            "engines: [{name: a, kind: endpoint, url: 'http://a', engine: {trust_remote_code: true}}]\n",
+            "loads no code",
+        ),
         ("two engines of one name", "engines: [{name: a, kind: simulated}, {name: a, kind: simulated}]\n", "twice"),
     ),
 ]
@@ -105,8 +110,52 @@ PRICES = [
 ]
 BASE = {"name": "q", "source": {"path": "q.jsonl"}, "prompt": {"user": "{{ q }}"}, "model": "m"}
 HUGE = 1 << 70
+ENGINES: list[tuple[str, object, str]] = [
+    *[(f"code by {key}", {key: True}, "loads no code") for key in ("trust_remote_code", "trust-remote-code")],
+    ("a plug-in", {"reasoning_parser_plugin": "/tmp/x.py"}, "loads no code"),
+    ("another argument", {"allowed_local_media_path": "/"}, "known key"),
+    ("an API key", {"api_key": "x"}, "known key"),
+    ("text", "--dtype=half", "mapping"),
+    ("a list", ["--dtype=half"], "mapping"),
+    (
+        "a method that loads code",
+        {"speculative_config": {"method": "custom_class", "num_speculative_tokens": 1}},
+        "ngram",
+    ),
+    ("no method", {"speculative_config": {"num_speculative_tokens": 1}}, "a method or a model"),
+    ("a draft model called -x", {"speculative_config": {"model": "-x", "num_speculative_tokens": 1}}, "engine.spec"),
+    ("a word that is filled in", {"tokenizer": "/m/{port}"}, "no word in braces"),
+    ("a template of two lines", {"chat_template": "a\n{{ b }}"}, "one line"),
+    ("a template that does not end", {"chat_template": "{{ b"}, "Jinja"),
+    ("a template too deep", {"chat_template": "{% if a %}" * 400}, "Jinja"),
+    ("a template too long", {"chat_template": "{" * 5000}, "4096"),
+    ("a template with NUL", {"chat_template": "{{ a }}\x00"}, "one line"),
+    ("a template with a lone surrogate", {"chat_template": "{{ a }}\ud800"}, "engine.chat_template"),
+    ("a cache of nothing", {"kv_cache_dtype": ""}, "engine.kv_cache_dtype"),
+    ("pictures without an end", {"limit_mm_per_prompt": {"image": 1 << 70}}, "engine.limit_mm_per_prompt.image"),
+    *[(f"rows {value!r}", {"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, True, 1.5, "8", 1 << 70)],
+    *[
+        (f"{key} {value[:16]!r}", {key: value}, f"engine.{key}")
+        for key in ("reasoning_parser", "tool_call_parser", "quantization", "tokenizer")
+        for value in (
+            "--x",
+            "a b",
+            "a;id",
+            "$(id)",
+            "`id`",
+            "a\nb",
+            "a\x00",
+            "../x",
+            "/a/../b",
+            "x" * 300,
+            "\ud800",
+            "",
+        )
+    ],
+]
 SPECS = cases(
     "spec",
+    *[(f"engine: {name}", {"engine": given}, words) for name, given, words in ENGINES],
     *[
         (f"model {name[:12]!r}", {"model": name}, "model")
         for name in (

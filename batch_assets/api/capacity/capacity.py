@@ -41,8 +41,10 @@ from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.rows import Task
+from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.objects.opening import Objects
+from resources.pricing.model_catalog import DeclaredModel
 from resources.pricing.price_files import PricingError
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,11 @@ class ModelNeed:
     model: str
     task: Task
     hardware: HardwareSpec = field(default_factory=HardwareSpec)
+    engine: EngineOptions = PLAIN
+
+    def declared(self, model: str) -> DeclaredModel | None:
+        """Nothing is stated of a model that callers of the service name."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,8 @@ def _running(engine: Engine, spec: GeneratedDatasetSpec) -> Iterator[Engine]:
         settings.model,
         settings.task,
         max_model_len=hardware.max_model_len,
-        declared=hardware.declared(settings.model),
+        declared=spec.declared(settings.model),
+        engine=spec.engine,
     )
     error_console().print(
         f"Starting {engine.starts.name} for these rows; it ends with this command", highlight=False, soft_wrap=True

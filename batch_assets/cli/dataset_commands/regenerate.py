@@ -60,10 +60,10 @@ def regeneration_words(
 def _cost(spec: GeneratedDatasetSpec, work: Workload, tags: dict[str, str], endpoint: str | None) -> str:
     fleet = the_fleet()
     config = fleet.config()
-    hosted = hosted_engines(config, spec.model, endpoint)
+    hosted = hosted_engines(config, spec.model, endpoint, spec.engine)
     if endpoint:
         tags[ENDPOINT_TAG] = endpoint
-    if not hosted and (endpoint or config.engines_for(spec.model, None)):
+    if not hosted and (endpoint or config.engines_for(spec.model, None, spec.engine)):
         return "by an engine that stands there anyway, whose price is not known here"
     tags.pop(ROWS_TAG, None)
     with fleet.open_database() as fleet_db:

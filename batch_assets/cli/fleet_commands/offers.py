@@ -96,7 +96,7 @@ def offers_view(
     clocks: Mapping[str, float] = NO_CLOCKS,
 ) -> OffersView:
     """Rank what the market has for this work. `gpus` take the place of those in the spec."""
-    hardware, declared = spec.hardware, spec.hardware.declared(spec.model)
+    hardware, declared = spec.hardware, spec.declared(spec.model)
     accept = hardware.accept()
     if gpus:
         accept = dataclasses.replace(accept, gpus=frozenset(gpus))
@@ -148,7 +148,7 @@ def show_offers(spec: GeneratedDatasetSpec, folder: Path, *, gpus: Sequence[str]
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     market, measured, clocks = fleet_market()
     view = as_plan_has_it(offers_view(spec, work, market, measured, gpus, clocks), spec, market, measured)
-    view = with_hosted(view, spec.model, time.time())
+    view = with_hosted(view, spec, time.time())
     if as_json:
         print_json(view.as_json())
         return
@@ -186,16 +186,16 @@ def _everything(
         measurements=measured,
         longest=view.work.longest,
         max_model_len=spec.hardware.max_model_len,
-        declared=spec.hardware.declared(spec.model),
+        declared=spec.declared(spec.model),
     )
 
 
-def with_hosted(view: OffersView, model: str, now: float) -> OffersView:
+def with_hosted(view: OffersView, spec: GeneratedDatasetSpec, now: float) -> OffersView:
     """The view with engines of fleet.yaml that are paid by the token, ranked among what can be rented."""
     from batch_assets.local_dagster.local_fleet import the_fleet
 
     fleet = the_fleet()
-    engines = hosted_engines(fleet.config(), model, os.environ.get(ENDPOINT_VARIABLE))
+    engines = hosted_engines(fleet.config(), spec.model, os.environ.get(ENDPOINT_VARIABLE), spec.engine)
     if not engines:
         return view
     with fleet.open_database() as fleet_db:

@@ -1,0 +1,212 @@
+"""What a dataset needs of its engine beside the model: arguments of `vllm serve`, as people write them in YAML.
+
+Only what is listed here can be written: an argument that loads code, opens a port or reads another file of the machine
+is none of them. A value becomes one word of a command line, and no shell reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from gpu_runner.models.facts import ServedAs
+from gpu_runner.models.names import name_problem
+from resources.yaml_errors import Unusable, show
+
+# Filled in by providers wherever they stand in a command line.
+_PLACEHOLDER = re.compile(r"\{(model|port|gpus|name|home)\}")
+_PARSER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_CODE = ("trust_remote_code", "reasoning_parser_plugin", "tool_parser_plugin", "middleware", "worker_cls")
+
+# What vLLM 0.32 takes (config/cache.py, config/model.py).
+CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"]
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+# Without `custom_class`, which loads code.
+SpeculativeMethod = Literal[
+    "ngram", "ngram_gpu", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp"
+]
+
+
+def _parser(value: str) -> str:
+    if not _PARSER.fullmatch(value):
+        raise Unusable("a name of letters, digits, _ . and -, at most 64", show(value))
+    return value
+
+
+def hub_or_path(value: str) -> str:
+    """A name of the hub, or an absolute path on the engine's machine, that can be a word of a command line."""
+    if not value.startswith("/"):
+        if not _HUB.fullmatch(value) or ".." in value:
+            raise Unusable("a name of the hub (owner/name), or an absolute path on the engine's machine", show(value))
+        return value
+    if problem := name_problem(value):
+        raise Unusable("an absolute path without blanks", show(value), f"{problem.capitalize()}.")
+    if ".." in value.split("/"):
+        raise Unusable("a path without ..", show(value))
+    return _without_placeholders(value)
+
+
+def _without_placeholders(value: str) -> str:
+    if found := _PLACEHOLDER.search(value):
+        hint = f"Providers fill it in. In a template, write {{{{ {found[1]} }}}} with blanks."
+        raise Unusable("no word in braces that is filled in", found[0], hint)
+    return value
+
+
+def _template(value: str) -> str:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if "{" not in value:
+        return hub_or_path(value) if value.startswith("/") else _no_template(value)
+    if not value.isprintable():
+        raise Unusable("a template on one line", show(value), "Fold it in the YAML (>-), or name a file there.")
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(value)
+    except (TemplateError, RecursionError) as error:
+        raise Unusable("a Jinja template", show(value), f"{error!s:.200}.") from None
+    return _without_placeholders(value)
+
+
+def _no_template(value: str) -> str:
+    raise Unusable("a Jinja template, or an absolute path of one on the engine's machine", show(value))
+
+
+Parser = Annotated[str, AfterValidator(_parser)]
+HubOrPath = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(hub_or_path)]
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_template)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    def written(self) -> dict[str, Any]:
+        """What was set, as JSON has it."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+class SpeculativeOptions(_Section):
+    """Speculative decoding: tokens are guessed, and checked by the model."""
+
+    method: SpeculativeMethod | None = Field(default=None, description="How tokens are guessed.")
+    model: HubOrPath | None = Field(default=None, description="Draft model, of the hub or a path on the machine.")
+    num_speculative_tokens: int = Field(ge=1, le=64, description="How many tokens are guessed at once.")
+    draft_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, le=64, description="GPUs of the draft model: 1, or as many as the model has."
+    )
+    prompt_lookup_max: int | None = Field(default=None, ge=1, le=1024, description="ngram: longest piece looked up.")
+    prompt_lookup_min: int | None = Field(default=None, ge=1, le=1024, description="ngram: shortest piece looked up.")
+    quantization: Parser | None = Field(default=None, description="Quantization of the draft model.")
+
+    @model_validator(mode="after")
+    def _says_how(self) -> SpeculativeOptions:
+        if self.method is None and self.model is None:
+            raise Unusable("a method or a model", "neither")
+        return self
+
+
+class MultimodalLimits(_Section):
+    """Most parts of a kind in one prompt."""
+
+    image: int | None = Field(default=None, ge=0, le=999, description="Pictures.")
+    video: int | None = Field(default=None, ge=0, le=999, description="Videos.")
+    audio: int | None = Field(default=None, ge=0, le=999, description="Sounds.")
+
+
+class EngineOptions(_Section):
+    """Arguments of `vllm serve` that the rows need."""
+
+    reasoning_parser: Parser | None = Field(
+        default=None, description="How thinking is told apart from the answer, e.g. qwen3. Part of the row key."
+    )
+    tool_call_parser: Parser | None = Field(
+        default=None,
+        description="How tool calls are read, e.g. hermes; with it `--enable-auto-tool-choice`. Part of the row key.",
+    )
+    quantization: Parser | None = Field(
+        default=None, description="Quantization of the weights, e.g. fp8 or awq_marlin. Part of the row key."
+    )
+    kv_cache_dtype: CacheDtype | None = Field(
+        default=None, description="Numbers of the KV cache; fp8 holds twice the tokens. Part of the row key."
+    )
+    dtype: Dtype | None = Field(default=None, description="Numbers of weights and activations. Part of the row key.")
+    tokenizer: HubOrPath | None = Field(
+        default=None, description="Tokenizer of the hub, or a path on the engine's machine. Part of the row key."
+    )
+    chat_template: ChatTemplate | None = Field(
+        default=None,
+        description="Chat template: Jinja on one line, or a path on the engine's machine. Part of the row key.",
+    )
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, le=8192, description="Most rows at once of one copy of the model."
+    )
+    speculative_config: SpeculativeOptions | None = Field(default=None, description="Speculative decoding.")
+    enable_prefix_caching: bool | None = Field(
+        default=None, description="Keep the KV cache of common beginnings. vLLM's default is true."
+    )
+    limit_mm_per_prompt: MultimodalLimits | None = Field(
+        default=None, description="Most pictures, videos and sounds in one prompt."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loads_no_code(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            for key in given:
+                if isinstance(key, str) and key.replace("-", "_").lstrip("_") in _CODE:
+                    hint = "It runs code that the engine's machine loads. Set it up there, in `command` of fleet.yaml."
+                    raise Unusable("an argument that loads no code", show(key), hint)
+        return given
+
+    @property
+    def served(self) -> ServedAs:
+        """Those that change what the model needs of a GPU."""
+        return ServedAs(self.quantization, self.kv_cache_dtype, self.dtype, self.max_num_seqs)
+
+    def identity(self) -> dict[str, Any]:
+        """What changes the answers, as JSON has it: a part of the row key. Empty: nothing was written of it."""
+        return {name: value for name, value in self.written().items() if name in IDENTITY}
+
+    def with_identity(self, identity: Mapping[str, Any]) -> EngineOptions:
+        """These options with another identity, that of a snapshot. Raises pydantic.ValidationError."""
+        rest = {name: value for name, value in self.written().items() if name not in IDENTITY}
+        return EngineOptions.model_validate({**rest, **identity})
+
+    def arguments(self) -> tuple[str, ...]:
+        """Words for vLLM's command line, without `max_num_seqs`, which sizing decides on."""
+        words: list[str] = []
+        for name, value in self.written().items():
+            if name == "max_num_seqs":
+                continue
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+                continue
+            text = orjson.dumps(value).decode() if isinstance(value, dict) else str(value)
+            words.append(f"--{flag}={text}")  # one word: a value that begins with - is no option
+            words += ["--enable-auto-tool-choice"] if name == "tool_call_parser" else []
+        return tuple(words)
+
+    def missing(self, started_with: EngineOptions) -> list[str]:
+        """Keys that change answers, and that an engine which was started with others does not have as written here."""
+        theirs = started_with.identity()
+        return [name for name, value in self.identity().items() if theirs.get(name) != value]
+
+
+IDENTITY = frozenset(
+    {
+        "reasoning_parser",
+        "tool_call_parser",
+        "quantization",
+        "kv_cache_dtype",
+        "dtype",
+        "tokenizer",
+        "chat_template",
+    }
+)
+PLAIN = EngineOptions()  # nothing was written
