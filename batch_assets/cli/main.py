@@ -323,14 +323,22 @@ def show(
     errors: Annotated[bool, typer.Option("--errors", help="Only rows without an answer: dead letters.")] = False,
     key: Annotated[str | None, typer.Option(help="Only the row with this id.")] = None,
     first: Annotated[str | None, typer.Option("--from", help="Key of the batch to begin with.")] = None,
+    order: Annotated[
+        str, typer.Option(help="first: as in the source; newest: finished last; sample: at random, the same each time.")
+    ] = "first",
+    columns: Annotated[str | None, typer.Option(help="Only these columns: output,usd,finish_reason.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show rows with prompt and output, as they are now: also those of open batches, and dead letters."""
     with user_errors():
         known_dataset(name)
-        from batch_assets.cli.dataset_commands.show import Wanted, show_rows
+        from batch_assets.cli.dataset_commands.show import Order, Wanted, show_rows
 
-        raise typer.Exit(show_rows(name, Wanted(rows, where, errors, key, first), as_json=as_json))
+        if order not in [*Order]:
+            raise CommandError(f"--order: expected {', '.join(Order)}, found {order[:80]!r}")
+        names = tuple(name.strip() for name in columns.split(",")) if columns is not None else ()
+        wanted = Wanted(rows, where, errors, key, first, Order(order), names)
+        raise typer.Exit(show_rows(name, wanted, as_json=as_json))
 
 
 @app.command()

@@ -6,6 +6,7 @@ A batch is read at a time: its rows in the snapshot, and its object or, while it
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,13 +95,15 @@ def find_rows(
     most: int,
     *,
     waiting: bool = False,
+    spread: bool = False,
 ) -> FoundRows:
-    """The first `most` rows of these batches that pass; at most MOST_ROWS are looked at.
+    """The first `most` rows of these batches, in their order, that pass; at most MOST_ROWS are looked at.
 
-    `waiting`: also in batches of which nothing is finished yet.
+    `waiting`: also in batches of which nothing is finished yet. `spread`: of no batch more than its share of `most`.
     """
-    reader = _Reader(store, manifest, entries)
+    reader = _Reader(store, manifest, sorted(entries, key=lambda entry: entry.key))
     entries = entries if waiting else reader.begun(entries)
+    share = math.ceil(most / max(1, len(entries))) if spread else most
     found: list[CurrentRow] = []
     damaged: list[str] = []
     looked = 0
@@ -113,7 +116,7 @@ def find_rows(
             damaged.append(str(error))
             rows = []
         looked += entry.rows
-        found += passes(rows)
+        found += passes(rows)[:share]
         if len(found) >= most:
             break
     return FoundRows(found[:most], looked, None, damaged)
@@ -140,7 +143,7 @@ class RowCondition:
 
     def __init__(self, text: str, manifest: SnapshotManifest) -> None:
         self._kept = [table_name(name) for name in manifest.keep_columns]
-        known = [*_TEXTS, *_COUNTS, *_NUMBERS, *self._kept]
+        known = column_names(manifest)
         try:
             self._expression = pl.sql_expr(text)
         except pl.exceptions.PolarsError as error:
@@ -166,7 +169,7 @@ class RowCondition:
 
     def _frame(self, rows: Sequence[CurrentRow]) -> pl.DataFrame:
         columns: dict[str, pl.Series] = {}
-        values = [_values(row) for row in rows]
+        values = [row_values(row) for row in rows]
         for names, kind in ((_TEXTS, pl.String), (_COUNTS, pl.Int64), (_NUMBERS, pl.Float64)):
             columns |= {name: pl.Series(name, [one.get(name) for one in values], kind) for name in names}
         return pl.DataFrame(
@@ -174,7 +177,13 @@ class RowCondition:
         )
 
 
-def _values(row: CurrentRow) -> dict[str, Any]:
+def column_names(manifest: SnapshotManifest) -> list[str]:
+    """Columns that conditions are over, and that can be shown by name."""
+    return [*_TEXTS, *_COUNTS, *_NUMBERS, *(table_name(name) for name in manifest.keep_columns)]
+
+
+def row_values(row: CurrentRow) -> dict[str, Any]:
+    """Values of a row by column, without the kept ones; messages of a prompt as JSON. Less while the row waits."""
     said: dict[str, Any] = {"row_id": row.row_id, "batch": row.batch, "state": row.state.value}
     said["prompt"] = row.prompt if isinstance(row.prompt, str) else orjson.dumps(row.prompt).decode()
     one = row.outcome

@@ -203,6 +203,7 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
         f"{status.dataset}: {made}",
         f"{rows:,} rows in {batches}{same}: {counts}",
         f"table: {status.table}",
+        f"batch-assets show {status.dataset}: shows rows, --order sample some at random",
     ]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import orjson
@@ -23,23 +26,38 @@ from batch_assets.publishing.current_rows import (
     RowConditionError,
     RowState,
     batch_of_row,
+    column_names,
     find_rows,
+    row_values,
 )
 from batch_assets.request_status.dataset_status import Observer, observing, trouble_text
+from gpu_runner.money import format_usd
 from resources.objects.health import is_store_trouble
 from resources.objects.opening import StoreError
 from resources.store.dataset_store import BatchEntry, SnapshotManifest
 
 TRIAL_ROWS, TRIAL_LETTERS = 3, 400
+_LINE_LETTERS = 80  # of a value that stands beside its name
 _WITHOUT_ANSWER = (RowState.DEAD, RowState.FAILED)
 _STYLES = {RowState.DEAD: "red", RowState.FAILED: "red", RowState.WAITING: "dim"}
+
+
+class Order(StrEnum):
+    """Which rows come first. `first`: in the order of the source. `newest`: of the batch that was reported last, in it
+    those that were asked last; rows of open batches before all others. `sample`: drawn at random, the same ones as
+    long as the same batches are there.
+    """
+
+    FIRST = "first"
+    NEWEST = "newest"
+    SAMPLE = "sample"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Which rows: at most `rows` of those that pass `where`; `errors`: without an answer; `row_id`: this one.
 
-    `first`: key of the batch to begin with.
+    `first`: key of the batch to begin with. `columns`: only these, all that people look at without any.
     """
 
     rows: int
@@ -47,6 +65,8 @@ class Wanted:
     errors: bool = False
     row_id: str | None = None
     first: str | None = None
+    order: Order = Order.FIRST
+    columns: Sequence[str] = ()
 
 
 def show_rows(name: str, wanted: Wanted, *, as_json: bool) -> int:
@@ -60,6 +80,7 @@ def show_rows(name: str, wanted: Wanted, *, as_json: bool) -> int:
         if snapshot is None:
             raise StoreError(f"{name}: no snapshot in the store; run `batch-assets run {name}`")
         manifest = seen.store.manifest(snapshot)
+        _check(wanted, manifest)
         entries = _entries(seen, manifest, wanted)
         try:
             found = find_rows(
@@ -69,16 +90,17 @@ def show_rows(name: str, wanted: Wanted, *, as_json: bool) -> int:
                 _passes(wanted, manifest),
                 wanted.rows,
                 waiting=wanted.row_id is not None or wanted.where is not None,
+                spread=wanted.order is Order.SAMPLE,
             )
         except RowConditionError as error:
             raise CommandError(f"--where: {error}") from None
     if as_json:
-        _print_as_json(name, snapshot, found)
+        _print_as_json(name, snapshot, found, wanted.columns)
     else:
         say = printer()
         for row in found.rows:
-            say_row(say, row)
-        _say_end(say, name, manifest, found)
+            say_columns(say, row, wanted.columns) if wanted.columns else say_row(say, row)
+        _say_end(say, name, manifest, found, wanted.order)
     for reason in found.damaged:
         sys.stderr.write(f"{plain(reason)}\n")
     return int(bool(found.damaged))
@@ -127,8 +149,34 @@ def say_row(say: Say, row: CurrentRow, letters: int | None = None) -> None:
         reason = f", {one.finish_reason}" if one.finish_reason else ""
         tokens = f"{one.prompt_tokens:,} prompt and {one.completion_tokens:,} completion tokens"
         engine = f" on {one.origin.engine}" if one.origin.engine else ""
-        say(f"  {tokens}{reason}, {one.seconds:.2f} s, {one.origin.model}{engine}", "dim")
+        cost = f", {format_usd(one.usd, fine=True)} $" if one.usd is not None else ""
+        say(f"  {tokens}{reason}, {one.seconds:.2f} s{cost}, {one.origin.model}{engine}", "dim")
     say()
+
+
+def say_columns(say: Say, row: CurrentRow, columns: Sequence[str]) -> None:
+    """Only these columns of a row, each below its name; long texts are cut as elsewhere."""
+    values = row_values(row) | dict(row.kept)
+    for name in columns:
+        value = values.get(name)
+        if name == "prompt" and not isinstance(row.prompt, str):
+            say("prompt", "cyan")
+            say_prompt(say, row.prompt)
+        elif isinstance(value, str) and ("\n" in value or len(value) > _LINE_LETTERS):
+            say(name, "cyan")
+            say(indented(value))
+        else:
+            say(f"{name}: {'' if value is None else indented(str(value)).strip()}")
+    say()
+
+
+def _check(wanted: Wanted, manifest: SnapshotManifest) -> None:
+    """Raises CommandError for columns that are not there, and for a place to begin with in another order."""
+    known = column_names(manifest)
+    if unknown := [name for name in wanted.columns if name not in known]:
+        raise CommandError(f"--columns: no column is called {unknown[0][:80]!r}. Columns: {', '.join(known)}")
+    if wanted.first is not None and wanted.order is not Order.FIRST:
+        raise CommandError(f"--from: expected with --order first, found --order {wanted.order.value}")
 
 
 def _entries(seen: Observer, manifest: SnapshotManifest, wanted: Wanted) -> Sequence[BatchEntry]:
@@ -144,10 +192,34 @@ def _entries(seen: Observer, manifest: SnapshotManifest, wanted: Wanted) -> Sequ
     if wanted.errors:
         reports = current_reports(entries, seen.reports())
         entries = [entry for entry in entries if entry.key not in reports or reports[entry.key].dead]
+    if wanted.order is Order.NEWEST:
+        found = current_reports(entries, seen.reports())
+        at = {key: report.reported_at for key, report in found.items()}
+        return sorted(entries, key=lambda entry: (at.get(entry.key, math.inf), entry.key), reverse=True)
+    if wanted.order is Order.SAMPLE:
+        return random.Random(manifest.snapshot).sample(entries, len(entries))
     return entries
 
 
 def _passes(wanted: Wanted, manifest: SnapshotManifest) -> Callable[[Sequence[CurrentRow]], Sequence[CurrentRow]]:
+    wished = _wished(wanted, manifest)
+
+    def ordered(rows: Sequence[CurrentRow]) -> Sequence[CurrentRow]:
+        found = wished(rows)
+        if wanted.order is Order.NEWEST:
+            return sorted(found, key=_asked_at, reverse=True)
+        if wanted.order is Order.SAMPLE and rows:
+            return random.Random(rows[0].row_id).sample(found, len(found))
+        return found
+
+    return ordered
+
+
+def _asked_at(row: CurrentRow) -> float:
+    return row.outcome.started_at if row.outcome is not None else -math.inf
+
+
+def _wished(wanted: Wanted, manifest: SnapshotManifest) -> Callable[[Sequence[CurrentRow]], Sequence[CurrentRow]]:
     condition = RowCondition(wanted.where, manifest) if wanted.where is not None else None
 
     def passes(rows: Sequence[CurrentRow]) -> Sequence[CurrentRow]:
@@ -162,20 +234,26 @@ def _passes(wanted: Wanted, manifest: SnapshotManifest) -> Callable[[Sequence[Cu
     return passes
 
 
-def _say_end(say: Say, name: str, manifest: SnapshotManifest, found: FoundRows) -> None:
+def _say_end(say: Say, name: str, manifest: SnapshotManifest, found: FoundRows, order: Order) -> None:
     if not found.rows and found.next_batch is None:
         say(f"{name}: no such row; what is there: batch-assets status {name}")
     else:
         say(f"{name}: {len(found.rows):,} rows shown, {manifest.rows:,} in the snapshot")
     if found.next_batch is not None:
-        say(f"looked at {found.looked_at:,} rows; from there on: --from {found.next_batch}")
+        on = f"from there on: --from {found.next_batch}" if order is Order.FIRST else "there are more"
+        say(f"looked at {found.looked_at:,} rows; {on}")
 
 
-def _print_as_json(name: str, snapshot: str, found: FoundRows) -> None:
-    rows = [_row_json(row) for row in found.rows]
+def _print_as_json(name: str, snapshot: str, found: FoundRows, columns: Sequence[str]) -> None:
+    rows = [_row_json(row) if not columns else _columns_json(row, columns) for row in found.rows]
     said = {"dataset": name, "snapshot": snapshot, "rows": rows, "looked_at": found.looked_at}
     whole = said | {"next_batch": found.next_batch, "damaged": list(found.damaged)}
     print_json(orjson.loads(orjson.dumps(whole, default=str)))  # times and decimals of a source as text
+
+
+def _columns_json(row: CurrentRow, columns: Sequence[str]) -> dict[str, Any]:
+    values = row_values(row) | dict(row.kept) | {"prompt": row.prompt}
+    return {name: values.get(name) for name in columns}
 
 
 def _row_json(row: CurrentRow) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_an_engine_without_a_name_is_left_out(store: DatasetStore, engine: str, 
     said: list[str] = []
     row = CurrentRow("00000", answer.row_id, "Why?", {}, answer, committed=True)
     say_row(lambda text="", style="": said.append(text), row)
-    assert said[-2].endswith(f", 0.25 s, {end}")
+    assert said[-2].endswith(f", 0.25 s, 0.0010 $, {end}")
 
 
 def test_rows_are_shown_with_prompt_answer_and_state(store: DatasetStore) -> None:
@@ -104,6 +104,9 @@ def test_errors_one_row_a_condition_and_a_place_to_begin(store: DatasetStore) ->
     ("words", "said"),
     [
         (("--key", "id-000099"), "--key: no row of the current snapshot has the id 'id-000099'"),
+        (("--columns", "output,wisdom"), "--columns: no column is called 'wisdom'. Columns: row_id, batch, state"),
+        (("--order", "best"), "--order: expected first, newest, sample, found 'best'"),
+        (("--order", "newest", "--from", "00001"), "--from: expected with --order first, found --order newest"),
         (("--where", "lvl = 1"), "--where: no column is called 'lvl'. Columns: row_id, batch, state"),
     ],
 )
@@ -111,6 +114,40 @@ def test_what_cannot_be_shown_is_said(store: DatasetStore, words: tuple[str, ...
     found = ask(*words)
     assert found.exit_code == 2
     assert said in found.stderr
+
+
+def test_the_newest_are_those_of_open_batches_and_then_of_the_batch_reported_last(store: DatasetStore) -> None:
+    assert ids(ask("--order", "newest", "--json", "--rows", "4")) == [
+        "id-000011",
+        "id-000010",
+        "id-000009",
+        "id-000008",
+    ]
+
+
+def test_a_sample_is_the_same_each_time_and_of_every_batch_that_has_rows(store: DatasetStore) -> None:
+    sample = ids(ask("--order", "sample", "--json", "--rows", "4"))
+    assert len(sample) == 4 and sample == ids(ask("--order", "sample", "--json", "--rows", "4"))
+    assert {"id-000010", "id-000011"} < set(sample) and sample != sorted(sample)
+    finished = "level = 1 AND state <> 'waiting'"
+    assert len(ids(ask("--order", "sample", "--json", "--rows", "4", "--where", finished))) == 3
+
+
+def test_only_the_columns_that_were_asked_for(store: DatasetStore) -> None:
+    rows = json.loads(ask("--columns", "output,usd,topic", "--json", "--rows", "1").stdout)["rows"]
+    assert rows == [{"output": "answer 0 to id-000000", "usd": 0.001, "topic": "topic 0"}]
+    said = ask("--columns", "row_id, prompt ,finish_reason", "--key", "id-000010").stdout
+    assert "row_id: id-000010\nprompt\n  user\n    What is 10 plus 10?\nfinish_reason: stop\n" in said
+    assert "\x1b[2J" not in ask("--columns", "output", "--key", "id-000010").stdout
+
+
+def test_a_cell_of_megabytes_is_cut_on_a_terminal(store: DatasetStore) -> None:
+    manifest = store.manifest(store.current_snapshot() or "")
+    commit(store, manifest, keys=["00002"], answer=lambda row, number: f"\x1b[31m<script>{'x' * (10 << 20)}")
+    for words in (("--from", "00002"), ("--from", "00002", "--columns", "output")):
+        found = ask(*words, "--rows", "1")
+        assert len(found.stdout) < 5000 and "(10,485,773 characters)" in found.stdout
+        assert "\x1b" not in found.stdout
 
 
 def test_without_a_snapshot_the_command_that_makes_one_is_named(store: DatasetStore) -> None:
