@@ -139,6 +139,7 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     shaping = {"source", "task", "prompt", "model", "sampling", "output", "id", "keep_columns", "dedupe", "batch_rows"}
     fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
     unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
+    unsaid |= {"columns"}  # of the table, not of the rows
     written = spec.model_dump_json(include=shaping, exclude={"output": unsaid})
     if spec.samples > 1:
         written += f"samples: {spec.samples}"

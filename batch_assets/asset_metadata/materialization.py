@@ -52,7 +52,9 @@ def table_metadata(
     counts = ("rows", "ok", "dead", "duplicates", "batches", "prompt_tokens", "completion_tokens", "bytes")
     columns = [
         dg.TableColumn(
-            column.name, short_type(column.type), description=MEANING.get(column.name, "column of the source")
+            column.name,
+            short_type(column.type),
+            description=column.description or MEANING.get(column.name, "column of the source"),
         )
         for column in table.columns
     ]
@@ -66,6 +68,8 @@ def table_metadata(
         "files": dg.MetadataValue.path(table.glob(store.objects)),
         "simulated": table.simulated,
     }
+    if table.output_mismatches is not None:
+        found["output_mismatches"] = table.output_mismatches
     if table.reused:
         found |= {"rows_reused": sum(table.reused.values()), "reused_from": dg.MetadataValue.json(table.reused)}
     billed = {} if bill is None else {"usd_useful": round(bill.useful, 6)}

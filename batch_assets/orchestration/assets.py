@@ -336,7 +336,13 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                 simulated = bill_of(fleet_db, spec.name, fleet.simulated_providers(fleet_db))
                 card = Card(spec.description or "", spec.owners, tags, bill, spec.show_samples, standing, simulated)
                 table = publish(
-                    data, manifest, card=card, now=time.time(), workdir=folder, include_prompt=spec.include_prompt
+                    data,
+                    manifest,
+                    card=card,
+                    now=time.time(),
+                    workdir=folder,
+                    include_prompt=spec.include_prompt,
+                    output_columns=spec.output.columns,
                 )
                 versions = ledger.ledger_versions(context.instance, spec.name)
                 checks = check_results(spec, data, manifest, table, versions, target)

@@ -135,6 +135,7 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "output": _form_words(settings),
         "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
         "duplicates": f"{table.duplicates:,}",
+        **({} if table.output_mismatches is None else {"outputs without columns": f"{table.output_mismatches:,}"}),
         **({"answers of other datasets": _reused_words(table)} if table.reused else {}),
         "rejected source rows": f"{manifest.rejected:,} (not in the table)",
         "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
@@ -178,7 +179,7 @@ def _columns(table: PublishedTable, manifest: SnapshotManifest) -> str:
     lines = [
         (f"`{column.name}`", column.type, f"source column `{kept[column.name]}`")
         if column.name in kept
-        else (f"`{column.name}`", column.type, MEANING.get(column.name, ""))
+        else (f"`{column.name}`", column.type, column.description or MEANING.get(column.name, ""))
         for column in table.columns
     ]
     return "## Columns\n\n" + _table(("column", "type", "meaning"), lines)

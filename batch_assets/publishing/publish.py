@@ -15,6 +15,7 @@ import pyarrow as pa
 from batch_assets.publishing.batch_reader import CommittedRows, pieces
 from batch_assets.publishing.dataset_card import Card, card_text
 from batch_assets.publishing.duplicates import Duplicates
+from batch_assets.publishing.output_columns import OutputColumns
 from batch_assets.publishing.prompt_column import PROMPT
 from batch_assets.publishing.published_table import (
     BrokenTable,
@@ -57,6 +58,7 @@ def publish(
     now: float,
     workdir: Path,
     include_prompt: bool = True,
+    output_columns: bool = False,
     part_rows: int = PART_ROWS,
     keep_versions: int = 2,
     threads: int | None = None,
@@ -65,20 +67,22 @@ def publish(
     they were written, is not written again.
 
     Memory is bounded whatever the number of rows; `workdir` holds one part at a time and, with duplicates, the rows
-    they repeat. `include_prompt`: with the column `prompt`. Raises IncompleteSnapshot, SupersededTable, CorruptObject.
+    they repeat. `include_prompt`: with the column `prompt`. `output_columns`: with those that the snapshot's JSON
+    schema makes, where it makes some. Raises IncompleteSnapshot, SupersededTable, CorruptObject.
     """
     entries = store.entries(manifest.snapshot)
     current = store.current_objects(entries)
     missing = [entry.key for entry in entries if entry.key not in current]
     if missing:
         raise IncompleteSnapshot(store.dataset, manifest.snapshot, missing, len(entries))
-    version = table_version(manifest.snapshot, current, prompt=include_prompt)
+    schema = table_schema(store, manifest, prompt=include_prompt)
+    columns = OutputColumns.of(manifest, schema.names) if output_columns else None
+    version = table_version(manifest.snapshot, current, prompt=include_prompt, output_columns=columns is not None)
     unfinished = _unfinished(store)
     table = _whole_table(store, version)
     if table is None or _changed_files(store, table):
-        schema = table_schema(store, manifest, prompt=include_prompt)
         many = threads or threads_for(store.objects)
-        table = _write(store, manifest, entries, current, version, schema, card, now, workdir, part_rows, many)
+        table = _write(store, manifest, entries, current, version, schema, columns, card, now, workdir, part_rows, many)
     _switch(store, table)
     _prune(store, table, keep_versions, unfinished)
     return table
@@ -108,27 +112,18 @@ def _write(
     current: Mapping[str, BatchObject],
     version: str,
     schema: pa.Schema,
+    columns: OutputColumns | None,
     card: Card,
     now: float,
     workdir: Path,
     part_rows: int,
     threads: int,
 ) -> PublishedTable:
-    with (
-        TableWriter(store, version, schema, workdir, part_rows) as writer,
-        Duplicates(store, manifest, schema, workdir) as duplicates,
-    ):
-        committed = CommittedRows(store, manifest, current, prompt=PROMPT in schema.names)
-        size = committed.bytes_of
-        for rows in read_ahead(
-            committed.read, pieces(entries, size), threads, lambda piece: sum(size(entry) for entry in piece)
-        ):
-            duplicates.note(rows)
-            writer.write(rows)
-        for rows in duplicates.rows():
-            writer.write(rows)
+    written = schema if columns is None else columns.within(schema)
+    with TableWriter(store, version, written, workdir, part_rows) as writer:
+        _write_lines(writer, store, manifest, entries, current, schema, columns, workdir, threads)
         files = writer.finish()
-    totals = writer.totals
+    totals, descriptions = writer.totals, columns.descriptions if columns else {}
     table = PublishedTable(
         dataset=store.dataset,
         model=manifest.settings().model,
@@ -149,7 +144,10 @@ def _write(
         reused=dict(sorted(totals.reused.items())),
         bytes=sum(file.bytes for file in files),
         simulated=totals.simulated,
-        columns=[Column(name=field.name, type=str(field.type)) for field in schema],
+        output_mismatches=columns.mismatches if columns else None,
+        columns=[
+            Column(name=field.name, type=str(field.type), description=descriptions.get(field.name)) for field in written
+        ],
         sources=totals.sources(),
         files=files,
     )
@@ -159,6 +157,30 @@ def _write(
     table = table.model_copy(update={"card": said})
     store.objects.put(store.published_path(version, "manifest.json"), table.to_json())
     return table
+
+
+def _write_lines(
+    writer: TableWriter,
+    store: DatasetStore,
+    manifest: SnapshotManifest,
+    entries: list[BatchEntry],
+    current: Mapping[str, BatchObject],
+    schema: pa.Schema,
+    columns: OutputColumns | None,
+    workdir: Path,
+    threads: int,
+) -> None:
+    """Rows in the order of the snapshot, then the duplicates. `schema`: without the columns of outputs."""
+    committed = CommittedRows(store, manifest, current, prompt=PROMPT in schema.names)
+    size = committed.bytes_of
+    with Duplicates(store, manifest, schema, workdir) as duplicates:
+        for rows in read_ahead(
+            committed.read, pieces(entries, size), threads, lambda piece: sum(size(entry) for entry in piece)
+        ):
+            duplicates.note(rows)
+            writer.write(columns.add(rows, count=True) if columns else rows)
+        for rows in duplicates.rows():
+            writer.write(columns.add(rows, count=False) if columns else rows)
 
 
 def _switch(store: DatasetStore, table: PublishedTable) -> None:

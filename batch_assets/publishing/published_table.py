@@ -26,6 +26,8 @@ class PublishedTable(Sealed):
     and `usd` are those of the rows that were asked; a duplicate adds nothing. `usd` covers all but the `unpriced` rows
     and is None while no price is known. `reused`: rows that were asked and paid for by another dataset, by its name.
     `model`: the one that was asked for (None: written before it was kept); those that answers named are in `sources`.
+    `output_mismatches`: rows that were asked and whose output does not make the columns of `output.columns`; None: the
+    table has no such columns.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +55,7 @@ class PublishedTable(Sealed):
     card: StoredFile | None = None
     reused: dict[str, int] = Field(default_factory=dict)
     model: str | None = None
+    output_mismatches: int | None = None
 
     def stored(self) -> Iterator[TableFile | StoredFile]:
         """Every object of the version beside its manifest."""
@@ -79,20 +82,30 @@ class PublishedTable(Sealed):
         return objects.uri(f"{self.path}/part-*.parquet")
 
 
-def table_version(snapshot: str, current: Mapping[str, BatchObject], *, prompt: bool = True) -> str:
-    """Version (16 hex digits) of the table that a snapshot and its current objects make, with or without prompts.
+def table_version(
+    snapshot: str, current: Mapping[str, BatchObject], *, prompt: bool = True, output_columns: bool = False
+) -> str:
+    """Version (16 hex digits) of the table that a snapshot and its current objects make, with or without prompts, and
+    the columns of outputs, which follow from the snapshot's schema.
 
-    A table without prompts has the version that it had before there was such a column.
+    A table without them has the version that it had before there were such columns.
     """
-    digest = hashlib.sha256(f"{FORMAT} {snapshot}{' prompt' if prompt else ''}\n".encode())
+    with_columns = f"{' prompt' if prompt else ''}{' output columns' if output_columns else ''}"
+    digest = hashlib.sha256(f"{FORMAT} {snapshot}{with_columns}\n".encode())
     for key in sorted(current):
         digest.update(f"{current[key].name}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def table_versions(snapshot: str, current: Mapping[str, BatchObject]) -> tuple[str, str]:
-    """Versions of the two tables that a snapshot and its current objects make: with prompts, and without."""
-    return table_version(snapshot, current), table_version(snapshot, current, prompt=False)
+def table_versions(snapshot: str, current: Mapping[str, BatchObject]) -> tuple[str, ...]:
+    """Versions of the tables that a snapshot and its current objects make: with prompts and columns of outputs, and
+    without.
+    """
+    return tuple(
+        table_version(snapshot, current, prompt=prompt, output_columns=output_columns)
+        for output_columns in (False, True)
+        for prompt in (True, False)
+    )
 
 
 def published_table(store: DatasetStore, version: str | None = None) -> PublishedTable | None:

@@ -42,11 +42,12 @@ class TableFile(BaseModel):
 
 
 class Column(BaseModel):
-    """One column of a table with its Arrow type."""
+    """One column of a table with its Arrow type. `description`: of one that is made of the output."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     type: str
+    description: str | None = None
 
 
 class Source(BaseModel):

@@ -53,6 +53,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 
 # Columns of the published table: a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
+MAX_COLUMN_NAME = 255
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
@@ -167,6 +168,11 @@ class OutputSpec(Strict):
     grammar: Grammar | None = Field(
         default=None,
         description="Grammar of each output, as the engine reads it (vLLM: EBNF), which alone holds outputs to it.",
+    )
+    columns: Flag = Field(
+        default=False,
+        description="Put the properties of the JSON schema, which is one of an object, into the table as typed "
+        "columns; `output` stays as text. A change counts from the next table on.",
     )
     repair_tries: int = Field(
         default=1,
@@ -306,6 +312,7 @@ class GeneratedDatasetSpec(Strict):
         _check_labels(self)
         _check_reuse(self)
         _check_samples(self)
+        _check_output_columns(self)
         return self
 
     @property
@@ -407,6 +414,32 @@ def _check_columns(spec: GeneratedDatasetSpec) -> None:
         if column.lower() in seen:
             raise Unusable("each column once", show(column), key=f"keep_columns.{index}")
         seen.add(column.lower())
+
+
+def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
+    if not spec.output.columns:
+        return
+    from gpu_runner.client.json_schemas.column_types import column_types
+    from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
+
+    if spec.output.json_schema is None:
+        raise Unusable("output.json_schema beside it", "none", "Its properties are the columns.", key="output.columns")
+    try:
+        names = list(column_types(spec.output.json_schema))
+    except SchemaProblem as error:
+        hint = "Leave output.columns out: the column output has the whole JSON as text."
+        raise Unusable(error.expected, error.found, hint, key="output.columns") from error
+    sampled = {SAMPLE_INDEX} if spec.samples > 1 else set()
+    taken = OWN_COLUMNS | sampled | {column.lower() for column in spec.keep_columns}
+    for name in names:
+        # DuckDB and others do not tell column names apart by case.
+        if name.lower() in taken:
+            hint = "Give the property another name in the schema, or leave output.columns out."
+            raise Unusable("properties whose names no other column has", show(name), hint, key="output.columns")
+        if not name.strip() or len(name) > MAX_COLUMN_NAME or not name.isprintable():
+            found, most = show(name[:MAX_COLUMN_NAME]), f"1 to {MAX_COLUMN_NAME} printable characters"
+            raise Unusable(f"properties whose names are {most}", found, key="output.columns")
+        taken |= {name.lower()}
 
 
 def _check_reuse(spec: GeneratedDatasetSpec) -> None:

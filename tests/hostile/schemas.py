@@ -174,6 +174,18 @@ FORMS = cases(
             *("(" * 900 + ")" * 900, "a" * 2001, r"\p{Nope}", "\ud800"),
         )
     ],
+    *[
+        (f"columns of {name}", {"output": {"columns": True, "json_schema": schema}}, "output.columns")
+        for name, schema in (
+            ("a list", {"type": "array"}),
+            ("a property called model", {"properties": {"model": {}}}),
+            ("a property without a name", {"properties": {"": {}}}),
+            ("501 properties", {"properties": {f"p{i}": {} for i in range(501)}}),
+        )
+    ],
+    ("columns of a tree", {"output": {"columns": True, "json_schema": {"properties": {"t": {"$ref": "#"}}}}}, None),
+    ("columns without a schema", {"output": {"columns": True}}, "output.columns"),
+    ("columns: 1", {"output": {"columns": 1}}, "output.columns"),
     ("a regex of many groups", {"output": {"regex": "(a*)*(b*)*" * 20}}, None),
     ("choices: 1,001", {"output": {"choice": [str(i) for i in range(1001)]}}, "output.choice"),
     ("choices: 1,000 of 1,000 letters", {"output": {"choice": [f"{i:01000}" for i in range(1000)]}}, "100,000 bytes"),

@@ -98,7 +98,7 @@ def test_without_the_prompt_a_table_is_as_it_was_before_there_was_one(store: Dat
     manifest = write_snapshot(store, questions(25), duplicates={"copy": "id-000003"})
     commit(store, manifest)
     entries = store.entries(manifest.snapshot)
-    with_prompt, without = table_versions(manifest.snapshot, store.current_objects(entries))
+    with_prompt, without, *_ = table_versions(manifest.snapshot, store.current_objects(entries))
     plain = do_publish(store, manifest, tmp_path, include_prompt=False)
     assert plain.version == without
     assert "prompt" not in {column.name for column in plain.columns}
