@@ -56,11 +56,19 @@ class CostMeter:
             self._since = now
 
     def settle(
-        self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float, *, together: int = 0
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        in_flight: int,
+        now: float,
+        *,
+        together: int = 0,
+        cached_tokens: int = 0,
     ) -> float | None:
         """A row has its outcome, `in_flight` others have not: its share in US dollars.
 
         `together`: rows besides that the same answer brought, which are settled next and have used as much of it.
+        `cached_tokens`: of the prompt's, those that the engine had in its cache.
         """
         self._accrue(now)
         self._rows += 1
@@ -86,7 +94,7 @@ class CostMeter:
         self._wasted += self._pot
         self._pot = 0.0
 
-    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+    def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:
         """An answer of so many tokens has come, whatever becomes of its row."""
 
     def fly(self, rows: int) -> None:
@@ -132,9 +140,9 @@ class TokenMeter(CostMeter):
         self._flying = self._given_up = 0
         self._answered_usd = self._settled_usd = self._lost_usd = 0.0
 
-    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+    def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:
         """An answer of so many tokens has come: that is what is paid."""
-        usd = self.price.usd(prompt_tokens, completion_tokens)
+        usd = self.price.usd(prompt_tokens, completion_tokens, cached_tokens)
         self.row_usd = max(self.row_usd, usd)
         self._answered_usd += usd
 
@@ -147,11 +155,18 @@ class TokenMeter(CostMeter):
         self._given_up += rows
 
     def settle(
-        self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float, *, together: int = 0
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        in_flight: int,
+        now: float,
+        *,
+        together: int = 0,
+        cached_tokens: int = 0,
     ) -> float | None:
         """A row has its outcome: what all its answers cost."""
         super().settle(prompt_tokens, completion_tokens, in_flight, now, together=together)
-        usd = self.price.usd(prompt_tokens, completion_tokens)
+        usd = self.price.usd(prompt_tokens, completion_tokens, cached_tokens)
         self._settled_usd += usd
         return usd
 
@@ -221,16 +236,26 @@ class SharedMeter(CostMeter):
         self._whole.begin(now)
 
     def settle(
-        self, prompt_tokens: int, completion_tokens: int, in_flight: int, now: float, *, together: int = 0
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        in_flight: int,
+        now: float,
+        *,
+        together: int = 0,
+        cached_tokens: int = 0,
     ) -> float | None:
         """As of the whole, where the rows of others are in flight too."""
         self._in_flight = in_flight + together
         others = self._others
-        return self._whole.settle(prompt_tokens, completion_tokens, in_flight + others, now, together=together)
+        in_flight += others
+        return self._whole.settle(
+            prompt_tokens, completion_tokens, in_flight, now, together=together, cached_tokens=cached_tokens
+        )
 
-    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+    def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:
         """As of the whole."""
-        self._whole.count(prompt_tokens, completion_tokens)
+        self._whole.count(prompt_tokens, completion_tokens, cached_tokens)
 
     def give_up(self, rows: int) -> None:
         """As of the whole."""

@@ -105,7 +105,7 @@ def _read(home: Path) -> tuple[AllowedEndpoint, ...]:
 
 
 def _write(home: Path, endpoints: list[AllowedEndpoint]) -> None:
-    text = _File(endpoints=tuple(endpoints)).model_dump_json()
+    text = _File(endpoints=tuple(endpoints)).model_dump_json(exclude_none=True)
     new = home / f"{FILE}.new"
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -77,8 +77,8 @@ _ENGINE = {
     "speed": "`simulated` only: how much faster than the modelled GPU.",
     "arguments": "`simulated` and `llama_cpp`: further arguments of `python -m gpu_runner.simulator`, or of "
     "`python -m gpu_runner.providers.llama_cpp_server`.",
-    "usd_per_million_tokens": "`endpoint` only: US dollars that a hosted API asks, one number or `input` and `output`: "
-    "then the engine is planned for, its cost counts everywhere, and [budgets](deadlines.md) hold.",
+    "usd_per_million_tokens": "`endpoint` only: US dollars that a hosted API asks, one number or `input`, `output` and "
+    "`cached`: then the engine is planned for, its cost counts everywhere, and [budgets](deadlines.md) hold.",
     "tls": "`endpoint` with a url of `https://` only: certificates, see [below](#enginestls).",
     "provider": "Written beside every row, for you to group by.",
     "instance_type": "Written beside every row, for you to group by.",

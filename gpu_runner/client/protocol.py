@@ -155,7 +155,8 @@ class Completion:
     """One answer. `output` is text, or a vector for embeddings; an empty text is an answer too.
 
     `parts`: what it holds besides. `filtered`: a content filter ended it, so the output is a part or nothing.
-    `model`: who answered, by the answer's own field; None where it does not say.
+    `model`: who answered, by the answer's own field; None where it does not say. `cached_tokens`: of `prompt_tokens`
+    those that the engine had in its cache.
     """
 
     output: Output
@@ -165,6 +166,7 @@ class Completion:
     parts: AnswerParts = NO_PARTS
     filtered: bool = False
     model: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +288,10 @@ def _text(task: Task, answer: Any) -> Completion:
     parts = chat_parts(choice) if task == "chat" else completion_parts(choice)
     word = answer_numbers.finish_word(reason)
     model = model_of(answer)
-    return Completion(content, word, *_usage(answer), parts, filtered=word == FILTERED, model=model)
+    prompt, completion = _usage(answer)
+    cached = answer_numbers.cached_count(answer.get("usage"), prompt)
+    filtered = word == FILTERED
+    return Completion(content, word, prompt, completion, parts, filtered, model, cached)
 
 
 def _embedding(answer: Any) -> Completion:

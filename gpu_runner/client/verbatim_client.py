@@ -170,10 +170,11 @@ def read_whole(body: bytes, task: Task = "chat") -> Completion:
         reason = _finish_reason(choices)
         usage = answer.get("usage") or {}
         tokens = [answer_numbers.token_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        cached = answer_numbers.cached_count(usage, tokens[0])
         text = orjson.dumps(answer).decode()
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _not_an_answer(body, task) from error
-    return Completion(text, reason, tokens[0], tokens[1])
+    return Completion(text, reason, tokens[0], tokens[1], cached_tokens=cached)
 
 
 def read_each(body: bytes, weights: Sequence[int]) -> list[Completion]:

@@ -486,8 +486,8 @@ class EngineWorker:
             self.trial_over()
 
     def _add_tokens(self, item: Item, answer: Completion) -> None:
-        item.add_tokens(answer.prompt_tokens, answer.completion_tokens)
-        self.spending.count(answer.prompt_tokens, answer.completion_tokens)
+        item.add_tokens(answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens)
+        self.spending.count(answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens)
 
     def _answered(self, *rows: Item) -> float:
         now = self._loop.time()
@@ -563,7 +563,7 @@ class EngineWorker:
     def pay_in_vain(self, completions: Sequence[Completion]) -> None:
         """The answer to a second request, which came after the first one."""
         for completion in completions:
-            self.spending.count(completion.prompt_tokens, completion.completion_tokens)
+            self.spending.count(completion.prompt_tokens, completion.completion_tokens, completion.cached_tokens)
 
     def take_over(self, rows: Sequence[Item], completions: Sequence[Completion], sent: float) -> None:
         """The answer to a request that was sent to this engine at `sent`, the first one for these rows."""

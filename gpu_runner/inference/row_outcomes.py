@@ -140,7 +140,14 @@ class RowOutcomes:
     def _usd(self, item: Item, in_flight: int) -> float | None:
         now, together = self._loop.time(), self.answered_together
         others = in_flight - together
-        return self._spending.settle(item.prompt_tokens, item.completion_tokens, others, now, together=together)
+        return self._spending.settle(
+            item.prompt_tokens,
+            item.completion_tokens,
+            others,
+            now,
+            together=together,
+            cached_tokens=item.cached_tokens,
+        )
 
 
 # Answers of one model share their origin.

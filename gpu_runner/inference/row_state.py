@@ -137,6 +137,7 @@ class Item:
     repair: Repair | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     sent: float = 0.0
     started_at: float = 0.0
     seconds: float = 0.0
@@ -199,10 +200,11 @@ class Item:
         """A request has ended."""
         self.seconds += now - self.sent
 
-    def add_tokens(self, prompt: int, completion: int) -> None:
+    def add_tokens(self, prompt: int, completion: int, cached: int) -> None:
         """A request was answered."""
         self.prompt_tokens += prompt
         self.completion_tokens += completion
+        self.cached_tokens += cached
 
     # --- failures ---
 

@@ -30,7 +30,7 @@ from resources.engine_options import PLAIN, EngineOptions
 from resources.fleet.engine_tls import EngineTls, tls_of_environment
 from resources.pricing.sources import PricingConfig
 from resources.pricing.token_prices import TokenPriceConfig
-from resources.yaml_errors import problem_of, show
+from resources.yaml_errors import Unusable, problem_of, show
 from resources.yaml_files import Document, YamlProblem, line_of, load_documents, read_text
 
 ENDPOINT_VARIABLE, KEY_VARIABLE = "BATCH_ASSETS_ENDPOINT", "BATCH_ASSETS_API_KEY"
@@ -514,6 +514,8 @@ def _problem(detail: dict[str, Any], model: type[FleetConfig], document: Documen
     key = ".".join(map(str, keys)) or "this file"
     if kind in ("extra_forbidden", "missing"):
         return f"{key}: expected {said.expected}, found {said.found}. {said.hint}".rstrip(". ") + place
+    if isinstance(cause, Unusable) and cause.key and not secret & {"environment", "alerts"}:
+        key, detail = said.key, {**detail, "input": cause.found}  # a section's own words of one of its keys
     shown = said.found if detail["input"] is not None else type(found).__name__
     expected = said.expected[:1].lower() + said.expected[1:]
     expected = expected.removeprefix("value error, ")

@@ -108,6 +108,18 @@ def test_an_engine_that_is_paid_by_the_token_costs_its_answers_whatever_time_the
     assert (spent.useful_usd, spent.wasted_usd) == (pytest.approx(0.006), pytest.approx(0.001))
 
 
+def test_tokens_from_the_cache_cost_what_is_said_of_them() -> None:
+    meter = TokenMeter(TokenPrice(1.0, 10.0, 0.25), row_usd=0.01)
+    meter.begin(0)
+    meter.count(1000, 100, 800)
+    assert meter.settle(1000, 100, 0, 50, cached_tokens=800) == pytest.approx(0.0014)
+    meter.count(1000, 0, 5000)  # more than the prompt has
+    meter.lose(60)
+    spent = meter.spent()
+    assert (spent.useful_usd, spent.wasted_usd) == (pytest.approx(0.0014), pytest.approx(0.00025))
+    assert TokenPrice(1.0, 10.0).usd(1000, 100, 800) == pytest.approx(0.002), "without a price of its own"
+
+
 def test_no_row_is_sent_that_could_pass_what_is_granted() -> None:
     meter = TokenMeter(TokenPrice(1.0, 1.0), row_usd=0.5)
     assert meter.room > 1000 and not meter.exhausted

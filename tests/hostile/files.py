@@ -91,6 +91,15 @@ FLEETS = [
         ],
         ("an engine called -x", "engines: [{name: -x, kind: simulated}]\n", "name"),
         ("a model called -x", "engines: [{name: a, kind: simulated, models: ['--config=x']}]\n", "models"),
+        *[
+            (
+                f"a price of cached tokens of {price}",
+                f"engines: [{{name: a, kind: endpoint, url: 'http://a', usd_per_million_tokens: "
+                f"{{input: 1, output: 1, cached: {price}}}}}]\n",
+                "cached",
+            )
+            for price in (".nan", ".inf", "-1", "2", "[]", "free")
+        ],
         (
             "an engine that loads code",
             "engines: [{name: a, kind: endpoint, url: 'http://a', engine: {trust_remote_code: true}}]\n",

@@ -14,12 +14,13 @@ from typing import Any
 @dataclass
 class PlainEngine:
     """`requests`: bodies of the chats so far. `answer`: fields of the choice of the next answers. `model`: what these
-    name as the model that wrote them."""
+    name as the model that wrote them. `cached_tokens`: that these say of their prompt."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     answer: Mapping[str, Any] = field(default_factory=lambda: {"finish_reason": "stop"})
     text: str = "a real answer"
+    cached_tokens: int | None = None
     model: str | None = None
 
 
@@ -41,7 +42,9 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             engine.requests.append(asked)
             choice = {"index": 0, "message": {"role": "assistant", "content": engine.text}, **engine.answer}
-            usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+            usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+            if engine.cached_tokens is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": engine.cached_tokens}
             named = {} if engine.model is None else {"model": engine.model}
             self._say(200, {"id": "c", "object": "chat.completion", **named, "choices": [choice], "usage": usage})
 

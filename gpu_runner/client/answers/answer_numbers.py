@@ -36,6 +36,16 @@ def token_count(value: Any) -> int:
     return value
 
 
+def cached_count(usage: Any, prompt_tokens: int) -> int:
+    """Of the tokens of a prompt those that the engine had in its cache, as `usage` tells them; 0 where it does not.
+
+    Only a price hangs on it: what is no number, or more than the prompt, makes no answer unusable.
+    """
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return min(cached, prompt_tokens) if type(cached) is int and cached > 0 else 0
+
+
 def finish_word(value: Any) -> str:
     """A finish_reason."""
     if not isinstance(value, str) or len(value) > LONGEST_REASON:

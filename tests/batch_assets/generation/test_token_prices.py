@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.dataset_project import MODEL, DatasetProject, dataset_project
+from support.plain_engine import plain_engine
 from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
@@ -73,3 +74,21 @@ def test_the_budget_stops_it_before_it_is_passed_and_it_goes_on_when_that_is_rai
     site.fleet_db.override("d", budget_usd=1000.0)
     run.join()
     assert done == [True] and site.fleet_db.spend("d").usd > budget
+
+
+@pytest.mark.parametrize(("cached", "usd"), [(None, 0.017), (4, 0.0142), (99, 0.0135)])
+def test_a_row_costs_less_as_far_as_its_prompt_came_from_the_cache(
+    tmp_path: Path, cached: int | None, usd: float
+) -> None:
+    with plain_engine(MODEL) as api, dataset_project(tmp_path) as site:
+        api.cached_tokens = cached
+        (tmp_path / "fleet.yaml").write_text(
+            f"engines: [{{name: api, kind: endpoint, url: '{api.url}', "
+            "usd_per_million_tokens: {input: 1000, output: 4000, cached: 300}}]\n"
+        )
+        site.source(["What is it?"])
+        assert site.materialize("prompts").success and site.run_rows("00000", "00000", None).success
+        ((found,),) = site.store.objects_by_batch().values()
+        (outcome,) = site.store.outcomes(found)
+        assert (outcome.prompt_tokens, outcome.completion_tokens) == (5, 3)
+        assert outcome.usd == pytest.approx(usd) and site.fleet_db.spend("d").usd == pytest.approx(usd)

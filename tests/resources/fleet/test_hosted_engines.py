@@ -36,6 +36,20 @@ def test_a_price_is_one_number_or_two(tmp_path: Path, price: object) -> None:
     assert parse_token_price("0.5") == found.usd_per_million_tokens
 
 
+def test_what_comes_from_the_cache_has_a_price_of_its_own(tmp_path: Path) -> None:
+    (found,) = load(tmp_path, engine({"input": 2, "output": 8, "cached": 0.5})).engines
+    assert found.token_price == TokenPrice(2, 8, 0.5)
+    assert parse_token_price("2,8,0.5") == found.usd_per_million_tokens
+    with pytest.raises(
+        FleetConfigError, match=r"usd_per_million_tokens\.cached: expected at most input \(2\), found 3"
+    ):
+        load(tmp_path, engine({"input": 2, "output": 8, "cached": 3}))
+    for wrong in ("2,8,3", "2,8,1,1", "2,8,-1", "2,8,nan", "2,8,"):
+        with pytest.raises(ValueError, match="a third, at most the first"):
+            parse_token_price(wrong)
+    assert WORK.usd(TokenPrice(2, 8, 0.5)) == WORK.usd(TokenPrice(2, 8)), "a plan counts on no cache"
+
+
 @pytest.mark.parametrize(
     "wrong", [engine(-1), engine({"input": 1}), engine("free"), {"name": "p", "kind": "process", **engine(1, url=None)}]
 )
