@@ -17,13 +17,13 @@ from batch_assets.orchestration.cost_report import cost_report_sensor, spend
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.front_door.api_batches import api_batches
 from batch_assets.orchestration.front_door.billing_report import billing, billing_report_sensor
-from batch_assets.sensors.capacity import capacity_sensor
-from batch_assets.sensors.launcher import launcher_sensor
-from batch_assets.sensors.liveness import watchdog_sensor
+from batch_assets.sensors.capacity_sensor import capacity_sensor
+from batch_assets.sensors.launcher_sensor import launcher_sensor
+from batch_assets.sensors.liveness_sensor import watchdog_sensor
 from batch_assets.sensors.open_datasets import Datasets
-from batch_assets.sensors.publisher import publisher_sensor
-from batch_assets.sensors.reaper import reaper_sensor
-from batch_assets.sensors.reconcile import reconcile_sensor
+from batch_assets.sensors.publisher_sensor import publisher_sensor
+from batch_assets.sensors.reaper_sensor import reaper_sensor
+from batch_assets.sensors.reconcile_sensor import reconcile_sensor
 from batch_assets.spec.discovery import known_datasets
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import checked_root

@@ -12,7 +12,7 @@ from batch_assets.publishing.dead_letters import current_dead_letters
 from batch_assets.publishing.verify import Verification, ledger_of_reports, verify
 from batch_assets.request_status.dataset_status import DatasetStatus, Observer, dataset_status
 from batch_assets.request_status.request_monitor import RequestMonitor, RunResult
-from batch_assets.sensors.reconcile import reconcile_sensor
+from batch_assets.sensors.reconcile_sensor import reconcile_sensor
 from batch_assets.tags import RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG
 from resources.endpoints import allow
 from resources.store.dataset_store import BatchStore

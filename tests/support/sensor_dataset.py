@@ -24,7 +24,7 @@ from batch_assets.catalog import ledger
 from batch_assets.component import dataset_definitions
 from batch_assets.definitions import platform
 from batch_assets.orchestration.cost_report import cost_report_sensor
-from batch_assets.sensors.capacity import capacity_sensor
+from batch_assets.sensors.capacity_sensor import capacity_sensor
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.tags import PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
 from gpu_runner.fleet_database.database import FleetDatabase

@@ -1,6 +1,7 @@
 """What `batch-assets plan NAME` prints: what to rent for the work that is left, what it will cost, and when it is done.
 
-Rents nothing and changes nothing. The same planner decides while the work goes on (batch_assets/sensors/capacity.py).
+Rents nothing and changes nothing. The same planner decides while the work goes on
+(batch_assets/sensors/capacity_sensor.py).
 """
 
 from __future__ import annotations

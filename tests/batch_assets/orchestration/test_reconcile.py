@@ -17,7 +17,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.catalog import ledger
 from batch_assets.orchestration import reconcile
-from batch_assets.sensors import reconcile as reconcile_sensor
+from batch_assets.sensors import reconcile_sensor as reconcile_sensor
 from batch_assets.tags import REFRESH_TAG
 
 

@@ -36,8 +36,8 @@ from batch_assets.catalog.publications import PUBLISH_ATTEMPTS
 from batch_assets.catalog.ranges import KeyRange
 from batch_assets.generation.op import ENDPOINT_TAG
 from batch_assets.publishing.dead_letters import dead_letters
-from batch_assets.sensors.launcher import SPARE_RUNS
-from batch_assets.sensors.liveness import lost_workers
+from batch_assets.sensors.launcher_sensor import SPARE_RUNS
+from batch_assets.sensors.liveness_sensor import lost_workers
 from batch_assets.tags import (
     CANCELED_TAG,
     PARTITION_TAG,
@@ -467,8 +467,8 @@ def begun(site: SensorDataset, status: S, pid: int, *, beats: bool = False, **ta
 def new_code_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code server was started again after all that a test has begun."""
     later = functools.partial(lost_workers, born=time.time() + 60)
-    monkeypatch.setattr("batch_assets.sensors.liveness.lost_workers", later)
-    monkeypatch.setattr("batch_assets.sensors.liveness.repository_label", lambda context: OWN)
+    monkeypatch.setattr("batch_assets.sensors.liveness_sensor.lost_workers", later)
+    monkeypatch.setattr("batch_assets.sensors.liveness_sensor.repository_label", lambda context: OWN)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_workers_that_live_beat_or_belong_to_others_are_left_alone(site: SensorD
 def test_the_end_of_a_worker_is_told_by_the_code_server_that_started_it(
     site: SensorDataset, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("batch_assets.sensors.liveness.repository_label", lambda context: OWN)
+    monkeypatch.setattr("batch_assets.sensors.liveness_sensor.repository_label", lambda context: OWN)
     gone = subprocess.Popen(["true"])
     gone.wait()
     run_id = begun(site, S.STARTING, gone.pid)

@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 from dagster._core.test_utils import create_run_for_test
 
-from batch_assets.sensors.launcher import LOOK_SECONDS, WAIT_SECONDS, SourceWait
+from batch_assets.sensors.launcher_sensor import LOOK_SECONDS, WAIT_SECONDS, SourceWait
 from batch_assets.tags import REFRESH_TAG
 
 NOTHING = dg.SensorResult(skip_reason="nothing was requested")

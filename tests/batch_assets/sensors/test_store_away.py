@@ -12,7 +12,7 @@ import pytest
 from support.sensor_dataset import SPEC, S, SensorDataset
 
 from batch_assets.definitions import platform
-from batch_assets.sensors import capacity, many_datasets, open_datasets, reconcile
+from batch_assets.sensors import capacity_sensor, many_datasets, open_datasets, reconcile_sensor
 from batch_assets.tags import REFRESH_TAG
 from resources.objects import opening as objects
 from resources.store.dataset_store import BatchStore
@@ -51,15 +51,15 @@ def test_a_tick_ends_in_time_while_the_store_does_not_answer(
     for name in ("SENSOR_RETRY_SECONDS", "SENSOR_REQUEST_SECONDS"):
         monkeypatch.setattr(objects, name, getattr(objects, name, 0.0) / 100)
     monkeypatch.setattr(many_datasets, "TICK_SECONDS", many_datasets.TICK_SECONDS / 100)
-    monkeypatch.setattr(reconcile, "TICK_SECONDS", reconcile.TICK_SECONDS / 100)
+    monkeypatch.setattr(reconcile_sensor, "TICK_SECONDS", reconcile_sensor.TICK_SECONDS / 100)
     monkeypatch.setattr(open_datasets, "LOOK_SECONDS", open_datasets.LOOK_SECONDS / 100)
     with site.fleet.open_database() as fleet_db:
         for name in NAMES:
             fleet_db.begin_request(name, "a request")
     own = platform(site.datasets, site.specs, silent, site.fleet).sensors or ()
     sensors = {one.name: one for one in own if isinstance(one, dg.SensorDefinition)}
-    sensors["capacity"] = capacity.capacity_sensor(lambda: site.specs, 30)
-    sensors["reconcile"] = reconcile.reconcile_sensor(lambda: site.specs, silent)
+    sensors["capacity"] = capacity_sensor.capacity_sensor(lambda: site.specs, 30)
+    sensors["reconcile"] = reconcile_sensor.reconcile_sensor(lambda: site.specs, silent)
     resources = {"store": silent, "fleet": site.fleet}
     repository = site.definitions.get_repository_def()
     with dg.build_sensor_context(site.instance, repository_def=repository, resources=resources) as context:

@@ -29,8 +29,9 @@ from batch_assets.catalog import ledger
 from batch_assets.orchestration.request_summary import request_status
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
-from batch_assets.sensors import capacity, round_robin
-from batch_assets.sensors.capacity import capacity_sensor, slots_for
+from batch_assets.sensors import capacity_sensor as sensor_module
+from batch_assets.sensors import round_robin
+from batch_assets.sensors.capacity_sensor import capacity_sensor, slots_for
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
 from batch_assets.tags import CANCELED_TAG
@@ -603,16 +604,16 @@ def test_a_command_is_as_old_as_what_it_rests_on(site: SensorDataset, monkeypatc
     site.snapshot()
     site.request()
     lease = ready(site.fleet_db, dataset="d", ttl=600)
-    ask = capacity.ask_planner
+    ask = sensor_module.ask_planner
 
     def slowly(question: CapacityQuestion) -> Answer:
         assert site.fleet_db.give_up(lease, "paused")
         return ask(question)
 
-    monkeypatch.setattr(capacity, "ask_planner", slowly)
+    monkeypatch.setattr(sensor_module, "ask_planner", slowly)
     site.tick("capacity")
     assert site.fleet_db.leased_since_command("d")
-    monkeypatch.setattr(capacity, "ask_planner", ask)
+    monkeypatch.setattr(sensor_module, "ask_planner", ask)
     site.tick("capacity")
     assert not site.fleet_db.leased_since_command("d")
 

@@ -22,7 +22,7 @@ from batch_assets.publishing.differences import Difference
 from batch_assets.publishing.publish import publish
 from batch_assets.request_status.dataset_status import Observer
 from batch_assets.sensors import catalog_changes
-from batch_assets.sensors import reconcile as reconcile_sensor
+from batch_assets.sensors import reconcile_sensor as reconcile_sensor
 from batch_assets.tags import PUBLISH_VOID_TAG
 from resources.objects.opening import CorruptObject, LocalObjects, ObjectInfo, StoreError
 from resources.store.dataset_store import BatchStore, DatasetStore
