@@ -30,10 +30,10 @@ from batch_assets.api.access.rate_limits import FILE as LIMITS_FILE
 from batch_assets.api.access.rate_limits import read_limits
 from batch_assets.api.app import body_limit, create_app
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
-from batch_assets.api.billing.journal import FOLDER as USAGE_FOLDER
-from batch_assets.api.billing.journal import UsageJournal, left_file
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Tokens
+from batch_assets.api.billing.usage_journal import FOLDER as USAGE_FOLDER
+from batch_assets.api.billing.usage_journal import UsageJournal, left_file
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.home_folders import own_folder
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.health import Readiness

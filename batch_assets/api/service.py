@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
 
 from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import SpendingRecords
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.capacity.capacity import ModelCapacity
 from batch_assets.api.capacity.never_served import NeverServed
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords

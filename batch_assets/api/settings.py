@@ -12,8 +12,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batch_assets import settings
-from batch_assets.api.billing.prices import FILE as PRICES_FILE
-from batch_assets.api.billing.prices import PriceList, read_prices
+from batch_assets.api.billing.price_list import FILE as PRICES_FILE
+from batch_assets.api.billing.price_list import PriceList, read_prices
 from batch_assets.settings import SettingError
 from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.errors import ExitStatus, UserFacingError

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from batch_assets.api.access.rate_limits import Limits, TenantLimits
-from batch_assets.api.billing.prices import BatchTier, ModelPrices, PriceList, TokenPrices
+from batch_assets.api.billing.price_list import BatchTier, ModelPrices, PriceList, TokenPrices
 from batch_assets.api.settings import ModelSettings
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.settings import PROJECT

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from batch_assets.api.access.api_keys import checked_tenant
-from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import Used
+from batch_assets.api.billing.usage_ledger import UsageLedger, UsageLine
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.settings import records_database
 from batch_assets.cli.output import output_console, print_json

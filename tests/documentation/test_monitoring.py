@@ -19,8 +19,8 @@ from support.documents import REPOSITORY
 from support.fleet_databases import Clock, intended, ready
 from support.front_doors import front_door_alone
 
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used, day_of
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
 from batch_assets.api.database.database_figures import record_figures
 from batch_assets.api.database.file_records import FileRecord

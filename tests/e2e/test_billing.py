@@ -23,9 +23,9 @@ from support.api_service import ENDED, jsonl, line
 from support.simulated_engine import simulated_engine
 from support.timing import PATIENCE
 
-from batch_assets.api.billing.journal import FOLDER, apply_left_behind, left_file
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Used
+from batch_assets.api.billing.usage_journal import FOLDER, apply_left_behind, left_file
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.home_folders import own_folder
 from batch_assets.api.database.service_database import Records
 

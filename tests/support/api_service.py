@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from batch_assets.api import service
 from batch_assets.api.app import create_app
-from batch_assets.api.billing.prices import PriceList
+from batch_assets.api.billing.price_list import PriceList
 from batch_assets.api.requests.callers import ALL_SCOPES, Caller
 from batch_assets.api.settings import ApiLimits, ApiSettings, ModelSettings
 from support.timing import PATIENCE

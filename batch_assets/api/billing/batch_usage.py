@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import sqlalchemy as sa
 
 from batch_assets.api.billing.answer_usage import object_tokens
-from batch_assets.api.billing.ledger import UsageLedger
-from batch_assets.api.billing.prices import PriceList, TokenPrices, charged
+from batch_assets.api.billing.price_list import PriceList, TokenPrices, charged
 from batch_assets.api.billing.spending import (
     BUDGET,
     BatchBudget,
@@ -27,6 +26,7 @@ from batch_assets.api.billing.spending import (
     write_spending,
 )
 from batch_assets.api.billing.usage import Kind, Tokens, UsageKey, Used, day_of
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.spec.deadline import parse_seconds
 from resources.store.dataset_store import BatchFooter

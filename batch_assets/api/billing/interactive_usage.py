@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-from batch_assets.api.billing.journal import UsageJournal
-from batch_assets.api.billing.prices import PriceList, charged
+from batch_assets.api.billing.price_list import PriceList, charged
 from batch_assets.api.billing.usage import INTERACTIVE, Kind, Tokens, Used
+from batch_assets.api.billing.usage_journal import UsageJournal
 from batch_assets.api.requests.errors import ApiError
 
 

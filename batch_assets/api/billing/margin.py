@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batch_assets.api.billing.ledger import UsageLine
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import UsageLine
 from gpu_runner.fleet_database.accounting.charges import SpendLine
 
 FLEET_PREFIX = "api/"

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from batch_assets.api.billing.ledger import UsageLedger, UsageLine
 from batch_assets.api.billing.usage import INTERACTIVE, Kind, Used, day_of, midnight
+from batch_assets.api.billing.usage_ledger import UsageLedger, UsageLine
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
 from batch_assets.api.requests.errors import ApiError
 

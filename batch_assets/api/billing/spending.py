@@ -16,9 +16,9 @@ from decimal import Decimal, InvalidOperation
 import orjson
 import sqlalchemy as sa
 
-from batch_assets.api.billing.ledger import upsert
-from batch_assets.api.billing.prices import DECIMALS, TokenPrices
+from batch_assets.api.billing.price_list import DECIMALS, TokenPrices
 from batch_assets.api.billing.usage import PICODOLLARS, Tokens
+from batch_assets.api.billing.usage_ledger import upsert
 from batch_assets.api.database.batch_records import Held, lock_open
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.usage_tables import BATCH_SPENDING

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import dagster as dg
 
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.margin import FLEET_PREFIX, fleet_name
 from batch_assets.api.billing.spending import BUDGET, SpendingRecords
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.capacity.backlog import Backlog, BatchBudgets, backlogs, with_work
 from batch_assets.api.capacity.early_speeds import at_slow_speed, is_too_late_to_measure, until_measured
 from batch_assets.api.capacity.line_lengths import LineLengths

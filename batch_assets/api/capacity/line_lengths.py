@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from batch_assets.api.batches.snapshot import SNAPSHOT, TASKS, batch_store
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import LIMITS
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, OUTPUT_SHARE
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS

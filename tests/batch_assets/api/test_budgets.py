@@ -11,7 +11,7 @@ import pytest
 from support.api_service import CHAT, ApiService, api_service, line
 from support.simulated_engine import simulated_engine
 
-from batch_assets.api.billing.prices import PriceList
+from batch_assets.api.billing.price_list import PriceList
 
 PRICES = PriceList.model_validate({"default": {"batch": [{"within": "1h", "input": 1, "output": 2}, {"input": 9}]}})
 LINES = 300

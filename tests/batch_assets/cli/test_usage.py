@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from batch_assets.api.access.api_keys import KeyRequestError
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
 from batch_assets.cli.usage import show_usage
 

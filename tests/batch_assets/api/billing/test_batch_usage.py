@@ -13,10 +13,10 @@ from support.api_service import CHAT, jsonl, line
 
 from batch_assets.api.batches.snapshot import check_input
 from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
-from batch_assets.api.billing.ledger import UsageLedger
-from batch_assets.api.billing.prices import PriceList
+from batch_assets.api.billing.price_list import PriceList
 from batch_assets.api.billing.spending import BUDGET, Spending, SpendingRecords
 from batch_assets.api.billing.usage import Tokens, Used, day_of
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.states import ACCEPT, COMPLETE, FINALIZE

@@ -8,8 +8,8 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_assets.api.billing.ledger import settlement
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import settlement
 
 KEYS = [
     UsageKey(datetime.date(2027, 3, day), "acme", service_class, "m", Kind.COMPLETIONS)

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from batch_assets.api.billing.prices import TokenPrices
+from batch_assets.api.billing.price_list import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds, BudgetInvalid, most_tokens, parse_budget
 from batch_assets.api.billing.usage import PICODOLLARS, Tokens
 

@@ -21,8 +21,8 @@ from support.api_service import CHAT
 from support.capacity_fleet import fleet_yaml, instance
 from support.sensor_dataset import SensorDataset
 
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.spending import Spending, SpendingRecords, write_spending
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.capacity import capacity as module
 from batch_assets.api.capacity.backlog import BatchBudgets
 from batch_assets.api.capacity.capacity import ModelCapacity

@@ -14,8 +14,8 @@ import pytest
 from support.api_service import CHAT, jsonl, line
 
 from batch_assets.api.batches.snapshot import check_input
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.capacity.backlog import backlogs
 from batch_assets.api.capacity.line_lengths import MOST_TOKENS, SAMPLES, LineLength, LineLengths, estimate
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from batch_assets.api.billing import journal
-from batch_assets.api.billing.journal import UsageJournal, apply_left_behind
-from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing import usage_journal
 from batch_assets.api.billing.usage import Kind, Used
+from batch_assets.api.billing.usage_journal import UsageJournal, apply_left_behind
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.home_folders import NOTE, own_folder
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.execution.storage import local_journal
@@ -55,14 +55,14 @@ def test_usage_of_a_killed_service_is_added_by_the_next_with_its_records(
     tmp_path: Path, services: list[Records], caplog: pytest.LogCaptureFixture
 ) -> None:
     base, (one, two) = tmp_path / "usage", services
-    leave_usage(own_folder(base, one, journal.left_file), 100)
-    leave_usage(own_folder(base, two, journal.left_file), 7)
+    leave_usage(own_folder(base, one, usage_journal.left_file), 100)
+    leave_usage(own_folder(base, two, usage_journal.left_file), 7)
     caplog.clear()
-    assert apply_left_behind(own_folder(base, two, journal.left_file), UsageLedger(two)) == 1
+    assert apply_left_behind(own_folder(base, two, usage_journal.left_file), UsageLedger(two)) == 1
     assert (tokens(one), tokens(two)) == (0, 7)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "1 files" in said and "one.db" in said and one.identity in said
-    assert apply_left_behind(own_folder(base, one, journal.left_file), UsageLedger(one)) == 1
+    assert apply_left_behind(own_folder(base, one, usage_journal.left_file), UsageLedger(one)) == 1
     assert (tokens(one), tokens(two)) == (100, 7)
 
 
@@ -82,8 +82,8 @@ def test_files_of_a_service_that_runs_are_not_spoken_of(
     tmp_path: Path, services: list[Records], caplog: pytest.LogCaptureFixture
 ) -> None:
     base, (one, two) = tmp_path / "usage", services
-    running = UsageJournal(own_folder(base, one, journal.left_file), lambda: UsageLedger(one))
-    own_folder(base, two, journal.left_file)
+    running = UsageJournal(own_folder(base, one, usage_journal.left_file), lambda: UsageLedger(one))
+    own_folder(base, two, usage_journal.left_file)
     running._segment.close()
     assert caplog.records == []
 
@@ -94,7 +94,7 @@ def test_files_of_an_earlier_version_are_taken_over_by_the_only_service(
     base, (one, _) = tmp_path / "usage", services
     leave_usage(base, 5)
     for _ in range(2):
-        apply_left_behind(own_folder(base, one, journal.left_file), UsageLedger(one))
+        apply_left_behind(own_folder(base, one, usage_journal.left_file), UsageLedger(one))
     assert tokens(one) == 5 and [path.name for path in base.iterdir()] == [one.identity]
 
 
@@ -103,21 +103,21 @@ def test_files_of_an_earlier_version_stay_and_are_told_where_two_services_are(
 ) -> None:
     base, (one, two) = tmp_path / "usage", services
     for records in services:
-        own_folder(base, records, journal.left_file)
+        own_folder(base, records, usage_journal.left_file)
     leave_usage(base, 5)
-    apply_left_behind(own_folder(base, two, journal.left_file), UsageLedger(two))
+    apply_left_behind(own_folder(base, two, usage_journal.left_file), UsageLedger(two))
     (said,) = [record.getMessage() for record in caplog.records]
     assert "1 files of an earlier version" in said and (tokens(one), tokens(two)) == (0, 0)
     (left,) = base.glob("*.jsonl")
     left.rename(base / one.identity / left.name)  # as it says
-    apply_left_behind(own_folder(base, one, journal.left_file), UsageLedger(one))
+    apply_left_behind(own_folder(base, one, usage_journal.left_file), UsageLedger(one))
     assert (tokens(one), tokens(two)) == (5, 0)
 
 
 def test_a_file_of_an_earlier_version_that_lives_stays_where_it_is(tmp_path: Path, services: list[Records]) -> None:
     base, (one, _) = tmp_path / "usage", services
     running = UsageJournal(base, lambda: UsageLedger(one))
-    own_folder(base, one, journal.left_file)
+    own_folder(base, one, usage_journal.left_file)
     assert running._segment.path.exists()
     running._segment.close()
 
@@ -128,7 +128,7 @@ def test_usage_of_an_earlier_version_that_ends_while_this_one_runs_is_added(
     base, (one, _) = tmp_path / "usage", services
     running = UsageJournal(base, lambda: UsageLedger(one))  # of an earlier version, in a rolling upgrade
     running.write(1.8e9, "acme", "interactive", "m", Kind.COMPLETIONS, Used(requests=1, input_tokens=5))
-    own = own_folder(base, one, journal.left_file)
+    own = own_folder(base, one, usage_journal.left_file)
     assert apply_left_behind(own, UsageLedger(one)) == 0 and tokens(one) == 0
     running._segment.close()  # a kill
     assert apply_left_behind(own, UsageLedger(one)) == 1 and tokens(one) == 5
@@ -152,7 +152,7 @@ def test_a_running_service_leaves_files_of_an_earlier_version_alone_where_two_se
     tmp_path: Path, services: list[Records]
 ) -> None:
     base, (one, two) = tmp_path / "usage", services
-    folders = [own_folder(base, records, journal.left_file) for records in services]
+    folders = [own_folder(base, records, usage_journal.left_file) for records in services]
     leave_usage(base, 5)
     assert [apply_left_behind(folder, UsageLedger(one)) for folder in folders] == [0, 0]
     assert len(list(base.glob("*.jsonl"))) == 1 and (tokens(one), tokens(two)) == (0, 0)
@@ -162,7 +162,7 @@ def test_a_disk_that_fails_while_a_service_runs_is_told_and_stops_nothing(
     tmp_path: Path, services: list[Records], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, (one, _) = tmp_path / "usage", services
-    own = own_folder(base, one, journal.left_file)
+    own = own_folder(base, one, usage_journal.left_file)
     leave_usage(base, 5)
     leave_usage(own, 7)
 
@@ -178,7 +178,7 @@ def test_a_disk_that_fails_while_a_service_runs_is_told_and_stops_nothing(
 
 def test_a_folder_says_whose_it_is_without_a_secret(tmp_path: Path, url: str) -> None:
     with contextlib.closing(Records(url)) as records:
-        folder = own_folder(tmp_path / "usage", records, journal.left_file)
+        folder = own_folder(tmp_path / "usage", records, usage_journal.left_file)
         note = (folder / NOTE).read_text()
         user, password = records.engine.url.username, records.engine.url.password
     assert note.startswith(("sqlite:///", "postgresql")) and "@" not in note and "?" not in note

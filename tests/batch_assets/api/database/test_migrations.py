@@ -22,8 +22,8 @@ import batch_assets.api.database.usage_tables  # noqa: F401  # puts its tables o
 from batch_assets.api.access.api_keys import new_secret
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.access.rate_limiter import BucketTable
-from batch_assets.api.billing.ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecords
 from batch_assets.api.database.file_records import FileRecords
 from batch_assets.api.database.migrations import HEAD, VERSION_TABLE, RecordsTooNew, upgrade, version_of

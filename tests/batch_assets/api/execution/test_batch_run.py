@@ -15,7 +15,7 @@ import pytest
 from support.open_batch import KEY, answered, run_of
 from support.timing import PATIENCE
 
-from batch_assets.api.billing.prices import TokenPrices
+from batch_assets.api.billing.price_list import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget
 from batch_assets.api.database.batch_records import Held
 from batch_assets.api.execution.batch_run import BatchRun

@@ -17,7 +17,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import check_input
-from batch_assets.api.billing.prices import TokenPrices
+from batch_assets.api.billing.price_list import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget, BudgetHolds
 from batch_assets.api.database.batch_records import BatchRecord, Held
 from batch_assets.api.execution import model_feed

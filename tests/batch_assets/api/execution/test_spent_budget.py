@@ -9,7 +9,7 @@ from pathlib import Path
 from support.open_batch import answered
 
 from batch_assets.api.billing.answer_usage import object_tokens, tokens_of
-from batch_assets.api.billing.prices import TokenPrices
+from batch_assets.api.billing.price_list import TokenPrices
 from batch_assets.api.billing.spending import BatchBudget
 from batch_assets.api.billing.usage import Tokens
 from batch_assets.api.database.batch_records import Held

@@ -23,9 +23,9 @@ from support.timing import PATIENCE
 
 from batch_assets.api.batches.snapshot import Checked, check_input
 from batch_assets.api.billing.batch_usage import BatchCharges, BatchUsage
-from batch_assets.api.billing.ledger import UsageLedger
-from batch_assets.api.billing.prices import PriceList
+from batch_assets.api.billing.price_list import PriceList
 from batch_assets.api.billing.spending import SpendingRecords
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords, Held
 from batch_assets.api.database.file_records import FileRecord, FileRecords, content_path
 from batch_assets.api.database.service_database import Records

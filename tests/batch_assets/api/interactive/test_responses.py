@@ -17,7 +17,7 @@ from support.front_doors import front_door_alone
 from support.http_server import http_server
 from support.timing import PATIENCE
 
-from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget

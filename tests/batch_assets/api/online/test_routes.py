@@ -20,8 +20,8 @@ from support.simulated_engine import simulated_engine
 
 from batch_assets.api.access.api_keys import checked_scopes
 from batch_assets.api.access.key_store import KeyStore
-from batch_assets.api.billing.journal import UsageJournal
-from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.usage_journal import UsageJournal
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.online.queues.protocol import Claim, QueueAway
 from batch_assets.api.online.queues.tasks import TaskResult

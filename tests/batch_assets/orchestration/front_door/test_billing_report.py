@@ -12,9 +12,9 @@ import polars as pl
 import pytest
 from support.fleet_databases import Clock, ready
 
-from batch_assets.api.billing.ledger import LedgerTotals, UsageLedger
 from batch_assets.api.billing.margin import LONGEST_NAME, fleet_name
 from batch_assets.api.billing.usage import Kind, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import LedgerTotals, UsageLedger
 from batch_assets.api.database.service_database import Records
 from batch_assets.orchestration.front_door.billing_report import (
     COLUMNS,

@@ -23,8 +23,8 @@ from typing import Self
 
 import orjson
 
-from batch_assets.api.billing.ledger import COUNTS, UsageLedger, counts_fit, texts_fit, used_of
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
+from batch_assets.api.billing.usage_ledger import COUNTS, UsageLedger, counts_fit, texts_fit, used_of
 from batch_assets.api.database.home_folders import take_over
 from gpu_runner.repeated_task import RepeatedTask
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_assets.api.billing.prices import PriceList, PricesError, charged, read_prices
+from batch_assets.api.billing.price_list import PriceList, PricesError, charged, read_prices
 from batch_assets.api.billing.usage import PICODOLLARS, Tokens
 from resources.yaml_files import SETTINGS_BYTES
 

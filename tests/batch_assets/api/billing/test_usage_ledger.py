@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_assets.api.billing.ledger import TASK_SECONDS, LedgerTotals, UsageLedger
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used
+from batch_assets.api.billing.usage_ledger import TASK_SECONDS, LedgerTotals, UsageLedger
 from batch_assets.api.database.amounts import split_amount, whole_amount
 from batch_assets.api.database.batch_records import BatchRecord, BatchRecords
 from batch_assets.api.database.service_database import Records

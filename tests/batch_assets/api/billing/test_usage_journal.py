@@ -15,10 +15,10 @@ import orjson
 import pytest
 from support.timing import PATIENCE
 
-from batch_assets.api.billing import journal as module
-from batch_assets.api.billing.journal import FOLDER, LINES_TOGETHER, UsageJournal, added_up, apply_left_behind
-from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing import usage_journal as module
 from batch_assets.api.billing.usage import Kind, TaskUsage, UsageKey, Used, day_of
+from batch_assets.api.billing.usage_journal import FOLDER, LINES_TOGETHER, UsageJournal, added_up, apply_left_behind
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
 
 NOON = 1_800_000_000.0
@@ -264,8 +264,8 @@ def test_what_cannot_be_written_down_is_counted_and_leaves_nothing(
 WRITER = """
 import sys, time
 from pathlib import Path
-from batch_assets.api.billing.journal import FOLDER, UsageJournal
-from batch_assets.api.billing.ledger import UsageLedger
+from batch_assets.api.billing.usage_journal import FOLDER, UsageJournal
+from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.billing.usage import Kind, Used
 from batch_assets.api.database.service_database import Records
 folder = Path(sys.argv[1])
