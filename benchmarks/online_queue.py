@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_assets.api.online.queues.embedded import EmbeddedQueue
-from batch_assets.api.online.queues.protocol import TaskQueue, new_task_id
+from batch_assets.api.online.queues.queue_protocol import TaskQueue, new_task_id
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult, TaskStatus
 

@@ -52,11 +52,11 @@ from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.models import EndpointModels, ServedModel, known_models, served_models
 from batch_assets.api.online import routes as online_routes
 from batch_assets.api.online.dispatcher import ProxyDispatcher
-from batch_assets.api.online.figures import OnlineFigures
 from batch_assets.api.online.list_dispatcher import ListDispatcher
+from batch_assets.api.online.online_metrics import OnlineFigures
+from batch_assets.api.online.online_service import OnlineService
+from batch_assets.api.online.online_settings import online_settings
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind
-from batch_assets.api.online.service import OnlineService
-from batch_assets.api.online.settings import online_settings
 from batch_assets.api.requests.callers import embedded_caller
 from batch_assets.api.requests.direct_routes import DirectRoutes
 from batch_assets.api.service import task_of

@@ -28,8 +28,8 @@ from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.states import ACCEPT, COMPLETE, FINALIZE, BatchStatus
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.interactive.proxy import Proxy
-from batch_assets.api.online.figures import OnlineFigures
-from batch_assets.api.online.queues.protocol import QueueDepth
+from batch_assets.api.online.online_metrics import OnlineFigures
+from batch_assets.api.online.queues.queue_protocol import QueueDepth
 from batch_assets.api.settings import ApiSettings
 from batch_assets.api.telemetry.gauges import certificate_gauges, plan_samples, record_samples
 from gpu_runner.bounded_http.tls_files import RotatingContext, TlsFiles, server_context

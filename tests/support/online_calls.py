@@ -14,7 +14,7 @@ import pytest
 
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.online import settings
+from batch_assets.api.online import online_settings
 from batch_assets.api.settings import ApiSettings
 from support.front_doors import front_door_alone
 from support.timing import PATIENCE
@@ -83,7 +83,7 @@ def _door(home: Path, monkeypatch: pytest.MonkeyPatch, redis: str | None, enviro
     home.mkdir(parents=True, exist_ok=True)
     with monkeypatch.context() as patch:
         for name, value in environment.items():
-            patch.setenv(getattr(settings, name), value)
+            patch.setenv(getattr(online_settings, name), value)
         if redis is not None:
-            patch.setenv(settings.REDIS, redis)
+            patch.setenv(online_settings.REDIS, redis)
         return front_door_alone(ApiSettings(home, "", f"sqlite:///{home / 'api.db'}"))

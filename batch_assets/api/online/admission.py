@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from batch_assets.api.online.queues.protocol import QueueDepth
+from batch_assets.api.online.queues.queue_protocol import QueueDepth
 
 SLOW_FROM = 0.9
 MOST_OF_ROOM = 2.0  # what one of several tenants may hold, as a multiple of the room that is left

@@ -17,8 +17,8 @@ from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.answers.collapse import CollapsedRequests
 from batch_assets.api.online.cancellation import raise_if_cancelled
 from batch_assets.api.online.dispatcher import DispatchFailed, DispatchRequest, Failure
-from batch_assets.api.online.figures import OnlineFigures
-from batch_assets.api.online.queues.protocol import Claim, QueueAway, TaskQueue
+from batch_assets.api.online.online_metrics import OnlineFigures
+from batch_assets.api.online.queues.queue_protocol import Claim, QueueAway, TaskQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskResult, TaskStatus, failed
 from batch_assets.api.online.request import read_answer
 from gpu_runner.inference.failures.retry import RetryPolicy, backoff

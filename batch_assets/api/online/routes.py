@@ -16,9 +16,9 @@ from starlette.types import Scope as RequestScope
 from batch_assets.api.access.enforcement import LimitedAuthenticator
 from batch_assets.api.access.request_access import access_of
 from batch_assets.api.billing.interactive_usage import InteractiveUsage
-from batch_assets.api.online.queues.protocol import QueueAway, StoredTask, once_key
+from batch_assets.api.online.online_service import OnlineService, queue_away
+from batch_assets.api.online.queues.queue_protocol import QueueAway, StoredTask, once_key
 from batch_assets.api.online.request import MOST_LETTERS, Accepted, InferenceRequest, Redrive, Result, engine_request
-from batch_assets.api.online.service import OnlineService, queue_away
 from batch_assets.api.requests.callers import Caller, Scope, caller, caller_with
 from batch_assets.api.requests.direct_routes import DirectRoute
 from batch_assets.api.requests.errors import not_found

@@ -11,7 +11,14 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from batch_assets.api.online.answers.cache import MOST_ANSWER, AnswerCache, CacheAway, answer_key, sealed, unsealed
+from batch_assets.api.online.answers.answer_cache import (
+    MOST_ANSWER,
+    AnswerCache,
+    CacheAway,
+    answer_key,
+    sealed,
+    unsealed,
+)
 from batch_assets.api.online.dispatcher import (
     DispatchAnswer,
     Dispatcher,
@@ -19,7 +26,7 @@ from batch_assets.api.online.dispatcher import (
     DispatchRequest,
     Failure,
 )
-from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.online_metrics import OnlineFigures
 from batch_assets.api.online.request import read_answer
 
 ASKED_SECONDS = 10.0  # how long another process is believed to ask

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from redis.exceptions import RedisError
 
-from batch_assets.api.online.answers.cache import KEPT_SECONDS, CacheAway
+from batch_assets.api.online.answers.answer_cache import KEPT_SECONDS, CacheAway
 from batch_assets.api.online.cancellation import raise_if_cancelled
 from batch_assets.api.online.queues.redis_commands import MOST_CONNECTIONS, client
 

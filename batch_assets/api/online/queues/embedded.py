@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from batch_assets.api.online.queues import task_table as table
 from batch_assets.api.online.queues.group_commit import GroupCommit
-from batch_assets.api.online.queues.protocol import (
+from batch_assets.api.online.queues.queue_protocol import (
     Appended,
     Claim,
     DeadLetter,

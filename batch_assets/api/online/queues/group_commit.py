@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batch_assets.api.online.queues.protocol import QueueAway
+from batch_assets.api.online.queues.queue_protocol import QueueAway
 from gpu_runner.sqlite_files import use_write_ahead_log
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import redis.asyncio as redis
 from redis.exceptions import RedisError, ResponseError
 
-from batch_assets.api.online.queues.protocol import QueueAway
+from batch_assets.api.online.queues.queue_protocol import QueueAway
 
 PLACE, ALONE = "batch-assets:online:place", "1 of 1"
 DURABLE_MS = 1500  # less than an answer may take: a slow disk is not a server that is away

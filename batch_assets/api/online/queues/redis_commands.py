@@ -22,7 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from batch_assets.api.online.queues.protocol import QueueAway
+from batch_assets.api.online.queues.queue_protocol import QueueAway
 from batch_assets.api.online.queues.redis_checks import (
     DURABLE_MS,
     Durability,

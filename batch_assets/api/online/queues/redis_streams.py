@@ -17,7 +17,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from batch_assets.api.online.queues import redis_scripts as scripts
-from batch_assets.api.online.queues.protocol import (
+from batch_assets.api.online.queues.queue_protocol import (
     DEAD_LETTER_SECONDS,
     RESULT_SECONDS,
     SHARDS,

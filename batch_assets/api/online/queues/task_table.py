@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from batch_assets.api.online.queues.protocol import (
+from batch_assets.api.online.queues.queue_protocol import (
     DEAD_LETTER_SECONDS,
     RESULT_SECONDS,
     Claim,

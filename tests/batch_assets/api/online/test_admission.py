@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_assets.api.online.admission import SLOW_FROM, Admission, EnginePressure
-from batch_assets.api.online.queues.protocol import QueueDepth
+from batch_assets.api.online.queues.queue_protocol import QueueDepth
 
 CAPACITY = 1000
 

@@ -19,10 +19,10 @@ from support.timing import PATIENCE
 
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from batch_assets.api.online.answers import redis_cache
-from batch_assets.api.online.answers.cache import CacheAway, LocalCache, answer_key, sealed, unsealed
+from batch_assets.api.online.answers.answer_cache import CacheAway, LocalCache, answer_key, sealed, unsealed
 from batch_assets.api.online.answers.collapse import CollapsedRequests
 from batch_assets.api.online.dispatcher import DispatchRequest
-from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.online_metrics import OnlineFigures
 from batch_assets.api.online.queues.redis_commands import client
 from batch_assets.api.online.queues.redis_streams import key
 from batch_assets.api.online.queues.tasks import TaskKind

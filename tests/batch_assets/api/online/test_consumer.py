@@ -17,8 +17,8 @@ from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online import consumer as consumers
 from batch_assets.api.online.consumer import Consumer
 from batch_assets.api.online.dispatcher import DispatchAnswer, DispatchFailed, Failure
-from batch_assets.api.online.figures import OnlineFigures
-from batch_assets.api.online.queues.protocol import Claim, QueueAway
+from batch_assets.api.online.online_metrics import OnlineFigures
+from batch_assets.api.online.queues.queue_protocol import Claim, QueueAway
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind, TaskResult
 
 

@@ -18,7 +18,7 @@ from batch_assets.api.interactive.engine_directory import EngineDirectory
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.shared_supply import SharedSupply
 from batch_assets.api.online.admission import SLOW_FROM, EnginePressure
-from batch_assets.api.online.service import EnginePressures
+from batch_assets.api.online.online_service import EnginePressures
 from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.inference.feed import Feed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batch_assets.api.online.consumer import RETRY
-from batch_assets.api.online.settings import OnlineSettings, cache_groups, online_settings, redis_server
+from batch_assets.api.online.online_settings import OnlineSettings, cache_groups, online_settings, redis_server
 from batch_assets.settings import SettingError
 from gpu_runner.inference.failures.retry import backoff
 

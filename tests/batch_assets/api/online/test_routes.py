@@ -23,7 +23,7 @@ from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.billing.usage_journal import UsageJournal
 from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
-from batch_assets.api.online.queues.protocol import Claim, QueueAway
+from batch_assets.api.online.queues.queue_protocol import Claim, QueueAway
 from batch_assets.api.online.queues.tasks import TaskResult
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ModelSettings

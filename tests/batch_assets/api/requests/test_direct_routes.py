@@ -20,8 +20,8 @@ from support.online_calls import OnlineCalls, online_calls
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.interactive import routes as interactive
 from batch_assets.api.interactive.proxy import Proxy
+from batch_assets.api.online.online_service import OnlineService
 from batch_assets.api.online.routes import DIRECT_ROUTES
-from batch_assets.api.online.service import OnlineService
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.requests.direct_routes import DirectRoute
 from batch_assets.api.requests.errors import ApiError

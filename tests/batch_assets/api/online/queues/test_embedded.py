@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch_assets.api.online.queues.embedded import LOCK, EmbeddedQueue
-from batch_assets.api.online.queues.protocol import QueueAway
+from batch_assets.api.online.queues.queue_protocol import QueueAway
 
 
 def test_a_folder_that_cannot_be_used_is_said_once_and_used_when_it_can(

@@ -18,7 +18,7 @@ from support.timing import PATIENCE
 
 from batch_assets.api.online.queues import task_table
 from batch_assets.api.online.queues.embedded import EmbeddedQueue
-from batch_assets.api.online.queues.protocol import (
+from batch_assets.api.online.queues.queue_protocol import (
     RESULT_SECONDS,
     SHARDS,
     Claim,

@@ -12,7 +12,7 @@ import pytest
 from support.redis_server import RedisServer, needs_redis, redis_server
 
 from batch_assets.api.online.queues import redis_commands, redis_streams
-from batch_assets.api.online.queues.protocol import Claim, QueueAway, new_task_id
+from batch_assets.api.online.queues.queue_protocol import Claim, QueueAway, new_task_id
 from batch_assets.api.online.queues.redis_checks import PLACE, shard_in
 from batch_assets.api.online.queues.redis_commands import client
 from batch_assets.api.online.queues.redis_streams import RedisQueue

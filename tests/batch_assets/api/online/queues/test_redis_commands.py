@@ -14,7 +14,7 @@ import pytest
 from support.redis_server import needs_redis, redis_server
 
 from batch_assets.api.online.queues import redis_commands
-from batch_assets.api.online.queues.protocol import QueueAway, new_task_id
+from batch_assets.api.online.queues.queue_protocol import QueueAway, new_task_id
 from batch_assets.api.online.queues.redis_checks import Durability
 from batch_assets.api.online.queues.redis_streams import RedisQueue
 from batch_assets.api.online.queues.tasks import OnlineTask, TaskKind

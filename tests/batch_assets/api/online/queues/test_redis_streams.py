@@ -14,7 +14,7 @@ from support.redis_server import RedisServer, needs_redis, redis_server
 from support.timing import PATIENCE
 
 from batch_assets.api.online.queues import redis_commands, redis_streams
-from batch_assets.api.online.queues.protocol import Claim, OnceKey, QueueAway, new_task_id, once_key, shard_of
+from batch_assets.api.online.queues.queue_protocol import Claim, OnceKey, QueueAway, new_task_id, once_key, shard_of
 from batch_assets.api.online.queues.redis_commands import RedisCommands, Script
 from batch_assets.api.online.queues.redis_scripts import GROUP, LOOK, MOST_TOLD
 from batch_assets.api.online.queues.redis_streams import RedisQueue, key

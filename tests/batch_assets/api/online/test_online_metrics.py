@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.online_metrics import OnlineFigures
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from batch_assets.api.online.queues.protocol import QueueDepth
+from batch_assets.api.online.queues.queue_protocol import QueueDepth
 from batch_assets.api.telemetry.metrics import MOST_MODELS, BoundedLabel
 
 _STATES = ("waiting", "claimed", "delayed", "dead")

@@ -19,14 +19,15 @@ from batch_assets.api.access.rate_limits import retry_after
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import MOST_ENGINES, LoadReader
 from batch_assets.api.online.admission import Admission, EnginePressure
-from batch_assets.api.online.answers.cache import AnswerCache, LocalCache
+from batch_assets.api.online.answers.answer_cache import AnswerCache, LocalCache
 from batch_assets.api.online.answers.collapse import CollapsedRequests
 from batch_assets.api.online.cancellation import raise_if_cancelled
 from batch_assets.api.online.consumer import Charge, Consumer
 from batch_assets.api.online.dispatcher import Dispatcher
-from batch_assets.api.online.figures import OnlineFigures
+from batch_assets.api.online.online_metrics import OnlineFigures
+from batch_assets.api.online.online_settings import OnlineSettings
 from batch_assets.api.online.queues.embedded import EmbeddedQueue
-from batch_assets.api.online.queues.protocol import (
+from batch_assets.api.online.queues.queue_protocol import (
     Appended,
     KeyReused,
     OnceKey,
@@ -38,7 +39,6 @@ from batch_assets.api.online.queues.protocol import (
 )
 from batch_assets.api.online.queues.tasks import OnlineTask
 from batch_assets.api.online.request import EngineRequest
-from batch_assets.api.online.settings import OnlineSettings
 from batch_assets.api.requests.errors import ApiError
 
 log = logging.getLogger(__name__)
