@@ -41,8 +41,8 @@ from benchmarks import feed as feed_benchmark
 from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineClient
 from gpu_runner.inference.feed import Feed
 from gpu_runner.models.facts import facts_of
-from gpu_runner.models.files import read_folder
 from gpu_runner.models.known import built_in
+from gpu_runner.models.model_files import read_folder
 from gpu_runner.models.sizing import Serving, catalog_gpu, kv_cache_bytes, kv_tokens
 from gpu_runner.offers.gpus import find_sheet
 from gpu_runner.offers.speed import LengthMix, NoSpeed, estimate_speed

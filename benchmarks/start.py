@@ -30,7 +30,7 @@ import yaml
 
 from batch_assets.local_dagster import first_server
 from batch_assets.local_dagster.worker_template import TEMPLATE, WORKER
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 
 MOST_SECONDS = 180.0
 END_SECONDS = 60.0

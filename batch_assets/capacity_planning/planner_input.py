@@ -27,7 +27,7 @@ from gpu_runner.planner.planner import in_detail, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work
 from gpu_runner.rows import Task
 from resources.engine_options import PLAIN, EngineOptions
-from resources.fleet.config import ENDPOINT_VARIABLE, EngineConfig
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE, EngineConfig
 from resources.fleet.hosted_engines import (
     ASSUMED_SPEED,
     hosted_engines,

@@ -39,8 +39,8 @@ from gpu_runner.providers.simulated.config import (
 )
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
 from resources.alerts import AlertConfig
-from resources.fleet.config import EngineConfig, FleetConfig
 from resources.fleet.engine_tls import EngineTls
+from resources.fleet.fleet_config import EngineConfig, FleetConfig
 from resources.pricing.sources import Conduct, PricingConfig
 from resources.pricing.token_prices import TokenPriceConfig
 

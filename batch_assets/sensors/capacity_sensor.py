@@ -42,7 +42,7 @@ from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command
 from gpu_runner.planner.types import ControlTiming, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
-from resources.fleet.config import ENDPOINT_VARIABLE
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore

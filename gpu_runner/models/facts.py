@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.model_config import ModelConfig
 from gpu_runner.models.quantization import online_quantization
 from gpu_runner.models.sizing import (
     Serving,

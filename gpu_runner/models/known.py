@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from gpu_runner.models.config import ModelConfig, parse
+from gpu_runner.models.model_config import ModelConfig, parse
 
 
 def _shapes(

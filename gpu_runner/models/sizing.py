@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_runner.models.config import LatentAttention, ModelConfig
+from gpu_runner.models.model_config import LatentAttention, ModelConfig
 from gpu_runner.models.weights import served_bytes, weight_bytes
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpu_runner.models.config import Experts, GroupedAttention, LatentAttention, ModelConfig, VisionTower
+from gpu_runner.models.model_config import Experts, GroupedAttention, LatentAttention, ModelConfig, VisionTower
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EVERYWHERE = 1  # shards of a matrix that every GPU holds whole

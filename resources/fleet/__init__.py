@@ -9,8 +9,8 @@ command; `engine_tls` certificates for connections to engines; `simulation` says
 
 __all__ = [
     "client",
-    "config",
     "engine_tls",
+    "fleet_config",
     "hosted_engines",
     "leased_engine",
     "migration",

@@ -24,7 +24,7 @@ from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import DiagnosingProvider, Provider
 from gpu_runner.providers.engine_process import EngineStartError, answers
 from resources.fleet.allocation import CapacityAllocation, order_by_plan, waits, waits_for_offer
-from resources.fleet.config import EngineConfig, FleetConfig
+from resources.fleet.fleet_config import EngineConfig, FleetConfig
 from resources.fleet.leased_engine import WARM, LeasedEngine, LeaseSignals, Requirement, StaticEngine, instance_offer
 from resources.fleet.migration import CurrentPlacement, Migration, assigned_move, find_move
 from resources.fleet.provisioning import Pause, Provisioner, ProvisioningFailed, Say

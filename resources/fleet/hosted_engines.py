@@ -11,7 +11,7 @@ from gpu_runner.offers.speed import Speed
 from gpu_runner.offers.workload import Workload
 from gpu_runner.planner.types import PlannedOffer
 from resources.engine_options import PLAIN, EngineOptions
-from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 
 ASSUMED_SPEED = 1_000.0  # tokens per second of one that was never used; its cost does not depend on it
 ASSUMED_SPREAD = 0.5  # relative standard deviation of that speed, as of any that is estimated

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import Provider
 from gpu_runner.providers.local import LocalProvider
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.pricing.price_files import PricingError
 from resources.pricing.sources import PriceHistory, PricingConfig, Source
 

@@ -24,7 +24,7 @@ from gpu_runner.providers.base import (
     open_access,
 )
 from gpu_runner.providers.engine_process import EngineStartError
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, Requirement
 from resources.pricing.market import Market
 

@@ -1,7 +1,7 @@
 """The fleet as a Dagster resource: a run asks for an engine that serves its model, and gives it back.
 
-What there is to lease stands in `fleet.yaml` (resources/fleet/config.py). Without one there is an embedded fleet: three
-simulated providers, so that everything works on a machine without a GPU and without an account.
+What there is to lease stands in `fleet.yaml` (resources/fleet/fleet_config.py). Without one there is an embedded fleet:
+three simulated providers, so that everything works on a machine without a GPU and without an account.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpu_runner.providers.machine_host.registry import MachineRegistry
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import ReplayConfig, SimulatedCloudConfig, SimulatedModel
 from resources.fleet.client import FleetClient, Pause
-from resources.fleet.config import EngineConfig, FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import EngineConfig, FleetConfig, FleetConfigError
 from resources.fleet.leased_engine import LeasedEngine, Requirement, StaticEngine
 from resources.fleet.providers import rented_providers
 from resources.pricing.market import Market

@@ -13,7 +13,7 @@ from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.providers.base import EngineAccess, Provider, ProviderError, ProviderUnclear, open_access
 from gpu_runner.providers.engine_process import answers
-from resources.fleet.config import EngineConfig, FleetConfig
+from resources.fleet.fleet_config import EngineConfig, FleetConfig
 
 LAPSED_SECONDS = 5.0  # since its last lease; then who waits for the engine has taken it
 RETRY_SECONDS = 10.0  # until an engine to which there was no way is tried again

@@ -9,7 +9,7 @@ from gpu_runner.bounded_http.tls_files import TlsFilesError
 from gpu_runner.client.engine_client import EngineClient, EngineLost, EngineRefused, TimeOuts
 from gpu_runner.rows import Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
-from resources.fleet.config import EngineConfig, FleetConfig
+from resources.fleet.fleet_config import EngineConfig, FleetConfig
 
 SECONDS = 3.0  # for one engine to say who it is
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_runner.models.config import CONFIG, ModelConfig
 from gpu_runner.models.facts import AS_IT_IS, STAND_IN, KnownModel, ServedAs, of_config, of_declared, served_as
-from gpu_runner.models.files import ModelFilesUnreadable, cached_folder, read_folder, read_hub
 from gpu_runner.models.known import built_in
+from gpu_runner.models.model_config import CONFIG, ModelConfig
+from gpu_runner.models.model_files import ModelFilesUnreadable, cached_folder, read_folder, read_hub
 from gpu_runner.models.quantization import ModelConfigError
 from gpu_runner.offers.speed import ModelFacts
 

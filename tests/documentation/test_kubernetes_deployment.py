@@ -16,7 +16,7 @@ from support.documents import REPOSITORY
 
 from batch_assets.kubernetes.rights import RIGHTS, Account
 from batch_assets.kubernetes.run_workers import read_worker_sizes
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 
 DEPLOY = REPOSITORY / "deploy" / "kubernetes"
 Object = dict[str, Any]

@@ -33,7 +33,7 @@ from gpu_runner.providers.engine_process import answers
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule, SimulatedCloudConfig
 from gpu_runner.reachability import Reachability
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.resource import GpuFleet
 
 pytestmark = pytest.mark.soak("providers")

@@ -44,7 +44,8 @@ def test_every_error_for_users_has_an_exit_status():
         "batch_assets.local_dagster.dagster_client", "batch_assets.local_dagster.home", "batch_assets.settings",
         "batch_assets.snapshot.source.errors", "batch_assets.spec.errors", "batch_assets.spec.request_options",
         "gpu_runner.fleet_database.migrations",
-        "resources.endpoints", "resources.fleet.config", "resources.pricing.price_files", "resources.objects.health",
+        "resources.endpoints", "resources.fleet.fleet_config", "resources.pricing.price_files",
+        "resources.objects.health",
     ):  # fmt: skip
         importlib.import_module(module)
     found = {cls.__name__: getattr(cls, "exit_status", None) for cls in subclasses(UserFacingError)}

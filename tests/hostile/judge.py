@@ -103,7 +103,7 @@ def _defs(given: str | bytes) -> tuple[str, str]:
 
 
 def _fleet(given: str | bytes) -> tuple[str, str]:
-    from resources.fleet.config import FleetConfig, FleetConfigError
+    from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fleet.yaml"

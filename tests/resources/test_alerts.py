@@ -17,7 +17,7 @@ from support.webhooks import ANSWERS, SECRET, Webhook, serving
 
 from gpu_runner.fleet_database.capacity_plan import CapacityMemory, memory_to_json, read_memory
 from resources.alerts import AGAIN_SECONDS, CALM_SECONDS, Alert, AlertConfig, AlertKind, Alerts, State
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from gpu_runner.providers.cloud.engine_container import container_words
 from gpu_runner.rows import Generation, row_key
 from gpu_runner.simulator.__main__ import arguments
 from resources.engine_options import IDENTITY, PLAIN, EngineOptions
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.leased_engine import Requirement
 
 MODEL = "Qwen/Qwen3-8B"

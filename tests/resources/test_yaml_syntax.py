@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.yaml_files import YamlProblem, load
 
 BROKEN = {

@@ -10,7 +10,7 @@ from batch_assets.api.billing.margin import fleet_name
 from batch_assets.capacity_planning.planner_input import Markets
 from gpu_runner.fleet_database.database import FleetDatabaseError
 from gpu_runner.rows import Task
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.resource import GpuFleet, Requirement
 from resources.pricing.market import OFFERS_SECONDS
 from resources.pricing.price_files import PricingError

@@ -23,7 +23,7 @@ from batch_assets.api.interactive.engine_directory import EngineDirectory, Engin
 from gpu_runner.fleet_database.database import FleetDatabase, RunEnded
 from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind, WaitReason
 from gpu_runner.repeated_task import RepeatedTask
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.resource import GpuFleet
 from resources.fleet.shared_engines import SharedEngine, SharedEngines
 

@@ -32,8 +32,8 @@ from gpu_runner.client.engine_client import EngineError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.money import format_usd
 from gpu_runner.planner.types import ControlTiming
-from resources.fleet.config import KEY_VARIABLE
 from resources.fleet.engine_tls import tls_of_environment
+from resources.fleet.fleet_config import KEY_VARIABLE
 from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
 
 

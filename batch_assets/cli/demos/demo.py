@@ -28,7 +28,7 @@ from batch_assets.local_dagster.home import StackError, prepare_home
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.publishing.published_table import published_table
 from batch_assets.request_status.dataset_status import observing
-from resources.fleet.config import ENDPOINT_VARIABLE, VLLM_COMMAND, FleetConfig
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE, VLLM_COMMAND, FleetConfig
 
 EXAMPLE, SMALL_EXAMPLE = "example", "small_example"
 GPU_MODEL, CPU_MODEL = "Qwen/Qwen2.5-0.5B-Instruct", "SmolLM2-135M-Instruct"

@@ -35,7 +35,7 @@ from gpu_runner.providers.simulated.config import (
     SimulatedOffer,
     SimulatedProviderConfig,
 )
-from resources.fleet.config import ENDPOINT_VARIABLE
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE
 
 MODEL = "Qwen/Qwen3-8B"  # on an L4, long enough to write for machines to come and go
 CLOCK = 2.0

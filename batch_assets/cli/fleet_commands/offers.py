@@ -31,7 +31,7 @@ from gpu_runner.offers.speed import Measurement
 from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import ControlTiming, Target
 from gpu_runner.providers.rentable import CLOUDS
-from resources.fleet.config import ENDPOINT_VARIABLE
+from resources.fleet.fleet_config import ENDPOINT_VARIABLE
 from resources.fleet.hosted_engines import hosted_engines, hosted_offers
 from resources.fleet.leased_engine import instance_offer
 from resources.fleet.planner_options import as_planned, beliefs

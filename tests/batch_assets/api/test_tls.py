@@ -19,8 +19,8 @@ from batch_assets.api import server
 from batch_assets.api.settings import TLS_CERTIFICATE, TLS_KEY, ApiSettings, api_settings
 from batch_assets.settings import SettingError
 from gpu_runner.bounded_http.tls_files import TlsFiles, TlsFilesError
-from resources.fleet.config import FleetConfig, FleetConfigError
 from resources.fleet.engine_tls import CA, CERTIFICATE, KEY, EngineTlsError, tls_of_environment
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 
 CONNECTIONS, REQUESTS = 4, 6
 HOST = {"Host": "127.0.0.1:0"}  # the port of the settings: the kernel chooses another

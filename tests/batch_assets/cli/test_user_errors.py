@@ -28,7 +28,7 @@ from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.migrations import VERSION_TABLE, FleetDatabaseTooNew
 from gpu_runner.providers.base import ProviderUnclear
 from resources.endpoints import EndpointsError
-from resources.fleet.config import FleetConfigError
+from resources.fleet.fleet_config import FleetConfigError
 from resources.objects.health import StoreAway
 from resources.objects.opening import CorruptObject, StoreError
 from resources.pricing.price_files import PricingError

@@ -23,7 +23,7 @@ from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from resources.fleet.client import FleetClient
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import Requirement
 from resources.objects.opening import open_objects
 from resources.pricing.market import Market

@@ -19,7 +19,7 @@ from batch_assets.spec.request_options import InvalidTag
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.leased_engine import Requirement
 from resources.fleet.resource import GpuFleet
 

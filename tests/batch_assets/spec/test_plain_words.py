@@ -19,7 +19,7 @@ from batch_assets.orchestration import assets
 from batch_assets.spec.discovery import declarations, read_file
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.errors import UserFacingError
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.yaml_files import YamlProblem, dump, load, read_settings
 
 HEAD = """\

@@ -34,7 +34,7 @@ from gpu_runner.providers.engine_process import answers, served_length, wait_rea
 from gpu_runner.rows import Generation
 from resources import endpoints
 from resources.endpoints import FILE, EndpointsError, allow, allowed
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.objects.opening import StoreError, open_objects
 
 SECRET = "hunter2-secret"

@@ -10,9 +10,9 @@ import pytest
 from support.hostile_server import HostileServer, endless, whole
 
 from gpu_runner.bounded_http.small_pages import TooLarge, read_file, read_page
-from gpu_runner.models.files import ModelFilesUnreadable, read_folder, read_hub
+from gpu_runner.models.model_files import ModelFilesUnreadable, read_folder, read_hub
 from gpu_runner.providers.engine_process import answers, served_length
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.objects.opening import LocalObjects, StoreError
 from resources.pricing.price_files import PricingError, read_yaml
 from resources.store.dataset_store import DatasetStore

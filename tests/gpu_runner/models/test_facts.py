@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runner.models.config import ModelConfig
 from gpu_runner.models.facts import Placement, facts_of, of_config, of_declared, place
-from gpu_runner.models.files import ModelFilesUnreadable, cached_folder, read_folder
 from gpu_runner.models.known import NAMES, built_in
+from gpu_runner.models.model_config import ModelConfig
+from gpu_runner.models.model_files import ModelFilesUnreadable, cached_folder, read_folder
 from gpu_runner.models.sizing import GIB, kv_bytes_per_token
 from gpu_runner.offers.speed import LengthMix, ModelFacts, NoSpeed
 from resources.pricing.model_catalog import DeclaredModel, Models

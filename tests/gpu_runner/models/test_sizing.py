@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_runner.models.config import (
+from gpu_runner.models.model_config import (
     MissingKey,
     ModelConfig,
     UnknownArchitecture,
     parse,
 )
-from gpu_runner.models.files import ModelFilesUnreadable, read_folder, read_hub
+from gpu_runner.models.model_files import ModelFilesUnreadable, read_folder, read_hub
 from gpu_runner.models.quantization import Quantization, UnknownQuantization, read_quantization
 from gpu_runner.models.sizing import (
     GIB,

@@ -28,7 +28,7 @@ from gpu_runner.planner.controller import decide
 from gpu_runner.planner.types import ControlTiming, PlannedOffer, Target, Work
 from resources.fleet import client as module
 from resources.fleet.client import FleetClient
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, Requirement, StaticEngine
 from resources.pricing.market import Market
 

@@ -29,7 +29,7 @@ from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule
 from resources.fleet.client import FAILED_STARTS, FleetClient, NoInstanceStarted, ProvisioningFailed
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals
 from resources.fleet.resource import GpuFleet, Requirement
 from resources.fleet.warm_instances import RETRY_SECONDS

@@ -9,7 +9,7 @@ import yaml
 
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.rentable import lines_to_rent
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.resource import GpuFleet
 from resources.pricing.market import Market
 from resources.pricing.sources import PricingConfig

@@ -21,7 +21,7 @@ from gpu_runner.offers.workload import Workload
 from gpu_runner.providers.base import Provider
 from resources.fleet import client as module
 from resources.fleet.client import FleetClient
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, StaticEngine
 from resources.fleet.resource import Requirement
 from resources.pricing.market import Market

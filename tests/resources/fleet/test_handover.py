@@ -16,7 +16,7 @@ from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.providers.base import EngineAccess, ProviderUnclear
 from resources.fleet.client import FleetClient
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, StaticEngine
 from resources.fleet.provisioning import Provisioner
 from resources.fleet.resource import Requirement

@@ -12,7 +12,7 @@ from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload
 from gpu_runner.token_price import TokenPrice
 from resources.endpoints import allow
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 from resources.fleet.hosted_engines import hosted_engines, hosted_offers, hosted_options
 from resources.pricing.token_prices import TokenPriceConfig, parse_token_price
 

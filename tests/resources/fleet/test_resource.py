@@ -12,7 +12,7 @@ from support.fleet_databases import OFFER, Clock
 
 from gpu_runner.fleet_database.database import FleetDatabase, Lease
 from gpu_runner.providers.base import EngineOrder, Provider
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.resource import SETTLE_SECONDS, GpuFleet, Requirement
 
 ORDER = EngineOrder("m", "chat")

@@ -13,7 +13,7 @@ from support.fleet_databases import Clock, ready
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.base import EngineAccess, ProviderUnclear
 from resources.fleet import shared_engines as module
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.shared_engines import LAPSED_SECONDS, RETRY_SECONDS, SharedEngines
 
 URL = "http://127.0.0.1:1"

@@ -18,7 +18,7 @@ from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.offers.offer import Offer
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload
-from resources.fleet.config import FleetConfig
+from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.provisioning import Provisioner
 from resources.fleet.resource import Requirement
 from resources.fleet.warm_instances import WarmInstances

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.market_offers import H100, L4, NOW, T4, FakeProvider
 
-from gpu_runner.models.config import ModelConfig
+from gpu_runner.models.model_config import ModelConfig
 from gpu_runner.offers.offer import OfferFilter, Ranking
 from gpu_runner.offers.speed import GIB, LengthMix, Measurement, ModelFacts
 from gpu_runner.providers.base import ProviderError, ProviderUnclear

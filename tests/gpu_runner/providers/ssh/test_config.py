@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
-from resources.fleet.config import FleetConfig, FleetConfigError
+from resources.fleet.fleet_config import FleetConfig, FleetConfigError
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJn0nNbIkjkNUAMoVOZ8I1Hn4IGtKFv7zT0y0mKm0sGT"
 HOST = {"name": "a", "address": "10.0.0.5", "gpu": "A100", "gpu_memory_gib": 80, "host_keys": [KEY]}

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpu_runner.bounded_http.bounded_read import check_values
 from gpu_runner.bounded_http.small_pages import read_file, read_page
-from gpu_runner.models.config import CONFIG, INDEX, ModelConfig, parse
+from gpu_runner.models.model_config import CONFIG, INDEX, ModelConfig, parse
 from gpu_runner.models.quantization import ModelConfigError
 
 HUB = "https://huggingface.co"

@@ -205,7 +205,7 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
         raise MissingKey("a list under architectures", repr(names)[:80], where, advice)
     known = next((name for name in names if name in FAMILIES), None)
     if known is None:
-        advice = "Describe it in FAMILIES of gpu_runner/models/config.py, or state the memory it needs by hand."
+        advice = "Describe it in FAMILIES of gpu_runner/models/model_config.py, or state the memory it needs by hand."
         raise UnknownArchitecture(f"one of {', '.join(FAMILIES)}", ", ".join(map(str, names)), where, advice)
     return str(known)
 
