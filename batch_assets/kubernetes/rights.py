@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from batch_assets.kubernetes.observation import (
+from batch_assets.kubernetes.worker_observation import (
     API_ERRORS,
     DELETE_JOBS,
     DELETE_PODS,

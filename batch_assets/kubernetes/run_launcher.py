@@ -25,8 +25,7 @@ from dagster_k8s.job import get_job_name_from_run_id
 from batch_assets import settings
 from batch_assets.dagster_internals import CheckRunHealthResult, WorkerStatus
 from batch_assets.kubernetes.job_api import BoundedPods, PatientJobs
-from batch_assets.kubernetes.leftovers import Leftover, RunWorker, ended_unbegun, leftovers
-from batch_assets.kubernetes.observation import NotSeen, RunWorkers
+from batch_assets.kubernetes.leftover_jobs import Leftover, RunWorker, ended_unbegun, leftovers
 from batch_assets.kubernetes.rights import Cluster
 from batch_assets.kubernetes.worker_health import (
     Cause,
@@ -39,6 +38,7 @@ from batch_assets.kubernetes.worker_health import (
     decide,
     not_seen,
 )
+from batch_assets.kubernetes.worker_observation import NotSeen, RunWorkers
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.providers.kubernetes.api import ClusterApi
 

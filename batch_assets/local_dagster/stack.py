@@ -35,7 +35,7 @@ from batch_assets.local_dagster.home import (
     refuse_second_daemon,
     running_stack,
 )
-from batch_assets.local_dagster.leftovers import (
+from batch_assets.local_dagster.leftover_processes import (
     LeftoverError,
     StackMark,
     end_child,

@@ -18,9 +18,9 @@ from support.fleet_databases import sqlite_url
 
 from batch_assets.dagster_internals import WorkerStatus
 from batch_assets.dagster_internals.daemon import SweepingLauncher, SweepingMonitoringDaemon, daemons_of
-from batch_assets.kubernetes.leftovers import RunWorker, WorkerPhase
-from batch_assets.kubernetes.observation import NotSeen
+from batch_assets.kubernetes.leftover_jobs import RunWorker, WorkerPhase
 from batch_assets.kubernetes.worker_health import JobState, Node, NodeState, Pod
+from batch_assets.kubernetes.worker_observation import NotSeen
 from gpu_runner.fleet_database.database import FleetDatabase, RunEnded
 
 if TYPE_CHECKING:  # it imports the client of Kubernetes: a second

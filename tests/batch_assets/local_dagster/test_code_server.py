@@ -19,7 +19,7 @@ from support.timing import PATIENCE
 
 from batch_assets import settings
 from batch_assets.dagster_internals.code_server import answers
-from batch_assets.local_dagster import leftovers
+from batch_assets.local_dagster import leftover_processes
 from batch_assets.local_dagster.home import prepare_home
 from batch_assets.local_dagster.stack import Stack
 
@@ -108,4 +108,4 @@ def test_daemon_and_webserver_find_the_code_server_by_its_socket(tmp_path: Path,
     assert not {"-p", "-h", "--port", "--host"} & set(server.command)
     stack.__exit__()
     assert not socket.parent.exists()
-    assert not (home / leftovers.RECORD).exists()
+    assert not (home / leftover_processes.RECORD).exists()

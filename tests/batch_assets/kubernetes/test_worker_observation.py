@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from batch_assets.kubernetes.leftovers import RunWorker, WorkerPhase, ended_unbegun, leftovers
-from batch_assets.kubernetes.observation import pod_ended, read_node, workers
+from batch_assets.kubernetes.leftover_jobs import RunWorker, WorkerPhase, ended_unbegun, leftovers
 from batch_assets.kubernetes.worker_health import NodeState
+from batch_assets.kubernetes.worker_observation import pod_ended, read_node, workers
 
 NOW = 1_800_000_000.0
 Object = dict[str, Any]

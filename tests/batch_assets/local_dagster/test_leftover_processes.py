@@ -16,8 +16,8 @@ import pytest
 from support.processes import runs
 from support.timing import PATIENCE
 
-from batch_assets.local_dagster import leftovers
-from batch_assets.local_dagster.leftovers import (
+from batch_assets.local_dagster import leftover_processes
+from batch_assets.local_dagster.leftover_processes import (
     LeftoverError,
     StackMark,
     end_child,
@@ -61,7 +61,7 @@ def test_the_next_stack_ends_what_a_killed_one_has_left(home: Path):
 
 
 def test_what_does_not_listen_to_sigterm_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(leftovers, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(leftover_processes, "GRACE_SECONDS", 0.3)
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon"), sys.executable, "-c", DEAF) as deaf:
         new_stack(home)
@@ -70,8 +70,8 @@ def test_what_does_not_listen_to_sigterm_is_killed(home: Path, monkeypatch: pyte
 
 def test_what_does_not_end_at_all_is_named_and_nothing_starts_beside_it(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpu_runner.providers.process_marks.send", lambda *_: None)  # as if it hung in the kernel
-    monkeypatch.setattr(leftovers, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(leftovers, "INSIST_SECONDS", 0.1)
+    monkeypatch.setattr(leftover_processes, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(leftover_processes, "INSIST_SECONDS", 0.1)
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon")) as stuck:
         for _ in range(2):
@@ -86,7 +86,7 @@ def test_nobody_elses_process_is_ended(home: Path, tmp_path: Path):
         StackMark("0" * 32, "").environment(home, "daemon"),  # another token
         mark.environment(tmp_path / "copy of the home", "daemon"),  # the home was copied, with its record
         {**mark.environment(home, "code-server"), MARK: "i-1"},  # a rented machine: the fleet's, not the stack's
-        {"SEEN": f"{leftovers.VARIABLE}={mark.token}/daemon/{home}"},
+        {"SEEN": f"{leftover_processes.VARIABLE}={mark.token}/daemon/{home}"},
     ]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(sleeping(other)) for other in others]
@@ -106,16 +106,16 @@ def test_a_stack_that_ended_well_leaves_no_record_and_one_with_a_survivor_does(h
     mark = new_stack(home)
     with sleeping(mark.environment(home, "daemon")):
         forget_stack(home, mark)
-        assert (home / leftovers.RECORD).exists()
+        assert (home / leftover_processes.RECORD).exists()
     forget_stack(home, mark)
-    assert not (home / leftovers.RECORD).exists()
+    assert not (home / leftover_processes.RECORD).exists()
 
 
 def test_a_living_process_that_cannot_be_looked_at_keeps_the_next_stack_from_starting(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One of another user of the group: what it has in its environment is not for us to read."""
-    monkeypatch.setattr(leftovers, "GUARD_SECONDS", 0.2)
+    monkeypatch.setattr(leftover_processes, "GUARD_SECONDS", 0.2)
     file = hold_alive(home)
     process = subprocess.Popen(["sleep", "300"], pass_fds=[file.fileno()])
     file.close()
@@ -125,7 +125,7 @@ def test_a_living_process_that_cannot_be_looked_at_keeps_the_next_stack_from_sta
     finally:
         process.kill()
         process.wait(timeout=20 * PATIENCE)
-    with hold_alive(home) as held, (home / leftovers.ALIVE).open() as other, pytest.raises(BlockingIOError):
+    with hold_alive(home) as held, (home / leftover_processes.ALIVE).open() as other, pytest.raises(BlockingIOError):
         assert held
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -146,5 +146,5 @@ def test_a_socket_fits_however_long_the_path_of_the_home_and_of_temporary_files(
 
 
 def test_a_damaged_record_is_as_good_as_none(home: Path):
-    (home / leftovers.RECORD).write_text('{"token": ')
+    (home / leftover_processes.RECORD).write_text('{"token": ')
     assert new_stack(home).token

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from batch_assets.kubernetes.leftovers import RunWorker, WorkerPhase
+from batch_assets.kubernetes.leftover_jobs import RunWorker, WorkerPhase
 from batch_assets.kubernetes.worker_health import JobState, Node, NodeState, Pod
 from gpu_runner.providers.kubernetes.api import ApiAway, ApiRefused, ClusterApi, CredentialsError, Verb
 
