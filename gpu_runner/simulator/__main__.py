@@ -17,12 +17,12 @@ import orjson
 from aiohttp import web
 
 from gpu_runner.simulator.engine import Engine
-from gpu_runner.simulator.faults import FaultPlan
+from gpu_runner.simulator.generated_text import Lengths
 from gpu_runner.simulator.replies import ResponseGenerator
 from gpu_runner.simulator.request_log import RequestLog
 from gpu_runner.simulator.scheduler import StepModel
+from gpu_runner.simulator.scripted_faults import FaultPlan
 from gpu_runner.simulator.server import MAX_BODY, SimulatorServer
-from gpu_runner.simulator.text import Lengths
 
 # After SIGTERM: time for the answers that tell waiting clients.
 GOODBYE_SECONDS = 0.1

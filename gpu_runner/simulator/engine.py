@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from gpu_runner.due_timer import DueTimer
-from gpu_runner.simulator.metrics import Histograms
 from gpu_runner.simulator.scheduler import Scheduler, Sequence, StepModel
+from gpu_runner.simulator.vllm_metrics import Histograms
 
 # How long to sleep between wake-ups: epoll counts in milliseconds; a stream wants news at least this often.
 SHORTEST_SLEEP = 0.001

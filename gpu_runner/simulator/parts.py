@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from gpu_runner.simulator import text
+from gpu_runner.simulator import generated_text
 from gpu_runner.simulator.schema import instance
 
 MOST_LOGPROBS = 20
@@ -51,7 +51,7 @@ def tool_call(asked: Asked, key: bytes) -> dict[str, Any] | None:
 
 def reasoning(asked: Asked, key: bytes) -> str | None:
     """What the model thinks first."""
-    return text.words(hashlib.sha256(b"reasoning" + key).digest(), REASONING_WORDS) if asked.thinks else None
+    return generated_text.words(hashlib.sha256(b"reasoning" + key).digest(), REASONING_WORDS) if asked.thinks else None
 
 
 def chat_logprobs(asked: Asked, answered: str) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ def _tokens(answered: str, alternatives: int) -> Sequence[tuple[str, float, list
         rng = Random(token)
         logprob = -rng.random()
         others = [(token, logprob)]
-        words = [f" {word}" for word in text.WORDS[: MOST_LOGPROBS + 1] if f" {word}" != token]
+        words = [f" {word}" for word in generated_text.WORDS[: MOST_LOGPROBS + 1] if f" {word}" != token]
         for number in range(1, alternatives):
             # The last of many is impossible: vLLM writes -9999 for it.
             others.append((words[number], -9999.0 if number == MOST_LOGPROBS - 1 else logprob - number))

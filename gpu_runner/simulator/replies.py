@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from gpu_runner.simulator import parts, text
+from gpu_runner.simulator import generated_text, parts
 from gpu_runner.simulator.pattern import matching
+from gpu_runner.simulator.request_bodies import Prompt, Request
 from gpu_runner.simulator.request_errors import ApiError
-from gpu_runner.simulator.requests import Prompt, Request
 from gpu_runner.simulator.schema import instance
 
 OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
@@ -37,7 +37,7 @@ class ResponseGenerator:
 
     model: str
     max_model_len: int
-    lengths: text.Lengths
+    lengths: generated_text.Lengths
     seed: int
     dimensions: int
 
@@ -49,7 +49,7 @@ def answers(voice: ResponseGenerator, request: Request) -> list[Answer]:
 
 def _key(voice: ResponseGenerator, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
     model = voice.model if not voice.seed else f"{voice.model}#{voice.seed}"
-    return text.request_key(model, prompt.digest if not index else f"{prompt.digest}/{index}", seed)
+    return generated_text.request_key(model, prompt.digest if not index else f"{prompt.digest}/{index}", seed)
 
 
 def _answer(voice: ResponseGenerator, request: Request, prompt: Prompt, index: int) -> Answer:
@@ -62,7 +62,7 @@ def _answer(voice: ResponseGenerator, request: Request, prompt: Prompt, index: i
         call, thought = parts.tool_call(request.asked, key), parts.reasoning(request.asked, key)
         if call is not None:
             # Arguments that were cut would be no JSON; a real engine does cut them.
-            tokens = min(limit, text.count_tokens(call["function"]["arguments"]) + 1)
+            tokens = min(limit, generated_text.count_tokens(call["function"]["arguments"]) + 1)
             return Answer("", "tool_calls", tokens, None, call, thought)
         if thought is not None:
             return replace(_spoken(request, key, limit, voice), reasoning=thought)
@@ -71,10 +71,10 @@ def _answer(voice: ResponseGenerator, request: Request, prompt: Prompt, index: i
 
 def _spoken(request: Request, key: bytes, limit: int, voice: ResponseGenerator) -> Answer:
     """Words, as many as come naturally or fit."""
-    natural = max(text.natural_length(key, voice.lengths), request.min_tokens + 1)
+    natural = max(generated_text.natural_length(key, voice.lengths), request.min_tokens + 1)
     if request.ignore_eos or natural > limit:
-        return _cut_at_stop(Answer(text.words(key, limit), "length", limit), request.stop)
-    return _cut_at_stop(Answer(text.words(key, natural - 1), "stop", natural), request.stop)
+        return _cut_at_stop(Answer(generated_text.words(key, limit), "length", limit), request.stop)
+    return _cut_at_stop(Answer(generated_text.words(key, natural - 1), "stop", natural), request.stop)
 
 
 def _structured(request: Request, key: bytes) -> str:
@@ -94,7 +94,7 @@ def _structured(request: Request, key: bytes) -> str:
 
 def _cut(full: str, limit: int, stop: tuple[str, ...]) -> Answer:
     """Structured text in tokens of four characters, cut off where the limit is."""
-    needed = text.count_tokens(full) + 1
+    needed = generated_text.count_tokens(full) + 1
     if needed > limit:
         return _cut_at_stop(Answer(full[: 4 * limit], "length", limit), stop)
     return _cut_at_stop(Answer(full, "stop", needed), stop)
@@ -111,7 +111,7 @@ def _cut_at_stop(answer: Answer, stop: tuple[str, ...]) -> Answer:
 
 def without_schema(answer: Answer, key_text: str) -> Answer:
     """The same length of prose where JSON was asked for: what an engine gives that ignores the schema."""
-    prose = "Sure! " + text.words(key_text.encode(), max(1, answer.tokens - 1))
+    prose = "Sure! " + generated_text.words(key_text.encode(), max(1, answer.tokens - 1))
     return Answer(prose, answer.finish_reason, answer.tokens)
 
 
@@ -123,7 +123,7 @@ def vectors(voice: ResponseGenerator, request: Request) -> list[list[float]]:
             f"(received dimensions={request.dimensions})."
         )
         raise ApiError(400, message)
-    return [text.unit_vector(_key(voice, prompt, None), voice.dimensions) for prompt in request.prompts]
+    return [generated_text.unit_vector(_key(voice, prompt, None), voice.dimensions) for prompt in request.prompts]
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

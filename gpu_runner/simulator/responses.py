@@ -12,7 +12,7 @@ import orjson
 
 from gpu_runner.simulator.pieces import Piece, PieceKind, Pieces
 from gpu_runner.simulator.replies import Answer
-from gpu_runner.simulator.requests import Request
+from gpu_runner.simulator.request_bodies import Request
 
 _DEFAULTS: Mapping[str, Any] = {
     "instructions": None,

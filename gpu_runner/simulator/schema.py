@@ -14,8 +14,8 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
+from gpu_runner.simulator.generated_text import WORDS
 from gpu_runner.simulator.pattern import matching
-from gpu_runner.simulator.text import WORDS
 
 Schema = Mapping[str, Any]
 

@@ -18,16 +18,16 @@ from weakref import WeakSet
 import orjson
 from aiohttp import web
 
-from gpu_runner.simulator import metrics, replies
+from gpu_runner.simulator import replies, vllm_metrics
 from gpu_runner.simulator.chunks import Chunks, Stream
 from gpu_runner.simulator.engine import Engine, EngineDead
-from gpu_runner.simulator.faults import Fault, FaultPlan
 from gpu_runner.simulator.replies import ResponseGenerator
+from gpu_runner.simulator.request_bodies import Endpoint, Request, parse, too_long
 from gpu_runner.simulator.request_errors import ApiError
 from gpu_runner.simulator.request_log import FLUSH_SECONDS, RequestLog
-from gpu_runner.simulator.requests import Endpoint, Request, parse, too_long
 from gpu_runner.simulator.responses import ResponseEvents, response_body
 from gpu_runner.simulator.scheduler import Sequence
+from gpu_runner.simulator.scripted_faults import Fault, FaultPlan
 
 VERSION = "simulated-0.1.0"
 JSON = {"Content-Type": "application/json"}
@@ -366,7 +366,9 @@ class SimulatorServer:
         outcomes = self.log.outcomes
         reasons = {"stop": outcomes["stop"] + outcomes["embedding"], "length": outcomes["length"]}
         reasons |= {"abort": outcomes["aborted"], "error": outcomes["error"]}
-        page = metrics.render(self.voice.model, self.engine.scheduler, self.engine.histograms, reasons, self.started)
+        page = vllm_metrics.render(
+            self.voice.model, self.engine.scheduler, self.engine.histograms, reasons, self.started
+        )
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"})
 
     async def _stats(self, http: web.BaseRequest) -> web.Response:

@@ -23,7 +23,7 @@ from support.processes import command_line, environment, runs
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.providers.machine_host.registry import MARK, MachineRegistry
 from gpu_runner.providers.simulated.meter import Bill, CloudMeter
-from gpu_runner.simulator.text import prompt_digest, request_key, words
+from gpu_runner.simulator.generated_text import prompt_digest, request_key, words
 from resources.store.dataset_store import BatchFooter, DatasetStore
 
 ANSWERED = ("stop", "length")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from gpu_runner.providers.machine_host.registry import MachineRegistry
 from gpu_runner.providers.simulated.config import FaultRule, OfferChange, SimulatedCloudConfig
-from gpu_runner.providers.simulated.faults import inject
-from gpu_runner.providers.simulated.market import Prices
 from gpu_runner.providers.simulated.meter import CloudMeter
+from gpu_runner.providers.simulated.offers_at import Prices
 from gpu_runner.providers.simulated.provider import SimulatedProvider
+from gpu_runner.providers.simulated.provider_faults import inject
 
 
 @dataclass(frozen=True, slots=True)

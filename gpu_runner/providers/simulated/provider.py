@@ -17,8 +17,8 @@ from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, Provider
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
 from gpu_runner.providers.simulated.config import FaultRule, OfferChange, SimulatedCloudConfig, SimulatedProviderConfig
-from gpu_runner.providers.simulated.faults import FaultPicker, count, share
-from gpu_runner.providers.simulated.market import Prices, offers_at, taken_at
+from gpu_runner.providers.simulated.offers_at import Prices, offers_at, taken_at
+from gpu_runner.providers.simulated.provider_faults import FaultPicker, count, share
 
 KEEP_CALLS = 100_000
 ASSUMED = Assumptions()

@@ -19,9 +19,16 @@ from typing import Any, TypeVar
 import asyncssh
 
 from gpu_runner.providers.base import ProviderUnclear
+from gpu_runner.providers.ssh.host_requests import (
+    LONGEST_REPLY,
+    BadReply,
+    HostReply,
+    HostRequest,
+    has_begun,
+    parse_reply,
+)
 from gpu_runner.providers.ssh.host_silence import HostSilence
 from gpu_runner.providers.ssh.login import HostAddress, NotConnected, connect
-from gpu_runner.providers.ssh.requests import LONGEST_REPLY, BadReply, HostReply, HostRequest, has_begun, parse_reply
 
 REQUEST_SECONDS = 10.0  # a silent host is found earlier, by the keep-alive
 RETRY_SECONDS = 3.0  # a host that did not answer is not asked again before

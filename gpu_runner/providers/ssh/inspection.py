@@ -8,8 +8,8 @@ from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckOutcome, CheckResult, CheckSubject
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
 from gpu_runner.providers.ssh.connections import HostConnection
+from gpu_runner.providers.ssh.host_requests import BadReply, Inspection, inspect_request, parse_inspection
 from gpu_runner.providers.ssh.login import ConnectProblem, NotConnected
-from gpu_runner.providers.ssh.requests import BadReply, Inspection, inspect_request, parse_inspection
 
 LEAST_DISK_KIB = 20 << 20  # 20 GiB: weights of an 8B model, and its cache
 CLOCK_SECONDS = 60.0

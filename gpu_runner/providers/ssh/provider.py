@@ -22,12 +22,12 @@ from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapa
 from gpu_runner.providers.checks import CheckResult
 from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError
-from gpu_runner.providers.ssh import requests
+from gpu_runner.providers.ssh import host_requests
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
 from gpu_runner.providers.ssh.connections import HostConnection, connections
+from gpu_runner.providers.ssh.host_requests import HostMachine, HostReply, HostRequest, Result
 from gpu_runner.providers.ssh.inspection import inspect_host
 from gpu_runner.providers.ssh.login import HostAddress
-from gpu_runner.providers.ssh.requests import HostMachine, HostReply, HostRequest, Result
 from gpu_runner.providers.ssh.tunnel import Tunnel
 
 STEP_SECONDS = 0.1
@@ -57,7 +57,7 @@ class SshProvider:
 
     def offers(self) -> list[Offer]:
         """One offer per host that answers, with the sets of GPUs that are free now."""
-        replies = self._ask_all(requests.list_request(self.config.folder, "", sign_of_life=False))
+        replies = self._ask_all(host_requests.list_request(self.config.folder, "", sign_of_life=False))
         found = []
         for name, reply in self._answered(replies).items():
             host = self._hosts[name]
@@ -97,16 +97,16 @@ class SshProvider:
         ):
             raise ProviderError(f"{offer.name}: there is no such offer at {offer.price_per_hour:.4g} $/h")
         _check_name(name)
-        reply = self._ask(host, requests.create_request(self.config.folder, self._plan(host, name, order)))
+        reply = self._ask(host, host_requests.create_request(self.config.folder, self._plan(host, name, order)))
         if reply.result is Result.NO_CAPACITY:
             raise NoCapacity(f"{own.name}: all {len(host.gpu_sets)} are taken")
         return _only(_checked(host.name, reply), name, host.name).id
 
-    def _plan(self, host: SshHostConfig, name: str, order: EngineOrder) -> requests.EnginePlan:
+    def _plan(self, host: SshHostConfig, name: str, order: EngineOrder) -> host_requests.EnginePlan:
         config = self.config
         slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
         key = {"VLLM_API_KEY": self._key(name)}
-        return requests.EnginePlan(
+        return host_requests.EnginePlan(
             name=name,
             model=order.model,
             command=(*config.engine_command, *slots, *order.arguments),
@@ -157,16 +157,16 @@ class SshProvider:
     async def _look(self, host: str, name: str) -> HostMachine | None:
         """The machine as it is now; its engine is asked, and that it has answered is written down."""
         connection = self._connection(host)
-        reply = _checked(host, await connection.ask(requests.show_request(self.config.folder, name, ready=False)))
+        reply = _checked(host, await connection.ask(host_requests.show_request(self.config.folder, name, ready=False)))
         machine = _named(reply, name)
         if machine is None or machine.state != "booting" or not await connection.engine_answers(machine.port):
             return machine
-        reply = _checked(host, await connection.ask(requests.show_request(self.config.folder, name, ready=True)))
+        reply = _checked(host, await connection.ask(host_requests.show_request(self.config.folder, name, ready=True)))
         return _named(reply, name)
 
     async def _find(self, name: str) -> str | None:
         """The host that has the machine. Raises what a host said that did not answer, when no other has it."""
-        request = requests.list_request(self.config.folder, name, sign_of_life=False)
+        request = host_requests.list_request(self.config.folder, name, sign_of_life=False)
         replies = await self._gather(request)
         for host, reply in replies.items():
             if not isinstance(reply, Exception) and _named(reply, name) is not None:
@@ -182,19 +182,19 @@ class SshProvider:
 
         Raises when no host answers.
         """
-        replies = self._ask_all(requests.list_request(self.config.folder, tag, sign_of_life=True))
+        replies = self._ask_all(host_requests.list_request(self.config.folder, tag, sign_of_life=True))
         found = [(host, one) for host, reply in self._answered(replies).items() for one in reply.machines]
         return [
             one.machine(host)
             for host, one in found
-            if one.name.startswith(tag) and (one.failed_ends or (one.ended_seconds or 0) < requests.KEEP_SECONDS)
+            if one.name.startswith(tag) and (one.failed_ends or (one.ended_seconds or 0) < host_requests.KEEP_SECONDS)
         ]
 
     def terminate(self, name: str) -> None:
         """End the machine of this name, wherever it is."""
-        if not requests.NAME.fullmatch(name):
+        if not host_requests.NAME.fullmatch(name):
             return
-        replies = self._ask_all(requests.terminate_request(self.config.folder, name))
+        replies = self._ask_all(host_requests.terminate_request(self.config.folder, name))
         if any(not isinstance(reply, Exception) and _named(reply, name) for reply in replies.values()):
             return
         enough = self.config.orphan_seconds + ORPHAN_MARGIN_SECONDS
@@ -284,14 +284,14 @@ class SshProvider:
 
 
 def _check_name(name: str) -> None:
-    if not requests.NAME.fullmatch(name):
-        raise ProviderError(f"machine name: expected {requests.NAME.pattern}, found {name!r:.80}")
+    if not host_requests.NAME.fullmatch(name):
+        raise ProviderError(f"machine name: expected {host_requests.NAME.pattern}, found {name!r:.80}")
 
 
 def _checked(host: str, reply: HostReply) -> HostReply:
     """The reply of a request that was done. Raises ProviderError."""
     if reply.result is not Result.OK:
-        raise ProviderError(f"host {host}: {requests.RESULT_TEXTS[reply.result]}")
+        raise ProviderError(f"host {host}: {host_requests.RESULT_TEXTS[reply.result]}")
     return reply
 
 

@@ -26,8 +26,8 @@ from gpu_runner.providers.simulated import config as config_module
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule, SimulatedCloudConfig, SimulatedModel
 from gpu_runner.providers.simulated.default import default_cloud
-from gpu_runner.providers.simulated.market import offers_at, taken_at
 from gpu_runner.providers.simulated.meter import CloudMeter
+from gpu_runner.providers.simulated.offers_at import offers_at, taken_at
 from gpu_runner.providers.simulated.provider import engine_command
 
 SPOT = {**H100, "instance_type": "h100-spot", "spot": True, "price_per_hour": 1.8}

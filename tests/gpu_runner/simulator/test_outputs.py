@@ -13,13 +13,13 @@ import jsonschema_rs
 import orjson
 import pytest
 
-from gpu_runner.simulator import replies, text
+from gpu_runner.simulator import generated_text, replies
 from gpu_runner.simulator.pattern import matching
+from gpu_runner.simulator.request_bodies import Request, parse
 from gpu_runner.simulator.request_errors import ApiError
-from gpu_runner.simulator.requests import Request, parse
 from gpu_runner.simulator.schema import instance
 
-VOICE = replies.ResponseGenerator("m", 4096, text.Lengths.parse("fixed:20"), seed=0, dimensions=32)
+VOICE = replies.ResponseGenerator("m", 4096, generated_text.Lengths.parse("fixed:20"), seed=0, dimensions=32)
 
 
 def chat(content: str = "Hello", **fields: Any) -> Request:
@@ -83,12 +83,12 @@ def test_n_choices_differ() -> None:
 @pytest.mark.parametrize("wrong", ["fixed", "fixed:x", "uniform:9:3", "lognormal:5", "normal:1:2", "fixed:0", ""])
 def test_a_wrong_length_distribution_says_what_was_expected(wrong: str) -> None:
     with pytest.raises(ValueError, match="expected fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CAP, found"):
-        text.Lengths.parse(wrong)
+        generated_text.Lengths.parse(wrong)
 
 
 def lengths_of(spec: str) -> list[int]:
-    keys = [text.request_key("m", str(n), None) for n in range(5000)]
-    return [text.natural_length(key, text.Lengths.parse(spec)) for key in keys]
+    keys = [generated_text.request_key("m", str(n), None) for n in range(5000)]
+    return [generated_text.natural_length(key, generated_text.Lengths.parse(spec)) for key in keys]
 
 
 def test_lengths_follow_their_distribution() -> None:

@@ -20,7 +20,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
 from gpu_runner.simulator.__main__ import main
-from gpu_runner.simulator.text import prompt_digest
+from gpu_runner.simulator.generated_text import prompt_digest
 
 
 @pytest.fixture(scope="module")

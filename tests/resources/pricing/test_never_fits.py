@@ -25,8 +25,8 @@ from gpu_runner.providers.runpod.provider import RunPodProvider
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import SimulatedCloudConfig
 from gpu_runner.providers.ssh.config import SshProviderConfig
+from gpu_runner.providers.ssh.host_requests import HostReply, Result
 from gpu_runner.providers.ssh.provider import SshProvider
-from gpu_runner.providers.ssh.requests import HostReply, Result
 from resources.pricing.market import Market
 
 LARGE = "meta-llama/Llama-3.1-70B"  # 131 GiB of weights

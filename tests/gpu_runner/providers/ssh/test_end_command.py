@@ -20,7 +20,7 @@ from support.machines import eventually
 
 from gpu_runner.providers.base import EndReason
 from gpu_runner.providers.ssh.config import SshProviderConfig
-from gpu_runner.providers.ssh.requests import (
+from gpu_runner.providers.ssh.host_requests import (
     EnginePlan,
     HostMachine,
     HostReply,

@@ -17,7 +17,7 @@ import pytest
 from support.machines import eventually
 from support.processes import environment, runs
 
-from gpu_runner.providers.ssh.requests import (
+from gpu_runner.providers.ssh.host_requests import (
     EnginePlan,
     HostRequest,
     create_request,

@@ -8,8 +8,8 @@ import pytest
 
 from gpu_runner.providers.checks import CheckOutcome, CheckSubject
 from gpu_runner.providers.ssh.config import SshProviderConfig
+from gpu_runner.providers.ssh.host_requests import FailedEnd, Inspection, SeenGpu
 from gpu_runner.providers.ssh.inspection import judge
-from gpu_runner.providers.ssh.requests import FailedEnd, Inspection, SeenGpu
 
 CONFIG = SshProviderConfig.model_validate(
     {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runner.providers.base import EndReason
-from gpu_runner.providers.ssh.requests import (
+from gpu_runner.providers.ssh.host_requests import (
     LONGEST_REPLY,
     BadReply,
     HostMachine,

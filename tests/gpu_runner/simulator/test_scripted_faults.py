@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpu_runner.simulator.faults import FaultPlan
-from gpu_runner.simulator.text import prompt_digest
+from gpu_runner.simulator.generated_text import prompt_digest
+from gpu_runner.simulator.scripted_faults import FaultPlan
 
 
 def hits(plan: FaultPlan, prompts: list[str], *, reused: bool = False) -> list[int]:

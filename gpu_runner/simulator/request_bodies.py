@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import orjson
 
+from gpu_runner.simulator.generated_text import count_tokens, prompt_digest
 from gpu_runner.simulator.parts import MOST_LOGPROBS, NOTHING, Asked
 from gpu_runner.simulator.request_errors import ApiError, invalid
 from gpu_runner.simulator.response_requests import chat_fields
-from gpu_runner.simulator.text import count_tokens, prompt_digest
 
 Endpoint = Literal["chat", "completion", "embedding", "response"]
 
