@@ -35,7 +35,7 @@ from benchmarks.cpu_quota import cpu_quotas
 from benchmarks.lean_http import LeanHttp
 from benchmarks.online_kills import CALL_SECONDS, Seen, load, ready
 from benchmarks.online_processes import OnlineProcesses, Plan, cpu_seconds, fixed_engine
-from gpu_runner.client.connections import allow_open_files
+from gpu_runner.client.engine_connections import allow_open_files
 
 GOAL_SECONDS = 0.5
 STEP = 1.1

@@ -40,7 +40,7 @@ import uvloop
 
 from benchmarks.lean_http import LeanHttp, NoAnswer
 from benchmarks.online_processes import OnlineProcesses, Plan, Process, cpu_seconds, simulator
-from gpu_runner.client.connections import allow_open_files
+from gpu_runner.client.engine_connections import allow_open_files
 
 RECOVERY_SECONDS = 10.0
 PATIENCE_SECONDS = 300.0

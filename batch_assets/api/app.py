@@ -20,8 +20,8 @@ from batch_assets.api.files import routes as files
 from batch_assets.api.openapi import docs_page
 from batch_assets.api.openapi.openapi_document import describe
 from batch_assets.api.requests.callers import Authenticate, embedded_caller
-from batch_assets.api.requests.errors import add_error_handlers
-from batch_assets.api.requests.request_limits import BodyLimit, RequestLimits
+from batch_assets.api.requests.error_answers import add_error_handlers
+from batch_assets.api.requests.request_bounds import BodyLimit, RequestLimits
 from batch_assets.api.service import Service
 from batch_assets.api.settings import ApiLimits, ApiSettings
 from batch_assets.api.store_threads import REQUESTS, StoreThreads

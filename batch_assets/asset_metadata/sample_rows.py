@@ -19,7 +19,7 @@ from batch_assets.publishing.prompt_column import PROMPT
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
-from resources.store.integrity import is_damage
+from resources.store.object_integrity import is_damage
 
 SAMPLE_ROWS, SHOWN_ROWS = 10, 3
 INLINE_LETTERS = 1000  # of Markdown: longer ones are behind a button

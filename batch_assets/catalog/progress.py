@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from batch_assets.catalog.ranges import ATTEMPTS, RangeRunRecord, worth_trying
 
 if TYPE_CHECKING:  # heavy, and the display needs them only when there is something to show
-    from batch_assets.catalog.reader import BatchReport
+    from batch_assets.catalog.catalog_reader import BatchReport
     from resources.store.dataset_store import BatchEntry
 
 WINDOW_SECONDS = 20.0

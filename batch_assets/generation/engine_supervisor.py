@@ -36,7 +36,7 @@ from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed
 from resources.fleet.migration import Migration
 from resources.fleet.resource import EngineStartError, FleetConfigError, LeasedEngine, Requirement
-from resources.objects.health import GIVE_UP_SILENT_SECONDS, RELEASE_SILENT_SECONDS, SAY_SILENT_SECONDS
+from resources.objects.store_health import GIVE_UP_SILENT_SECONDS, RELEASE_SILENT_SECONDS, SAY_SILENT_SECONDS
 
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import Catalog
-from batch_assets.dagster_internals.cancellation import cancellation_in_words
+from batch_assets.catalog.catalog_reader import Catalog
+from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.generation.engine_session import DONE, WAITS, StepKind, StepResult, failed
 from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
@@ -39,8 +39,8 @@ from gpu_runner.rows import Generation
 from resources.engine_options import EngineOptions
 from resources.fleet.resource import FleetConfigError, GpuFleet, Requirement
 from resources.fleet.simulation import is_simulation
-from resources.objects.health import Probe, StoreAway, StoreHealth
 from resources.objects.opening import self_test
+from resources.objects.store_health import Probe, StoreAway, StoreHealth
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
 

@@ -13,8 +13,8 @@ from batch_assets.generation.range_claims import RunClaims
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
 from gpu_runner.rows import Outcome
-from resources.objects.health import StoreHealth, is_store_trouble
 from resources.objects.opening import StoreError, self_test
+from resources.objects.store_health import StoreHealth, is_store_trouble
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 
 

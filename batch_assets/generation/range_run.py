@@ -26,7 +26,7 @@ from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import FeedPolicy, FeedProgress
 from gpu_runner.rows import SIMULATED, Origin
 from resources.fleet.resource import LeasedEngine
-from resources.objects.health import StoreHealth
+from resources.objects.store_health import StoreHealth
 from resources.store.dataset_store import BatchFooter, DatasetStore, SnapshotManifest
 
 __all__ = ["Intent", "RangePlan", "RangeRun", "RunClaims", "RunIdentity", "Work", "plan_range"]

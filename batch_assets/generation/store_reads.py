@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from resources.objects.health import StoreHealth, is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError
+from resources.objects.store_health import StoreHealth, is_store_trouble
 
 POLL_SECONDS = 0.5
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from batch_assets.generation.pending_lease import BackgroundTask
-from resources.objects.health import GIVE_UP_SILENT_SECONDS, SAY_SILENT_SECONDS, Probe, StoreAway, StoreHealth
+from resources.objects.store_health import GIVE_UP_SILENT_SECONDS, SAY_SILENT_SECONDS, Probe, StoreAway, StoreHealth
 
 WAIT_SECONDS = 0.2
 ASK_SECONDS = 5.0

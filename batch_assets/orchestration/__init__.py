@@ -9,10 +9,10 @@ batches of the Batch API and what tenants are charged.
 
 __all__ = [
     "active_request",
+    "asset_checks",
     "assets",
     "broken_files",
     "capacity_report",
-    "checks",
     "cost_report",
     "freshness",
     "front_door",

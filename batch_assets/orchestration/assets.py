@@ -21,12 +21,12 @@ from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.asset_places import at_its_place
-from batch_assets.dagster_internals.cancellation import cancellation_in_words
+from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.generation.vector_length import vector_length
 from batch_assets.orchestration.active_request import request_under_way
-from batch_assets.orchestration.checks import check_results, check_specs
+from batch_assets.orchestration.asset_checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
@@ -49,8 +49,8 @@ from gpu_runner.planner.types import ControlTiming
 from gpu_runner.providers.base import ProviderError, ProviderUnclear
 from resources.fleet.resource import FleetConfigError, GpuFleet
 from resources.fleet.simulation import is_simulation
-from resources.objects.health import StoreAway
 from resources.objects.opening import self_test, temporary_folder
+from resources.objects.store_health import StoreAway
 from resources.pricing.price_files import PricingError
 from resources.store.dataset_store import BatchStore, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers

@@ -7,7 +7,7 @@ import dagster as dg
 from batch_assets.capacity_planning.decision import Decision
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
-from batch_assets.orchestration.checks import ON_TIME, to_go_on
+from batch_assets.orchestration.asset_checks import ON_TIME, to_go_on
 from gpu_runner.fleet_database.capacity_plan import RequestSummary
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.fleet_database.wait_reason import WaitReason

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from batch_assets.catalog.catalog_reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.ledger import anew_event
-from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
 from batch_assets.generation.mixed_rows import mixed
 from batch_assets.snapshot.source.errors import SourceError
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore

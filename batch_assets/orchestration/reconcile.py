@@ -15,8 +15,8 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_runs
+from batch_assets.catalog.catalog_reader import BatchReport, Catalog
 from batch_assets.catalog.publications import ledger_state, publish_runs
-from batch_assets.catalog.reader import BatchReport, Catalog
 from batch_assets.orchestration.store_check import object_infos, snapshot_problems, table_problems
 from batch_assets.publishing.published_table import published_table, table_versions
 from batch_assets.tags import PUBLISH_VOID_TAG

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
+from batch_assets.catalog.catalog_reader import BatchReport
 from batch_assets.catalog.publications import ledger_state
-from batch_assets.catalog.reader import BatchReport
 from batch_assets.orchestration.reconcile import CHANGED, GONE, Findings, Lost, heal
 from batch_assets.publishing.differences import Difference, Kind
 from batch_assets.publishing.verify import Verification

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from batch_assets.catalog.reader import BatchReport
+from batch_assets.catalog.catalog_reader import BatchReport
 from batch_assets.publishing.dead_letters import current_dead_letters, dead_letters_path, list_manifest
 from batch_assets.publishing.differences import Difference
 from batch_assets.publishing.published_table import broken_files, published_table

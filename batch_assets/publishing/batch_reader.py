@@ -1,7 +1,8 @@
 """Reading a snapshot's committed batches: neighbours at once, with what the snapshot keeps of their rows.
 
 An object of 250 rows costs a round trip each on S3 and a millisecond of parsing anywhere, so they are read ahead
-(`resources.objects.read_ahead`). Memory does not grow with the number of rows, nor with the length of their prompts.
+(`resources.objects.object_read_ahead`). Memory does not grow with the number of rows, nor with the length of their
+prompts.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from pydantic import ConfigDict
 from batch_assets.publishing.batch_reader import CommittedRows, pieces, table_name
 from batch_assets.publishing.table_files import table_schema
 from gpu_runner.client.server_sentence import server_sentence
+from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject, temporary_folder
-from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.integrity import Sealed, StoredFile, is_damage, read_pointer, read_sealed, sha256_of
+from resources.store.object_integrity import Sealed, StoredFile, is_damage, read_pointer, read_sealed, sha256_of
 from resources.store.outcome_columns import PART_COLUMNS
 
 FORMAT = 1

@@ -25,10 +25,10 @@ from batch_assets.publishing.published_table import (
     table_version,
 )
 from batch_assets.publishing.table_files import Column, TableWriter, table_schema
+from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject
-from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.integrity import StoredFile, sha256_of
+from resources.store.object_integrity import StoredFile, sha256_of
 
 PART_ROWS = 500_000
 _NAMED = 20

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from batch_assets.publishing.table_files import Column, Source, TableFile
 from resources.objects.opening import Objects
 from resources.store.dataset_store import BatchObject, DatasetStore
-from resources.store.integrity import Sealed, StoredFile, read_sealed
+from resources.store.object_integrity import Sealed, StoredFile, read_sealed
 
 FORMAT = 1
 

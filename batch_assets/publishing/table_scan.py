@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
-from resources.store.integrity import is_damage
+from resources.store.object_integrity import is_damage
 
 _BATCH_ROWS = 4000
 _RUN_ROWS = 1 << 20

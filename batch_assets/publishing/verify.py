@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batch_assets.catalog.catalog_reader import BatchReport
 from batch_assets.catalog.ledger import LedgerVersion
-from batch_assets.catalog.reader import BatchReport
 from batch_assets.publishing.dead_letters import (
     check_dead_letters,
     current_dead_letters,
@@ -26,11 +26,11 @@ from batch_assets.publishing.differences import Difference, error_text
 from batch_assets.publishing.published_table import table_versions
 from batch_assets.publishing.verify_table import Totals, is_simulated, readers_version, verify_table
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
+from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject
-from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.batch_check import check_object
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.integrity import is_damage
+from resources.store.object_integrity import is_damage
 
 REBUILD = "run rebuild-ledger: it reports the batch from the store"
 DEAD_LETTERS = "materialize the dead_letters asset"

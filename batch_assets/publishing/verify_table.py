@@ -13,7 +13,7 @@ from batch_assets.publishing.published_table import PublishedTable, published_ta
 from batch_assets.publishing.table_scan import Hashes, repeated_ids, table_batches
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.integrity import sha256_of
+from resources.store.object_integrity import sha256_of
 
 PUBLISH = "materialize the dataset asset"
 _NAMED = 5

@@ -17,10 +17,10 @@ import dagster as dg
 from batch_assets import settings
 from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import UNFINISHED, last_done_at, open_backfills
+from batch_assets.catalog.catalog_reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.ledger import will_be_retried
 from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.catalog.publications import ledger_state, publish_runs
-from batch_assets.catalog.reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.run_errors import failure_text
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
 from batch_assets.orchestration.reconcile import empty_store
@@ -38,8 +38,8 @@ from batch_assets.tags import (
 )
 from gpu_runner.fleet_database.database import FleetDatabase, RunBeat
 from gpu_runner.fleet_database.wait_reason import WaitKind, WaitReason
-from resources.objects.health import is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError, open_objects
+from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 
 OBSERVE_SECONDS = 8.0  # after which the store is said not to answer

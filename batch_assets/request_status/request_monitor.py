@@ -35,8 +35,8 @@ from batch_assets.tags import (
     ROWS_TAG,
 )
 from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
-from resources.objects.health import GIVE_UP_SILENT_SECONDS, is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError
+from resources.objects.store_health import GIVE_UP_SILENT_SECONDS, is_store_trouble
 
 Phase = Literal["source", "rows", "publish", "verify", "end"]
 QUIET_SECONDS = 45.0

@@ -17,7 +17,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.backfills import range_runs
 from batch_assets.catalog.publications import PUBLISH_ATTEMPTS, ledger_state, publish_job, publish_runs
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
-from batch_assets.orchestration.checks import StaleBatches
+from batch_assets.orchestration.asset_checks import StaleBatches
 from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache

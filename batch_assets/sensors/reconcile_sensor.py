@@ -11,8 +11,8 @@ import dagster as dg
 from batch_assets.catalog import ledger
 from batch_assets.orchestration.reconcile import Reconciler, heal, too_many
 from batch_assets.sensors.instance import instance_of
-from resources.objects.health import is_store_trouble
 from resources.objects.opening import CorruptObject, StoreError
+from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchStore, DatasetStore
 
 SECONDS = 60

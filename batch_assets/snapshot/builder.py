@@ -29,7 +29,7 @@ from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
-from resources.store.integrity import StoredFile
+from resources.store.object_integrity import StoredFile
 from resources.store.snapshot_manifest import REPEATS
 
 DUPLICATE_ROWS = 500_000

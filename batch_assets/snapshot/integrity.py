@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from gpu_runner.rows import data_version
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
-from resources.store.integrity import is_damage, sha256_of
+from resources.store.object_integrity import is_damage, sha256_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 
 from batch_assets.snapshot.source.errors import Reject
-from resources.objects.health import is_store_trouble
+from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import DatasetStore
-from resources.store.integrity import is_damage
+from resources.store.object_integrity import is_damage
 
 REJECTS = "rejects.parquet"
 

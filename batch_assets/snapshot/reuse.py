@@ -26,8 +26,8 @@ from batch_assets.snapshot.files import STAGE_BYTES, Buckets
 from batch_assets.snapshot.integrity import damaged_files, unlike_checksums
 from batch_assets.snapshot.placement import open_database, quoted
 from batch_assets.snapshot.row_index import PART_ROWS, ColumnFile, key_halves, row_places, snapshot_rows
+from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject, Objects
-from resources.objects.read_ahead import read_ahead, threads_for
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.outcome_columns import REUSED_FROM
 from resources.store.outcome_tables import outcome_schema

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from batch_assets.webserver.requests import (
+from batch_assets.webserver.guarded_requests import (
     READS,
     Access,
     Refused,

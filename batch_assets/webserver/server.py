@@ -16,8 +16,8 @@ from pathlib import Path
 
 from batch_assets import settings
 from batch_assets.webserver.guard import MOST_MESSAGE_BYTES, WebGuard
+from batch_assets.webserver.guarded_requests import Access
 from batch_assets.webserver.peers import own_connection
-from batch_assets.webserver.requests import Access
 from batch_assets.webserver.token import cookie_value, web_token
 
 STATEMENT_MILLISECONDS, RECYCLE_SECONDS, MORE_CONNECTIONS = 15_000, 3600, 20  # as `dagster-webserver`

@@ -22,7 +22,7 @@ from gpu_runner.inference.feed import Engine, Feed, FeedPolicy, FeedProgress, Re
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
 from gpu_runner.request_limits import RequestLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Urgency
-from resources.objects.health import is_store_trouble
+from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchFooter
 
 log = logging.getLogger(__name__)

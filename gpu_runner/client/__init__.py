@@ -1,17 +1,17 @@
 """HTTP client of one OpenAI-compatible server, and what its answers mean. Answers are outside data.
 
-`engine_client` sends; `connections` are its sockets, and `request_progress` knows how far a request got; `protocol`
-makes requests and reads answers, `input_lists` those to several inputs; `answers/` check them, and `vector_length` that
-vectors are of one length; `engine_info` says who serves; `llama_cpp` and `engine_load` know what servers name
-differently; `json_schemas/` are those of structured outputs, `structured_outputs` has the other forms;
+`engine_client` sends; `engine_connections` are its sockets, and `request_progress` knows how far a request got;
+`protocol` makes requests and reads answers, `input_lists` those to several inputs; `answers/` check them, and
+`vector_length` that vectors are of one length; `engine_info` says who serves; `llama_cpp` and `engine_load` know what
+servers name differently; `json_schemas/` are those of structured outputs, `structured_outputs` has the other forms;
 `server_sentence` is what may be shown of what a server said; `trace_context` says to which trace a request belongs;
 `verbatim_client` passes whole requests on.
 """
 
 __all__ = [
     "answers",
-    "connections",
     "engine_client",
+    "engine_connections",
     "engine_info",
     "engine_load",
     "input_lists",

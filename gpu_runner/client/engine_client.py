@@ -33,7 +33,7 @@ from gpu_runner.bounded_http.bounded_read import (
 from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.answers.answer_limit import answer_limit, list_limit
-from gpu_runner.client.connections import (
+from gpu_runner.client.engine_connections import (
     KEEP_ALIVE_SECONDS,
     allow_open_files,
     failure_below_http,

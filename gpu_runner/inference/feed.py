@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from gpu_runner.client.connections import allow_open_files
+from gpu_runner.client.engine_connections import allow_open_files
 from gpu_runner.client.protocol import EngineLost
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.cost_meter import CostMeter

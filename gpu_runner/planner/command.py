@@ -11,7 +11,7 @@ from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.budget import affordable, entry_usd, fitting, needed_usd
 from gpu_runner.planner.feasibility import MIN_SAVING, FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.planner import least_budget, make_plan
 from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, PlannedOffer
 

@@ -33,7 +33,7 @@ from gpu_runner.planner.command import (
 )
 from gpu_runner.planner.exploration import ONE_SCENARIO, Missing, best_probe, choose_initial_fleet, last_resort
 from gpu_runner.planner.feasibility import MIN_SAVING, FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.planner import in_detail, make_plan, plan_to_stay
 from gpu_runner.planner.types import (
     TIMING,

@@ -27,7 +27,7 @@ import numpy as np
 from gpu_runner.money import format_usd
 from gpu_runner.offers.offer import HOUR
 from gpu_runner.planner.feasibility import FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.search import ENDLESS, P95, PlanSearch
 from gpu_runner.planner.speed_model import CARD, COMMON, KNOWN_STD, HardwareType, SpeedEstimate, condition_on
 from gpu_runner.planner.types import HeldInstance, Plan, PlannedOffer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.planner import make_plan
 from gpu_runner.planner.search import PlanSearch
 from gpu_runner.planner.types import TIMING, Candidate, ControlTiming, HeldInstance, Plan, PlannedOffer, Target, Work

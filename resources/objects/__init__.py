@@ -1,8 +1,8 @@
 """Objects in a folder or in a bucket of S3, behind one small interface.
 
 `opening` is where to begin: it opens a folder (`local_objects`) or a bucket (`s3_objects`) by its address, and tests
-it; `object_interface` says what both can do; `store_folder` notices a folder that is gone or another one; `read_ahead`
-reads many objects at once; `health` says whether they answer.
+it; `object_interface` says what both can do; `store_folder` notices a folder that is gone or another one;
+`object_read_ahead` reads many objects at once; `store_health` says whether they answer.
 """
 
-__all__ = ["health", "object_interface", "opening", "read_ahead"]
+__all__ = ["object_interface", "object_read_ahead", "opening", "store_health"]

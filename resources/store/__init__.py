@@ -1,17 +1,17 @@
 """One dataset in the store: snapshots, batch objects, journal and published tables, in `resources.objects`.
 
 `dataset_store` is where to begin; `snapshot_manifest` says what a snapshot is, `batch_objects` what a committed batch
-is and `batch_check` whether one is whole; `journal` keeps finished rows of batches that are still open; `integrity`
-holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables, `outcome_columns` the names of
-their columns, `row_condition` which of them meet a condition; `reusable_answers` are those of other datasets beside a
-snapshot.
+is and `batch_check` whether one is whole; `journal` keeps finished rows of batches that are still open;
+`object_integrity` holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables,
+`outcome_columns` the names of their columns, `row_condition` which of them meet a condition; `reusable_answers` are
+those of other datasets beside a snapshot.
 """
 
 __all__ = [
     "batch_check",
     "dataset_store",
-    "integrity",
     "journal",
+    "object_integrity",
     "outcome_columns",
     "outcome_tables",
     "reusable_answers",

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Outcome, Task, data_version
 from resources.objects.opening import CorruptObject
-from resources.store.integrity import is_damage
+from resources.store.object_integrity import is_damage
 from resources.store.outcome_tables import is_outcomes_table, outcomes_table, with_all_columns, without_empty_columns
 from resources.store.snapshot_manifest import BatchEntry
 

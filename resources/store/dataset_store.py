@@ -25,8 +25,8 @@ from resources.store.batch_objects import (
     encode_batch,
     read_footer,
 )
-from resources.store.integrity import is_damage, read_pointer, read_sealed
 from resources.store.journal import Journal
+from resources.store.object_integrity import is_damage, read_pointer, read_sealed
 from resources.store.outcome_tables import outcomes_from
 from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX, BatchEntry, Shard, SnapshotManifest
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_runner.rows import Generation
-from resources.store.integrity import Sealed, StoredFile
+from resources.store.object_integrity import Sealed, StoredFile
 
 # Column of a shard: whether a row, with an id of its own, has the request of another one that came first.
 REPEATS = "~repeats"

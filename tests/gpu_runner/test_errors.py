@@ -45,7 +45,7 @@ def test_every_error_for_users_has_an_exit_status():
         "batch_assets.snapshot.source.errors", "batch_assets.spec.errors", "batch_assets.spec.request_options",
         "gpu_runner.fleet_database.migrations",
         "resources.endpoints", "resources.fleet.fleet_config", "resources.pricing.price_files",
-        "resources.objects.health",
+        "resources.objects.store_health",
     ):  # fmt: skip
         importlib.import_module(module)
     found = {cls.__name__: getattr(cls, "exit_status", None) for cls in subclasses(UserFacingError)}

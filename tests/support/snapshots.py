@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from gpu_runner.rows import Generation, Origin, Outcome, Row, Task, data_version, row_key
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, Shard, SnapshotManifest
-from resources.store.integrity import StoredFile
+from resources.store.object_integrity import StoredFile
 
 ORIGIN = Origin("simulated/tiny", "simulated 1.0", "simulated", "1x H100", True, "run-1")
 MODEL = "simulated/tiny"

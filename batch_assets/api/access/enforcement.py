@@ -16,7 +16,7 @@ from batch_assets.api.access.rate_limits import Limits, TenantLimits, rate_heade
 from batch_assets.api.access.request_access import RequestAccess, access_of
 from batch_assets.api.database.service_database import Check
 from batch_assets.api.requests.callers import Authenticate, Caller
-from batch_assets.api.requests.errors import ApiError
+from batch_assets.api.requests.error_answers import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from gpu_runner.offers.gpus import find_sheet
 from gpu_runner.offers.speed import default_slots
 from gpu_runner.planner.command import Command
 from gpu_runner.planner.feasibility import FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.search import P95
 from gpu_runner.planner.speed_model import HardwareType
 from gpu_runner.planner.types import ControlTiming, PlannedOffer

@@ -20,8 +20,8 @@ from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, OUTPUT_SHARE
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS
-from resources.objects.health import is_store_trouble
 from resources.objects.opening import CorruptObject, Objects
+from resources.objects.store_health import is_store_trouble
 
 log = logging.getLogger(__name__)
 

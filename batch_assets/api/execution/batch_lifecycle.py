@@ -47,8 +47,8 @@ from batch_assets.api.settings import ApiLimits
 from batch_assets.api.store_threads import StoreThreads
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, Spans
 from gpu_runner.rows import Task
-from resources.objects.health import is_store_trouble
 from resources.objects.opening import CorruptObject, Objects
+from resources.objects.store_health import is_store_trouble
 
 log = logging.getLogger(__name__)
 

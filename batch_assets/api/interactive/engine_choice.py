@@ -16,7 +16,7 @@ from batch_assets.api.interactive.engine_directory import EngineDirectory, Engin
 from batch_assets.api.interactive.engine_reports import EnginePoller, EngineReading, LoadReader, ReadLoad
 from batch_assets.api.interactive.request_body import InteractiveRequest
 from batch_assets.api.interactive.routing_figures import SHED, RoutingFigures
-from batch_assets.api.requests.errors import ApiError
+from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.settings import REGION_WORDS, is_region
 from batch_assets.api.telemetry.metrics import Sample
 from batch_assets.settings import SettingError

@@ -14,7 +14,7 @@ import aiohttp
 from batch_assets.api.interactive.engine_directory import EngineTarget
 from gpu_runner.bounded_http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
 from gpu_runner.bounded_http.tls_files import ssl_of
-from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
+from gpu_runner.client.engine_connections import KEEP_ALIVE_SECONDS, watched_socket
 from gpu_runner.client.engine_load import EngineLoad, MalformedMetrics, parse_metrics
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 

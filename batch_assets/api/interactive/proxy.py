@@ -42,7 +42,7 @@ from batch_assets.api.interactive.engine_errors import (
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
 from batch_assets.api.interactive.streams.event_stream import StreamReader, Usage, read_usage
-from batch_assets.api.requests.errors import ApiError, envelope
+from batch_assets.api.requests.error_answers import ApiError, envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
 from gpu_runner.bounded_http.bounded_read import (
@@ -55,7 +55,7 @@ from gpu_runner.bounded_http.bounded_read import (
 )
 from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from gpu_runner.client.answers import unreadable
-from gpu_runner.client.connections import KEEP_ALIVE_SECONDS, watched_socket
+from gpu_runner.client.engine_connections import KEEP_ALIVE_SECONDS, watched_socket
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.routing.latency_target import ANY_LATENCY, HEADROOM_HEADER, LatencyTarget
 

@@ -24,7 +24,7 @@ from batch_assets.api.interactive.streams.response_stream import ResponseStream
 from batch_assets.api.requests.callers import Caller, caller, caller_with
 from batch_assets.api.requests.callers import Scope as KeyScope
 from batch_assets.api.requests.direct_routes import DirectRoute
-from batch_assets.api.requests.errors import ApiError, error_response
+from batch_assets.api.requests.error_answers import ApiError, error_response
 from gpu_runner.routing.latency_target import ANY_LATENCY, InvalidTarget, LatencyTarget, read_target
 
 RESPONSES = "/v1/responses"

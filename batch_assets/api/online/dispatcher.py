@@ -20,7 +20,7 @@ from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.queues.tasks import TaskKind
 from batch_assets.api.online.request import ReadAnswer
 from batch_assets.api.requests.callers import Caller
-from batch_assets.api.requests.errors import ApiError
+from batch_assets.api.requests.error_answers import ApiError
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
 

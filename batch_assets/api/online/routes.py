@@ -21,7 +21,7 @@ from batch_assets.api.online.queues.queue_protocol import QueueAway, StoredTask,
 from batch_assets.api.online.request import MOST_LETTERS, Accepted, InferenceRequest, Redrive, Result, engine_request
 from batch_assets.api.requests.callers import Caller, Scope, caller, caller_with
 from batch_assets.api.requests.direct_routes import DirectRoute
-from batch_assets.api.requests.errors import not_found
+from batch_assets.api.requests.error_answers import not_found
 from batch_assets.api.requests.json_body import json_body
 
 SUBMIT, RESULT = "/v1/inference", "/v1/result/{task_id}"

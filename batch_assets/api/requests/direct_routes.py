@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batch_assets.api.requests.request_limits import BodyLimits, RequestLimits
+from batch_assets.api.requests.request_bounds import BodyLimits, RequestLimits
 
 Answer = Callable[[Request], Awaitable[Response]]
 _ROUTE = "direct_route"  # in a request's ASGI scope, between the choice of the route and its answer

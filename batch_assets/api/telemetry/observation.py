@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batch_assets.api.access.audit import AuditEvent, AuditLog, known_ids, worth_keeping
 from batch_assets.api.access.request_access import RequestAccess, begin_access
-from batch_assets.api.requests.errors import CLOSED, REASON
+from batch_assets.api.requests.error_answers import CLOSED, REASON
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Attributes, Spans
 

@@ -128,8 +128,8 @@ def show_trial(dataset: str, batches: int) -> None:
 def dead_examples(seen: Observer, status: DatasetStatus) -> list[DeadLetterExample]:
     """The dead letters by error, each with an example; none where the list is not of the rows that are there now."""
     from batch_assets.publishing.dead_letters import current_dead_letters, dead_letter_examples, dead_letter_rows
-    from resources.objects.health import is_store_trouble
     from resources.objects.opening import CorruptObject
+    from resources.objects.store_health import is_store_trouble
 
     if not status.dead or status.snapshot is None:
         return []

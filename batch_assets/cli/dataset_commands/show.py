@@ -15,7 +15,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from batch_assets.catalog.reader import current_reports
+from batch_assets.catalog.catalog_reader import current_reports
 from batch_assets.cli.dataset_commands.row_text import Say, indented, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError
@@ -32,8 +32,8 @@ from batch_assets.publishing.current_rows import (
 )
 from batch_assets.request_status.dataset_status import Observer, observing, trouble_text
 from gpu_runner.money import format_usd
-from resources.objects.health import is_store_trouble
 from resources.objects.opening import StoreError
+from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchEntry, SnapshotManifest
 
 TRIAL_ROWS, TRIAL_LETTERS = 3, 400

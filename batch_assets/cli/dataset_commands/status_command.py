@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import BatchReport
+from batch_assets.catalog.catalog_reader import BatchReport
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.cli.output import output_console, print_json
@@ -153,7 +153,7 @@ def _print_differences(name: str, found: Verification) -> None:
 def rebuild(name: str) -> int:
     """Report to the catalog what the store has and the catalog lacks; returns the exit status."""
     from batch_assets.orchestration.assets import register_batches
-    from resources.objects.read_ahead import read_ahead, threads_for
+    from resources.objects.object_read_ahead import read_ahead, threads_for
 
     with observing([name]) as (seen,):
         snapshot = seen.store.current_snapshot()

@@ -10,7 +10,7 @@ import pytest
 from support.timing import PATIENCE
 
 from batch_assets.api.store_threads import StoreBusy, StoreThreads
-from resources.objects.health import is_store_trouble
+from resources.objects.store_health import is_store_trouble
 
 
 def test_so_many_calls_run_at_once_and_the_next_one_waits() -> None:

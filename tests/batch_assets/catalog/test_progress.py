@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from batch_assets.catalog.catalog_reader import BatchReport
 from batch_assets.catalog.ledger import LedgerVersion
 from batch_assets.catalog.progress import Meter, dead_end, eta_seconds, figures, named, recent_rate
 from batch_assets.catalog.ranges import KeyRange, RangeRunRecord, RunOutcome
-from batch_assets.catalog.reader import BatchReport
 from batch_assets.durations import duration
 from resources.store.dataset_store import BatchEntry
 

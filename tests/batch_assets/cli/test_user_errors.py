@@ -29,8 +29,8 @@ from gpu_runner.fleet_database.migrations import VERSION_TABLE, FleetDatabaseToo
 from gpu_runner.providers.base import ProviderUnclear
 from resources.endpoints import EndpointsError
 from resources.fleet.fleet_config import FleetConfigError
-from resources.objects.health import StoreAway
 from resources.objects.opening import CorruptObject, StoreError
+from resources.objects.store_health import StoreAway
 from resources.pricing.price_files import PricingError
 
 SPEC = {

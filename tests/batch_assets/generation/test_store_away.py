@@ -22,8 +22,8 @@ from batch_assets.generation.engine_supervisor import EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.op import probed
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
-from resources.objects.health import Probe, StoreHealth
 from resources.objects.opening import CorruptObject, LocalObjects, StoreError
+from resources.objects.store_health import Probe, StoreHealth
 from resources.store.dataset_store import DatasetStore
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(300)]

@@ -18,9 +18,9 @@ from batch_assets.generation import store_wait
 from batch_assets.generation.range_run import RangeRun
 from batch_assets.generation.store_wait import while_store_answers
 from batch_assets.orchestration.reconcile import Reconciler
-from resources.objects import health
-from resources.objects.health import StoreAway, StoreHealth
+from resources.objects import store_health
 from resources.objects.opening import LocalObjects, StoreError
+from resources.objects.store_health import StoreAway, StoreHealth
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(30)]
 
@@ -105,7 +105,7 @@ def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
         return real(self, path)
 
     monkeypatch.setattr(LocalObjects, "exists", hangs)
-    monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.5)  # after which a call is unanswered
+    monkeypatch.setattr(store_health, "PATIENCE_SECONDS", 0.5)  # after which a call is unanswered
     monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 1.0)
     monkeypatch.setattr(batch_assets.orchestration.assets, "self_test", lambda objects: answers.wait(60))
     try:
@@ -144,10 +144,10 @@ def test_silence_is_noted_and_its_end(monkeypatch: pytest.MonkeyPatch):
 
 def test_silence_that_is_too_long_is_an_error():
     now = [0.0]
-    health = StoreHealth(lambda: now[0])
-    with pytest.raises(StoreAway, match="start it again"), health.call("read"):
+    store_health = StoreHealth(lambda: now[0])
+    with pytest.raises(StoreAway, match="start it again"), store_health.call("read"):
         now[0] = store_wait.GIVE_UP_SILENT_SECONDS
-        store_wait.silence(health)
+        store_wait.silence(store_health)
 
 
 def test_a_store_that_goes_away_while_it_is_compared_makes_no_batch_void(

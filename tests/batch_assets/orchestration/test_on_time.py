@@ -14,7 +14,7 @@ from support.fleet_databases import Clock
 from support.sensor_dataset import KEYS, S, SensorDataset, publish_run
 from support.specs import spec
 
-from batch_assets.orchestration.checks import on_time_result
+from batch_assets.orchestration.asset_checks import on_time_result
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.tags import REFRESH_TAG
 from gpu_runner.fleet_database.capacity_plan import RequestSummary

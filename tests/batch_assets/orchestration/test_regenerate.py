@@ -12,7 +12,7 @@ from support.plain_engine import PlainEngine, plain_engine
 from typer.testing import CliRunner
 
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import Catalog
+from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.cli.dataset_commands.regenerate import regeneration_words
 from batch_assets.cli.main import app
 from batch_assets.cli.user_errors import CommandError

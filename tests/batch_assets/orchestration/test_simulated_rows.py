@@ -13,7 +13,7 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import Catalog
+from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.publishing.published_table import published_table
 from batch_assets.publishing.verify import ledger_of_reports, verify
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, SIMULATE_TAG

@@ -23,8 +23,8 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable, table_versions
 from batch_assets.publishing.table_files import table_schema
 from batch_assets.publishing.verify import LedgerEntry, verify
+from resources.objects.object_read_ahead import read_ahead
 from resources.objects.opening import Objects
-from resources.objects.read_ahead import read_ahead
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 STRANGE = ["plain", 'a "quote" \\ and \n a line', "Ünïcödé 漢字 🦋", "\u0000\u001f\u2028", "{}", "null", " "]

@@ -19,7 +19,7 @@ from batch_assets.catalog import ledger
 from batch_assets.cli.interrupts import Interrupted
 from batch_assets.request_status.request_monitor import ProgressUpdate, RequestMonitor, RunResult
 from batch_assets.tags import REFRESH_TAG
-from resources.objects.health import GIVE_UP_SILENT_SECONDS
+from resources.objects.store_health import GIVE_UP_SILENT_SECONDS
 
 pytestmark = pytest.mark.slow
 

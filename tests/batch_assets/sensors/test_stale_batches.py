@@ -12,7 +12,7 @@ from support.sensor_dataset import KEYS, S, SensorDataset
 from support.snapshots import questions, write_snapshot
 
 from batch_assets.catalog import ledger
-from batch_assets.orchestration.checks import CURRENT, StaleBatches
+from batch_assets.orchestration.asset_checks import CURRENT, StaleBatches
 from batch_assets.sensors import catalog_changes
 
 TODO = "the job `d_refresh` or `batch-assets run d` makes them."

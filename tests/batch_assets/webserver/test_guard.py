@@ -19,8 +19,8 @@ import pytest
 from batch_assets.settings import SettingError
 from batch_assets.webserver import guard
 from batch_assets.webserver.guard import WebGuard
+from batch_assets.webserver.guarded_requests import Access
 from batch_assets.webserver.peers import own_connection, peer_uid
-from batch_assets.webserver.requests import Access
 from batch_assets.webserver.token import FILE, VARIABLE, cookie_value, web_token
 
 TOKEN = "t" * 64

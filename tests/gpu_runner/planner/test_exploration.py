@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gpu_runner.planner.controller import ControllerState, decide
 from gpu_runner.planner.exploration import SCENARIOS, FleetSimulation, choose_initial_fleet
 from gpu_runner.planner.feasibility import FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
 from gpu_runner.planner.knapsack import KnapsackItem, is_coverable, solve_covering_knapsack
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.planner import make_plan
 from gpu_runner.planner.search import PlanSearch
 from gpu_runner.planner.speed_model import HardwareType

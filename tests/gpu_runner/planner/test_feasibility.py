@@ -10,7 +10,7 @@ import pytest
 
 from gpu_runner.planner.exploration import best_probe
 from gpu_runner.planner.feasibility import FeasibilityCheck
-from gpu_runner.planner.fleet import FleetCandidate
+from gpu_runner.planner.planned_fleet import FleetCandidate
 from gpu_runner.planner.types import HeldInstance, PlannedOffer, Target, Work
 
 HOUR = 3600.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batch_assets.api.requests.errors import ApiError, error_response
+from batch_assets.api.requests.error_answers import ApiError, error_response
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from batch_assets.api.database.service_database import is_records_trouble
-from resources.objects.health import is_store_trouble
+from resources.objects.store_health import is_store_trouble
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from batch_assets.catalog import ledger
-from batch_assets.catalog.reader import Catalog, current_reports
+from batch_assets.catalog.catalog_reader import Catalog, current_reports
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import BatchEntry, BatchFooter, DatasetStore
 
@@ -77,7 +77,7 @@ def test_the_stored_events_read_as_they_are_equal_dagsters_own_reading(
     instance.report_runless_asset_event(ledger.empty_event("d", "00009", "s1"))
     quickly = Catalog(instance, "d").reports()
     assert quickly["00009"].rows == 0
-    monkeypatch.setattr("batch_assets.catalog.reader._stored_reports", lambda *_: iter(()))
+    monkeypatch.setattr("batch_assets.catalog.catalog_reader._stored_reports", lambda *_: iter(()))
     assert Catalog(instance, "d").reports() == quickly
 
 
