@@ -16,6 +16,7 @@ import orjson
 from gpu_runner.answers import NO_PARTS, AnswerParts
 
 Task = Literal["chat", "completion", "embedding"]
+OnTruncated = Literal["retry_longer", "dead"]
 SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
 Output = str | tuple[float, ...]
 
@@ -30,6 +31,8 @@ class Generation:
     `sampling` holds OpenAI request fields (temperature, max_tokens, seed, …) passed on as they are.
     `structured_outputs`: one of vLLM's `choice`, `regex` and `grammar`, by its name; None beside a JSON schema.
     `engine`: of the arguments that the engine is started with those that change answers, as they were written.
+    `on_truncated`: what becomes of an answer that ends at the token limit; None: it is an answer. `retry_max_tokens`:
+    the most tokens that such a row is asked for again. `max_tokens_may_grow`: row keys do not have the token limit.
     """
 
     task: Task
@@ -39,6 +42,9 @@ class Generation:
     repair_tries: int = 1
     structured_outputs: Mapping[str, Any] | None = None
     engine: Mapping[str, Any] | None = None
+    on_truncated: OnTruncated | None = None
+    retry_max_tokens: int | None = None
+    max_tokens_may_grow: bool | None = None
 
     def stated(self) -> dict[str, Any]:
         """The fields as a snapshot holds them: one that came later is left out where it says nothing, so that a
@@ -55,6 +61,24 @@ class Generation:
     def most_tokens(self) -> int | None:
         """Tokens that an answer may have at most, by its request; None: as many as fit the engine's context."""
         return max((self.sampling[name] for name in self.limit_fields), default=None)
+
+    @property
+    def longest_answer(self) -> int | None:
+        """As `most_tokens`, of a row that is asked again because its answer was cut."""
+        most = self.most_tokens
+        return most if most is None else max(most, self.retry_max_tokens or 0)
+
+    def key_fields(self) -> dict[str, Any]:
+        """What a row key has of the generation, by the names of the request."""
+        sampling = dict(self.sampling)
+        if self.max_tokens_may_grow:
+            sampling |= dict.fromkeys(self.limit_fields, "may grow")
+        fields = {"task": self.task, "model": self.model, "sampling": sampling, "json_schema": self.json_schema}
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = dict(self.structured_outputs)
+        if self.engine:
+            fields["engine"] = dict(self.engine)
+        return fields
 
 
 _FIRST_FIELDS = frozenset({"task", "model", "sampling", "json_schema", "repair_tries"})
@@ -198,17 +222,7 @@ def row_key(generation: Generation, prompt: Any) -> str:
     `prompt` is the list of messages or the text. Two rows with one key ask the engine the same
     question, so a refresh does not ask again.
     """
-    request = {
-        "task": generation.task,
-        "model": generation.model,
-        "sampling": dict(generation.sampling),
-        "json_schema": generation.json_schema,
-        "prompt": prompt,
-    }
-    if generation.structured_outputs is not None:
-        request["structured_outputs"] = dict(generation.structured_outputs)
-    if generation.engine:
-        request["engine"] = dict(generation.engine)
+    request = generation.key_fields() | {"prompt": prompt}
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

@@ -152,13 +152,14 @@ def work_of(
 ) -> Workload:
     """Work of `rows` rows out of `all_rows`: lengths of committed batches where there are some, else estimates."""
     most = _most_output(generation)
+    room = max(most, generation.longest_answer or 0)
     answered = sum(footer.ok for footer in footers)
     prompt = sum(footer.prompt_tokens for footer in footers) / answered if answered else 0.0
     if answered and prompt > 0:
         output = sum(footer.completion_tokens for footer in footers) / answered
         longest = prompts.longest * max(1.0, prompt / max(1.0, prompts.mean))
         mix = LengthMix(prompt, output if generation.task != "embedding" else 0.0)
-        return Workload(rows, all_rows, mix, round(longest + most), "measured", "measured", tuple(said), most)
+        return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), most)
     fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
     share = 1.0 if fixed else OUTPUT_SHARE
     texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
@@ -166,7 +167,7 @@ def work_of(
     texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of {limit}"]
     assumed = (*said, *(Assumption(Subject.LENGTHS, text) for text in texts))
     mix = LengthMix(max(1.0, prompts.mean), most * share)
-    return Workload(rows, all_rows, mix, round(prompts.longest + most), "estimated", "assumed", assumed, most)
+    return Workload(rows, all_rows, mix, round(prompts.longest + room), "estimated", "assumed", assumed, most)
 
 
 def spread_of(footers: Sequence[BatchFooter]) -> float:

@@ -107,11 +107,9 @@ class RowKeys:
     """`gpu_runner.rows.row_key` for many prompts: all of the request but the prompt is encoded once."""
 
     def __init__(self, generation: Generation) -> None:
-        before = {"json_schema": generation.json_schema, "model": generation.model}
-        before |= {"engine": dict(generation.engine)} if generation.engine else {}
-        after: dict[str, Any] = {"sampling": dict(generation.sampling), "task": generation.task}
-        if generation.structured_outputs is not None:
-            after["structured_outputs"] = dict(generation.structured_outputs)
+        fields = generation.key_fields()
+        before = {name: fields.pop(name) for name in sorted(fields) if name < "prompt"}
+        after = fields
         self._before = orjson.dumps(before, option=_SORTED)[:-1] + b',"prompt":'
         self._after = b"," + orjson.dumps(after, option=_SORTED)[1:]
 

@@ -143,8 +143,9 @@ def _source(store: DatasetStore, manifest: SnapshotManifest, name: str) -> _Sour
 
 
 def _same_for_all(manifest: SnapshotManifest) -> dict[str, Any]:
-    """What of a request is the same for all rows; how often an answer is repaired is no part of it."""
-    return {name: value for name, value in manifest.generation.items() if name != "repair_tries"}
+    """What of a request is the same for all rows; how often it is sent again after an answer is no part of it."""
+    repeated = ("repair_tries", "on_truncated", "retry_max_tokens")
+    return {name: value for name, value in manifest.generation.items() if name not in repeated}
 
 
 def _index(path: Path, store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry]) -> ColumnFile:

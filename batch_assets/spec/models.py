@@ -55,6 +55,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
 MAX_COLUMN_NAME = 255
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
+LONGER_ANSWER = 4  # times max_tokens: what `retry_longer` asks for at most, where the user says nothing
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
@@ -168,6 +169,22 @@ class OutputSpec(Strict):
     grammar: Grammar | None = Field(
         default=None,
         description="Grammar of each output, as the engine reads it (vLLM: EBNF), which alone holds outputs to it.",
+    )
+    on_truncated: Literal["keep", "retry_longer", "dead"] = Field(
+        default="keep",
+        description="What becomes of an answer that ends at the token limit. retry_longer: asked again with twice the "
+        "limit, up to `retry_max_tokens`, a try each; dead: a dead letter `truncated`.",
+    )
+    retry_max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        le=1 << 20,
+        description="Most tokens that retry_longer asks for. Default: four times max_tokens.",
+    )
+    max_tokens_may_grow: Flag = Field(
+        default=False,
+        description="Leave max_tokens out of what tells whether a row is the same: a new one asks for no row that has "
+        "its answer. Cut ones are then asked by `redrive --error truncated`, or by `run --regenerate --where`.",
     )
     columns: Flag = Field(
         default=False,
@@ -339,7 +356,7 @@ class GeneratedDatasetSpec(Strict):
         if self.task != "embedding" and not self.sampling.limits_tokens:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
         output = self.output
-        return Generation(
+        made = Generation(
             self.task,
             self.model,
             sampling,
@@ -347,7 +364,12 @@ class GeneratedDatasetSpec(Strict):
             output.repair_tries,
             output.structured(),
             self.engine.identity() or None,
+            on_truncated=None if output.on_truncated == "keep" else output.on_truncated,
+            max_tokens_may_grow=output.max_tokens_may_grow or None,
         )
+        if output.on_truncated != "retry_longer" or made.most_tokens is None:
+            return made
+        return replace(made, retry_max_tokens=output.retry_max_tokens or LONGER_ANSWER * made.most_tokens)
 
 
 def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
@@ -396,8 +418,28 @@ def _check_task(spec: GeneratedDatasetSpec) -> None:
     check_parts(spec.task, sampling.extra or {}, spec.output.form)
     check_said_once(spec.task, sampling.request(), sampling.extra or {}, spec.output.form)
     most = spec.generation().most_tokens
+    _check_truncated(spec, most)
     if most is not None and (sampling.min_tokens or 0) > most:
         raise Unusable(f"at most max_tokens ({most})", show(sampling.min_tokens), key="sampling.min_tokens")
+
+
+def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
+    """`most`: tokens that an answer may have at first."""
+    output = spec.output
+    for key, given in (("on_truncated", output.on_truncated), ("max_tokens_may_grow", output.max_tokens_may_grow)):
+        if given in ("keep", False):
+            continue
+        if spec.task == "embedding":
+            raise Unusable("no such key for task embedding", show(given), "A vector is not cut.", key=f"output.{key}")
+        if most is None and given != "dead":
+            hint = "Without one no answer is cut at it."
+            raise Unusable("a token limit beside it", "max_tokens: null", hint, key=f"output.{key}")
+    if output.retry_max_tokens is None:
+        return
+    if output.on_truncated != "retry_longer":
+        raise Unusable("on_truncated: retry_longer beside it", output.on_truncated, key="output.retry_max_tokens")
+    if most is not None and output.retry_max_tokens <= most:
+        raise Unusable(f"more than max_tokens ({most:,})", show(output.retry_max_tokens), key="output.retry_max_tokens")
 
 
 def _check_columns(spec: GeneratedDatasetSpec) -> None:

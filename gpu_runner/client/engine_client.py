@@ -150,6 +150,7 @@ class EngineClient:
         self._time_outs = time_outs
         self._answer_bytes = answer_bytes
         self._limit = answer_bytes or answer_limit(generation)
+        self._context: int | None = None
         self._has_metrics = True
         self._silent_connections: asyncio.Semaphore | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -189,13 +190,22 @@ class EngineClient:
         )
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient or RequestDenied.
 
-        `admit` is awaited with a number of bytes before an answer of that size is read. `seed`: the row's own.
+        `admit` is awaited with a number of bytes before an answer of that size is read. `seed`, `max_tokens`: the row's
+        own; of the latter no more than the engine's context is asked for, where that is known.
         """
-        return await self._ask(self._requests.body(prompt, repair, seed), admit, self._completion)
+        if max_tokens is not None and self._context is not None:
+            max_tokens = min(max_tokens, self._context - 1)
+        return await self._ask(self._requests.body(prompt, repair, seed, max_tokens), admit, self._completion)
 
     @property
     def takes_lists(self) -> bool:
@@ -312,6 +322,7 @@ class EngineClient:
             self._speak_llama_cpp(longest)
         elif problem := server_problem(self.generation, owner):
             raise EngineRefused(problem)
+        self._context = longest
         self._limit = self._answer_bytes or answer_limit(self.generation, longest)
         if owner == "vllm" and self._priority is not None:
             self._body_end = b',"priority":%d}' % self._priority

@@ -32,6 +32,7 @@ RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "
 PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
 
 # vLLM ends a request with these when it did not finish the row itself (shutdown, engine error).
+TRUNCATED = "truncated"  # the code of a row whose answer was cut at the token limit, where that is not enough
 CONTEXT_EXCEEDED = "context_length_exceeded"  # the code of a row whose request does not fit the context
 FILTERED = "content_filter"  # OpenAI's finish_reason of an answer that was left out in part by a content filter
 BROKEN_FINISH_REASONS = frozenset({"abort", "error"})
@@ -202,12 +203,22 @@ class Requests:
             fields["structured_outputs"] = dict(self._generation.structured_outputs)
         return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
 
-    def body(self, prompt: bytes, repair: Repair | None = None, seed: int | None = None) -> bytes:
-        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `seed`: the row's own."""
+    def body(
+        self,
+        prompt: bytes,
+        repair: Repair | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> bytes:
+        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `seed`, `max_tokens`: the
+        row's own.
+        """
         sampling = dict(self._generation.sampling)
         if seed is not None:
             sampling["seed"] = seed
-        head = self._head if seed is None else self._encode(sampling)
+        if max_tokens is not None:
+            sampling |= dict.fromkeys(self._generation.limit_fields, max_tokens)
+        head = self._head if seed is None and max_tokens is None else self._encode(sampling)
         if repair is None:
             return head + prompt + b"}"
         if self._generation.task == "chat":

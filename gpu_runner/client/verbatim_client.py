@@ -50,7 +50,13 @@ class VerbatimClient(EngineClient):
     """`EngineClient` for whole requests. `generate` never repairs: what came is the answer."""
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
         return await self._ask(prompt, admit, self._completion)

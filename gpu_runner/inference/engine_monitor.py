@@ -54,7 +54,13 @@ class Engine(Protocol):
     @property
     def generation(self) -> Generation: ...
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion: ...
     async def canary(self, prompt: bytes | None = None) -> None: ...
     async def probe(self, prompt: bytes, *, content: bool) -> None: ...

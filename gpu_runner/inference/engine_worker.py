@@ -360,7 +360,11 @@ class EngineWorker:
         try:
             with self._around(request):
                 completion = await self.engine.generate(
-                    item.row.prompt, repair=item.repair, admit=partial(self._admit, request), seed=item.row.seed
+                    item.row.prompt,
+                    repair=item.repair,
+                    admit=partial(self._admit, request),
+                    seed=item.row.seed,
+                    max_tokens=item.max_tokens,
                 )
         except EngineError as error:
             self._failed(request, item, error)
@@ -532,7 +536,10 @@ class EngineWorker:
         with self._around(Request(rows)):
             if len(rows) == 1:
                 row = first.row
-                return (await self.engine.generate(row.prompt, repair=first.repair, admit=admit, seed=row.seed),)
+                answer = await self.engine.generate(
+                    row.prompt, repair=first.repair, admit=admit, seed=row.seed, max_tokens=first.max_tokens
+                )
+                return (answer,)
             assert self._list_engine is not None
             return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
 

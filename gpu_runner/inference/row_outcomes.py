@@ -2,6 +2,7 @@
 
 An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text has the form
 that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
+One that was cut at the token limit is asked again with a higher limit, or is a dead letter, where that is wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from sys import getsizeof
 
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.client.json_schemas.output_schema import Check
-from gpu_runner.client.protocol import CONTEXT_EXCEEDED, FILTERED, Completion, EngineRefused, Repair, RowRejected
+from gpu_runner.client.protocol import (
+    CONTEXT_EXCEEDED,
+    FILTERED,
+    TRUNCATED,
+    Completion,
+    EngineRefused,
+    Repair,
+    RowRejected,
+)
 from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.answer_memory import bytes_of
@@ -24,6 +33,7 @@ from gpu_runner.rows import Generation, Origin, Outcome, Output
 
 # Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
 SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
+LONGER = 2  # times as many tokens are asked for after a cut answer
 BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
 
 
@@ -45,7 +55,7 @@ class RowOutcomes:
     ) -> None:
         self._origin, self._work, self._spending, self._wake = origin, work, spending, wake
         self._loop = asyncio.get_running_loop()
-        self._repair_tries = generation.repair_tries
+        self._generation, self._repair_tries = generation, generation.repair_tries
         self._check: Check | None = output_check(generation)
         self._unlike = SCHEMA_INVALID if generation.json_schema is not None else OUTPUT_INVALID
         self.answered_together = 0
@@ -60,6 +70,17 @@ class RowOutcomes:
         if completion.filtered:
             problem = f"a content filter ended the answer after {len(completion.output):,} characters"
             return self.end_dead(item, FILTERED, problem, in_flight)
+        if completion.finish_reason == "length" and (most := self._longer_limit(item, completion)):
+            before = 0 if item.repair is None else getsizeof(item.repair.answer)
+            self._work.ask_for_more(item, most, completion, bytes_of(completion)[0] + before)
+            return False
+        if completion.finish_reason == "length" and self._generation.on_truncated == "dead":
+            problem = f"the answer was cut at the token limit after {completion.completion_tokens:,} tokens"
+            return self.end_dead(item, TRUNCATED, problem, in_flight)
+        return self._ended(item, completion, in_flight)
+
+    def _ended(self, item: Item, completion: Completion, in_flight: int) -> bool:
+        """An answer that is not asked for again because of its length."""
         if self._check is not None and isinstance(completion.output, str):
             unlike = self._check(completion.output)
             if unlike is not None:
@@ -79,11 +100,26 @@ class RowOutcomes:
         return self._settle(item, self.dead(item, code, message, last, in_flight))
 
     def rejected(self, item: Item, error: RowRejected, in_flight: int) -> bool:
-        """The engine refuses the row's request for good. A repair that has no room leaves the answer as it was."""
+        """The engine refuses the row's request for good. A repair, or a request for a longer answer, that has no room
+        leaves the answer as it was.
+        """
         if item.repair is not None and error.code == CONTEXT_EXCEEDED:
             problem = f"{item.repair.problem}; the request to repair it is longer than the engine's context"
             return self.end_dead(item, self._unlike, problem, in_flight)
+        if error.code == CONTEXT_EXCEEDED and (cut := item.take_cut()) is not None:
+            return self._ended(item, cut, in_flight)
         return self.end_dead(item, error.code, error.message, in_flight)
+
+    def _longer_limit(self, item: Item, completion: Completion) -> int | None:
+        """The tokens to ask for after a cut answer: twice as many, within the bound. None: it is left as it is, also
+        where the engine's context cut it, as it has fewer tokens than it might.
+        """
+        asked, most = item.max_tokens or self._generation.most_tokens, self._generation.retry_max_tokens
+        if self._generation.on_truncated != "retry_longer" or asked is None or most is None or asked >= most:
+            return None
+        if 0 < completion.completion_tokens < asked:
+            return None
+        return min(LONGER * asked, most)
 
     def dead(self, item: Item, code: str, message: str, last: int, in_flight: int = 0) -> Outcome:
         """A dead letter; `last` counts the requests to charge that are not among the row's tries or repairs yet."""
@@ -128,7 +164,7 @@ class RowOutcomes:
             finish_reason,
             item.prompt_tokens,
             item.completion_tokens,
-            tries + repairs,
+            tries + repairs + item.cuts,
             error,
             message,
             self._origin,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gpu_runner.client.protocol import Repair
+from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
 from gpu_runner.inference.failures.failing_requests import FailureRecord
@@ -28,7 +28,7 @@ CANCEL_AGAIN_SECONDS = 1.0
 @dataclass(slots=True)
 class Counts:
     """What happened so far. `requests` counts row requests, not canaries; `hedges` those of them that are second
-    requests for late rows. `seconds` adds up those of all outcomes.
+    requests for late rows. `longer` counts requests after a cut answer. `seconds` adds up those of all outcomes.
     """
 
     known: int = 0
@@ -43,6 +43,7 @@ class Counts:
     charged: int = 0
     voided: int = 0
     repairs: int = 0
+    longer: int = 0
     canaries: int = 0
     engine_deaths: int = 0
     seconds: float = 0.0
@@ -202,6 +203,13 @@ class Work:
         self.memory.keep(item.batch.bytes, held - item.kept)
         item.ask_for_repair(repair, held)
         self.counts.repairs += 1
+        self.soon(item)
+
+    def ask_for_more(self, item: Item, max_tokens: int, cut: Completion, held: int) -> None:
+        """The row is to be asked again for a longer answer than `cut`; held with it: so many bytes."""
+        self.memory.keep(item.batch.bytes, held - item.kept)
+        item.ask_for_more(max_tokens, cut, held)
+        self.counts.longer += 1
         self.soon(item)
 
     def later(self, item: Item, due: float) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from gpu_runner.client.protocol import Repair
+from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.inference.answer_memory import BatchBytes
 from gpu_runner.inference.poison_rows import Group
 from gpu_runner.rows import ALIKE, Outcome, Row, Urgency
@@ -120,7 +120,8 @@ class Item:
 
     `tries` are charged failures, `voids` failures that nobody charged, `deaths` engine deaths it was in
     flight at, `alone_deaths` those with nothing else in flight. Tokens and seconds add up over requests. `kept` are the
-    bytes of an answer that is to be repaired, `reading` those of one that is being read. `sent` is a time of the loop,
+    bytes of an answer that is to be repaired, or was cut, `reading` those of one that is being read. `max_tokens`: what
+    the row is asked for after its answer `cut`, which happened `cuts` times. `sent` is a time of the loop,
     `started_at` one of the clock. `repeats`: further requests for it since `sent` (hedging/). `group` is
     the trial that the row takes part in, in whatever state.
     """
@@ -135,6 +136,9 @@ class Item:
     deaths: int = 0
     alone_deaths: int = 0
     repair: Repair | None = None
+    max_tokens: int | None = None
+    cut: Completion | None = None
+    cuts: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -242,7 +246,17 @@ class Item:
 
     def ask_for_repair(self, repair: Repair, held: int) -> None:
         """The next request is to repair an answer of so many bytes."""
-        self.repair, self.kept = repair, held
+        self.repair, self.cut, self.kept = repair, None, held
+
+    def ask_for_more(self, max_tokens: int, cut: Completion, held: int) -> None:
+        """The next request is for a longer answer than `cut`, which holds so many bytes with what it repairs."""
+        self.max_tokens, self.cut, self.kept = max_tokens, cut, held
+        self.cuts += 1
+
+    def take_cut(self) -> Completion | None:
+        """The cut answer that is left as it is, as there is no room for a longer one. None: there is none."""
+        cut, self.cut, self.max_tokens = self.cut, None, None
+        return cut
 
     def give_back(self) -> None:
         """Its engine serves no longer."""

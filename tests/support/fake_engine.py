@@ -62,7 +62,13 @@ class FakeEngine:
         self.alive, self.death, self.tokens = True, asyncio.Event(), 0
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:

@@ -28,7 +28,7 @@ def answer_limit(generation: Generation, context: int | None = None) -> int:
     if generation.task == "embedding":
         return FRAME_BYTES + NUMBER_BYTES * _whole(sampling, ("dimensions",), DEFAULT_DIMENSIONS)
     whole = context or 4 * DEFAULT_TOKENS
-    most = generation.most_tokens
+    most = generation.longest_answer
     tokens = most if most is not None else context or DEFAULT_TOKENS
     if sampling.get("echo") or sampling.get("return_token_ids"):
         tokens += whole

@@ -220,3 +220,14 @@ def test_samples_that_make_no_sense_are_refused(attributes: dict[str, Any], foun
     with pytest.raises(SpecError, match=found):
         spec_of(**attributes)
     assert spec_of(keep_columns=["sample_index"]).samples == 1
+
+
+def test_a_token_limit_that_may_grow_asks_for_no_row_again(made: Samples) -> None:
+    output, before = {"max_tokens_may_grow": True}, {"max_tokens": 8}
+    first = made.build(QUESTIONS, output=output, sampling=before)
+    commit(made.store, first)
+    grown = made.build(QUESTIONS, output=output, sampling={"max_tokens": 64})
+    assert (grown.unchanged, grown.changed, grown.added) == (4, 0, 0) and grown.snapshot != first.snapshot
+    assert grown.settings().most_tokens == 64 and made.open_batches(grown) == 0
+    plain = made.build(QUESTIONS, sampling={"max_tokens": 64})
+    assert (plain.unchanged, plain.added) == (0, 4)

@@ -61,3 +61,34 @@ def test_forms_that_contradict_each_other_are_refused(attributes: dict[str, Any]
     with pytest.raises(SpecError) as found:
         spec(**attributes)
     assert words in str(found.value)
+
+
+def test_what_becomes_of_cut_answers_is_no_part_of_the_row_key_and_has_a_bound() -> None:
+    plain = spec().generation()
+    assert spec(output={"on_truncated": "keep", "max_tokens_may_grow": False}).generation() == plain
+    longer = spec(output={"on_truncated": "retry_longer"}).generation()
+    assert (longer.on_truncated, longer.retry_max_tokens, longer.longest_answer) == ("retry_longer", 4096, 4096)
+    assert spec(output={"on_truncated": "retry_longer", "retry_max_tokens": 2000}).generation().retry_max_tokens == 2000
+    assert row_key(longer, "q") == row_key(plain, "q")
+    growing = spec(output={"max_tokens_may_grow": True}).generation()
+    assert RowKeys(growing).digests([b'"q"'])[0].hex() == row_key(growing, "q") != row_key(plain, "q")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"output": {"on_truncated": "longer"}}, "output.on_truncated"),
+        ({"output": {"retry_max_tokens": 4096}}, "on_truncated: retry_longer beside it"),
+        ({"output": {"on_truncated": "dead", "retry_max_tokens": 4096}}, "on_truncated: retry_longer beside it"),
+        ({"output": {"on_truncated": "retry_longer", "retry_max_tokens": 1024}}, "more than max_tokens (1,024)"),
+        ({"output": {"on_truncated": "retry_longer", "retry_max_tokens": 1 << 21}}, "output.retry_max_tokens"),
+        ({"output": {"on_truncated": "retry_longer"}, "sampling": {"max_tokens": None}}, "a token limit beside it"),
+        ({"output": {"max_tokens_may_grow": True}, "sampling": {"max_tokens": None}}, "a token limit beside it"),
+        ({"output": {"on_truncated": "dead"}, "task": "embedding"}, "no such key for task embedding"),
+        ({"output": {"max_tokens_may_grow": True}, "task": "embedding"}, "no such key for task embedding"),
+    ],
+)
+def test_what_cannot_be_asked_of_cut_answers_is_refused(attributes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as found:
+        spec(**attributes)
+    assert words in str(found.value)

@@ -76,7 +76,13 @@ class FilteredEngine(FakeEngine):
     """A content filter ends the answer to `r1`."""
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         found = await super().generate(prompt, repair=repair, admit=admit)
         return replace(found, finish_reason="content_filter", filtered=True) if prompt == b'"r1"' else found

@@ -35,7 +35,13 @@ class CountedEngine(FakeEngine):
     sent: asyncio.Semaphore
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         self.sent.release()
         return await super().generate(prompt, repair=repair, admit=admit)

@@ -146,7 +146,13 @@ class TimedEngine(FakeEngine):
         self.times: list[float] = []
 
     async def generate(
-        self, prompt: bytes, *, repair: Repair | None = None, admit: Admit | None = None, seed: int | None = None
+        self,
+        prompt: bytes,
+        *,
+        repair: Repair | None = None,
+        admit: Admit | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> Completion:
         self.times.append(asyncio.get_running_loop().time())
         return await super().generate(prompt, repair=repair, admit=admit)
