@@ -1,4 +1,4 @@
-"""A large table published once: source → snapshot → batch objects → published table → verify, without an engine.
+"""A large table published once: source → snapshot → batch objects → table → verify → export, without an engine.
 
     python benchmarks/publication.py [--rows 20000000] [--writers 1] [--folder DIR]
 
@@ -25,6 +25,8 @@ from typing import Any
 import duckdb
 from scale import write_source
 
+from batch_assets.exports.export import export
+from batch_assets.exports.options import checked_options
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
@@ -142,6 +144,17 @@ def verify_all(folder: Path) -> None:
         raise RuntimeError(f"expected no difference, found {unexpected[:3]}")
 
 
+def export_table(folder: Path, form: str) -> None:
+    """`batch-assets export --format FORM`, a twentieth of the rows for validation."""
+    store = the_store(folder)
+    table = published_table(store)
+    assert table is not None
+    options = checked_options([column.name for column in table.columns], form, validation=0.05, split_by="row_id")
+    record = export(store.objects, table, LocalObjects(folder / f"export-{form}"), options)
+    if sum(record.rows.values()) != table.ok or not 0.04 < record.rows["validation"] / table.ok < 0.06:
+        raise RuntimeError(f"expected {table.ok} rows, found {record.rows}")
+
+
 def disk_mib(folder: Path) -> dict[str, float]:
     """MiB of files below each folder of the dataset; `blocks`: what the file system gave them all."""
     sizes: dict[str, float] = {"blocks": 0.0}
@@ -194,6 +207,8 @@ def phases(folder: Path, rows: int, writers: int) -> Iterator[tuple[str, dict[st
     yield "publish again, unchanged", measure((write_table, (folder,)))
     yield "verify", measure((verify_all, (folder,)))
     check_table(folder, rows)
+    for form in ("messages", "parquet"):
+        yield f"export {form}", measure((export_table, (folder, form)))
 
 
 def main() -> None:

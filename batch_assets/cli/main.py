@@ -1,4 +1,4 @@
-"""The command line: `batch-assets new | check | preview | run | show | status | plan | fleet | verify | demo | ui …`.
+"""The command line: `batch-assets new | check | preview | run | show | export | status | plan | verify | ui …`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 3 paused by the budget, 130
 interrupted. Heavy packages are imported by the commands that need them, so that `--help` answers at once.
@@ -339,6 +339,60 @@ def show(
         names = tuple(name.strip() for name in columns.split(",")) if columns is not None else ()
         wanted = Wanted(rows, where, errors, key, first, Order(order), names)
         raise typer.Exit(show_rows(name, wanted, as_json=as_json))
+
+
+@app.command()
+def export(
+    name: Name,
+    to: Annotated[str, typer.Option(help="Folder, or s3://bucket/prefix: empty, or of this export.")],
+    form: Annotated[
+        str,
+        typer.Option("--format", help="messages, sharegpt, alpaca, prompt-completion, preference, jsonl or parquet."),
+    ],
+    version: Annotated[str | None, typer.Option(help="Version of the table, in place of the newest.")] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="FIELD=COLUMN, as chosen=output or prompt=question; may be repeated."),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns that each record carries along; of jsonl and parquet: those of a line.")
+    ] = None,
+    where: Annotated[str | None, typer.Option(help="Only rows like \"finish_reason = 'stop'\" (SQL).")] = None,
+    system: Annotated[bool, typer.Option("--system/--no-system", help="With system messages.")] = True,
+    reasoning: Annotated[
+        bool,
+        typer.Option("--reasoning/--no-reasoning", help="With the reasoning, as <think> before the answer."),
+    ] = False,
+    validation: Annotated[float, typer.Option(help="Share for validation, such as 0.05.")] = 0.0,
+    split_by: Annotated[
+        str | None, typer.Option(help="Column whose equal values stay on one side; the prompt without.")
+    ] = None,
+    part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
+    as_json: Json = False,
+) -> None:
+    """Write the published table as training files; after a kill the same command goes on."""
+    with user_errors():
+        from functools import partial
+
+        from batch_assets.cli.dataset_commands.export_command import export_table
+        from batch_assets.exports.options import checked_options
+
+        kept = [one.strip() for one in columns.split(",")] if columns is not None else []
+        options_of = partial(
+            checked_options,
+            form=form,
+            mapping=mapping or (),
+            kept=kept,
+            system=system,
+            reasoning=reasoning,
+            where=where,
+            validation=validation,
+            split_by=split_by,
+            part_rows=part_rows,
+        )
+        export_table(
+            name, to, version, lambda table: options_of([column.name for column in table.columns]), as_json=as_json
+        )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batch_assets import settings
-from batch_assets.publishing.published_table import broken_files, published_table
+from batch_assets.publishing.published_table import PublishedTable, broken_files, published_table
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
@@ -78,11 +78,18 @@ def table(name: str, version: str | None = None, *, store: str | None = None) ->
     `store`: a folder or s3://bucket/prefix; BATCH_ASSETS_STORE without. Keys for S3 come from the environment, as
     everywhere. Raises TableError where there is no such table, StoreError for a store that cannot be opened.
     """
+    objects = open_objects(store or settings.store_root())
+    found = find_table(objects, name, version)
+    uris = tuple(objects.uri(f"{found.path}/{file.name}") for file in found.files)
+    return Table(name, found.version, found.rows, tuple(column.name for column in found.columns), uris, objects)
+
+
+def find_table(objects: Objects, name: str, version: str | None = None) -> PublishedTable:
+    """What is known of the table, whose files are all there, of their sizes. Raises TableError."""
     if not _NAME.fullmatch(name):
         raise TableError(f"expected the name of a dataset (a-z, 0-9 and _), found {name[:80]!r}")
     if version is not None and not _VERSION.fullmatch(version):
         raise TableError(f"{name}: expected a version of 16 hex digits, found {version[:80]!r}")
-    objects = open_objects(store or settings.store_root())
     data = DatasetStore(objects, name)
     found = published_table(data, version)
     if found is None or found.dataset != name:
@@ -90,8 +97,7 @@ def table(name: str, version: str | None = None, *, store: str | None = None) ->
     if broken := broken_files(data, found):
         named = ", ".join(broken[:5])
         raise TableError(f"{objects.uri(found.path)}: {named} gone or of another size; {data.mended_by_run}")
-    uris = tuple(objects.uri(f"{found.path}/{file.name}") for file in found.files)
-    return Table(name, found.version, found.rows, tuple(column.name for column in found.columns), uris, objects)
+    return found
 
 
 def _no_table(data: DatasetStore, version: str | None) -> str:

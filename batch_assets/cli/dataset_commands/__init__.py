@@ -6,6 +6,7 @@ ended), and `status_command`.
 __all__ = [
     "declare",
     "declared_changes",
+    "export_command",
     "plan",
     "preview",
     "regenerate",

@@ -1,0 +1,61 @@
+"""`batch-assets export NAME`: the published table as training files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from batch_assets import settings
+from batch_assets.cli.output import print_json
+from batch_assets.cli.user_errors import CommandError, error_console
+from batch_assets.exports.export import export
+from batch_assets.exports.options import VALIDATION, ExportOptions
+from batch_assets.exports.record import ExportRecord, read_record
+from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.table_access.opened_table import find_table
+from resources.objects.opening import open_objects
+
+_WHY = {
+    "error": "have no completion",
+    "where": "do not meet --where",
+    "tool_calls": "answer with tool calls",
+    "empty": "have an empty answer",
+    "no_prompt": "have no prompt",
+    "equal": "have two equal answers",
+    "turns": "are conversations that Alpaca's form cannot hold",
+}
+
+
+def export_table(
+    name: str, to: str, version: str | None, options_of: Callable[[PublishedTable], ExportOptions], *, as_json: bool
+) -> None:
+    """Export, or go on with it. Raises CommandError, ExportError, TableError.
+
+    Without a version an export that is not complete goes on with its own, and any other takes the newest.
+    """
+    if "://" not in to and Path(to).expanduser().is_file():
+        raise CommandError(f"--to {to}: expected a folder, found a file")
+    target, source = open_objects(to), open_objects(settings.store_root())
+    begun = read_record(target)
+    if version is None and begun is not None and begun.dataset == name and not begun.complete:
+        version = begun.version
+    table = find_table(source, name, version)
+    console = error_console()
+
+    def told(record: ExportRecord) -> None:
+        if console.is_terminal and not as_json and not record.complete:
+            console.print(f"{record.lines:,} of {table.rows:,} lines", highlight=False)
+
+    record = export(source, table, target, options_of(table), told=told)
+    if as_json:
+        print_json(record.model_dump(exclude={"checksum"}) | {"to": target.root})
+    else:
+        print("\n".join(_lines(record, target.root)), flush=True)
+
+
+def _lines(record: ExportRecord, to: str) -> list[str]:
+    rows = sum(record.rows.values())
+    split = f", {record.rows[VALIDATION]:,} of them for validation" if record.rows.get(VALIDATION) else ""
+    lines = [f"{record.dataset}: {rows:,} of {record.lines:,} rows exported{split} (version {record.version})"]
+    lines += [f"  {count:,} left out: they {_WHY.get(reason, reason)}" for reason, count in record.left_out.items()]
+    return [*lines, f"files: {to}"]

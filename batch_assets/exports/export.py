@@ -1,0 +1,199 @@
+"""A published table to training files: row group by row group, in parts that are each there whole or not at all.
+
+After a kill the same export goes on behind its last part. Memory is that of one row group (24 MB of lines, or one line
+where it is larger), whatever the size of the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batch_assets.exports.file_writers import FileWriter, JsonLines, ParquetLines, PartFiles
+from batch_assets.exports.options import TRAIN, VALIDATION, ExportError, ExportOptions, Format, is_validation
+from batch_assets.exports.record import NAME, ExportedFile, ExportRecord, begun_record
+from batch_assets.exports.training_formats import LeftOut, record_of
+from batch_assets.publishing.published_table import PublishedTable
+from resources.objects.opening import CorruptObject, Objects, temporary_folder
+from resources.store.object_integrity import is_damage
+
+PART_BYTES = 256 << 20
+_SLICE_ROWS = 1000
+
+
+def export(
+    source: Objects,
+    table: PublishedTable,
+    target: Objects,
+    options: ExportOptions,
+    *,
+    told: Callable[[ExportRecord], None] = lambda record: None,
+) -> ExportRecord:
+    """Write what is not there yet of an export into a folder or a prefix of S3; `told` after each part.
+
+    Raises ExportError where the folder holds something else, CorruptObject for a damaged table.
+    """
+    record = begun_record(target, table, options)
+    if record.complete:
+        return record
+    with temporary_folder() as folder:
+        part: _Part | None = None
+        number = record.next_group
+        try:
+            for number, lines in _row_groups(source, table, _columns(table, options), record.next_group):
+                part = part or _Part(options, folder, record.parts)
+                part.add(lines)
+                if part.lines >= options.part_rows or part.files.bytes >= PART_BYTES:
+                    record, part = _committed(target, record, part, number + 1), None
+                    told(record)
+        finally:
+            if part is not None:
+                part.files.close()
+        if part is not None:
+            record = _committed(target, record, part, number + 1)
+        record = record.model_copy(update={"complete": True})
+        target.put(NAME, record.to_json())
+    told(record)
+    return record
+
+
+def _columns(table: PublishedTable, options: ExportOptions) -> list[str]:
+    known = [column.name for column in table.columns]
+    conditioned = pl.sql_expr(options.where).meta.root_names() if options.where is not None else []
+    return list(dict.fromkeys([*options.read_columns(known), *conditioned]))
+
+
+def _row_groups(
+    source: Objects, table: PublishedTable, columns: Sequence[str], first: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Row groups of the table with their numbers, from `first` on."""
+    number = 0
+    for listed in table.files:
+        path = f"{table.path}/{listed.name}"
+        with source.open(path) as opened:
+            try:
+                with pq.ParquetFile(opened, pre_buffer=False, page_checksum_verification=True) as file:
+                    for group in range(file.metadata.num_row_groups):
+                        if number >= first and file.metadata.row_group(group).num_rows:
+                            yield number, file.read_row_group(group, columns=list(columns), use_threads=False)
+                        number += 1
+            except (pa.ArrowException, OSError, KeyError) as error:
+                if not is_damage(error):
+                    raise
+                raise CorruptObject(f"{path}: cannot be read ({error})") from error
+
+
+@dataclass
+class _Part:
+    """One part while it is written. `lines`: of the table that were looked at."""
+
+    options: ExportOptions
+    folder: Path
+    number: int
+    lines: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        ending = "parquet" if self.options.format is Format.PARQUET else "jsonl"
+        self.files = PartFiles(self.folder, self.number, ending, self._writer)
+        self._schema: pa.Schema | None = None
+
+    def _writer(self, path: Path) -> FileWriter:
+        if self.options.format is Format.PARQUET:
+            assert self._schema is not None
+            return ParquetLines(path, self._schema)
+        return JsonLines(path)
+
+    def add(self, lines: pa.Table) -> None:
+        """Write a row group."""
+        self.lines += lines.num_rows
+        kept = self._chosen(lines)
+        for at in range(0, kept.num_rows, _SLICE_ROWS):
+            rows = kept.slice(at, _SLICE_ROWS)
+            if self.options.format.is_training:
+                self._add_records(rows.to_pylist())
+            else:
+                self._add_lines(rows)
+
+    def _chosen(self, lines: pa.Table) -> pa.Table:
+        """Lines with a completion for which `where` is true."""
+        answered = lines.filter(pc.is_null(lines.column("error")))
+        self._count("error", lines.num_rows - answered.num_rows)
+        if self.options.where is None or not answered.num_rows:
+            return answered
+        expression = pl.sql_expr(self.options.where)
+        frame = pl.DataFrame(pl.from_arrow(answered.select(expression.meta.root_names() or ["error"])))
+        try:
+            mask = frame.select(expression).to_series()
+        except pl.exceptions.PolarsError as error:
+            said = (str(error).splitlines() or [""])[0].partition(" for ")[0][:200]
+            raise ExportError(f"--where: does not fit the columns: {said}") from None
+        if mask.dtype not in (pl.Boolean, pl.Null):
+            raise ExportError(f"--where: expected a condition (true or false), found values of type {mask.dtype}")
+        if len(mask) == 1:  # a constant
+            mask = mask.extend_constant(mask[0], answered.num_rows - 1)
+        passed = answered.filter(mask.cast(pl.Boolean).to_arrow())
+        self._count("where", answered.num_rows - passed.num_rows)
+        return passed
+
+    def _add_records(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            try:
+                record = record_of(line, self.options)
+            except LeftOut as reason:
+                self._count(str(reason), 1)
+                continue
+            self.files.of(self._split(line)).write((record,))
+
+    def _add_lines(self, rows: pa.Table) -> None:
+        shown = rows.select(list(self.options.kept) or rows.column_names)
+        self._schema = self._schema or shown.schema
+        sides = [TRAIN] * rows.num_rows
+        if self.options.split_by is not None:
+            split = rows.column(self.options.split_by).to_pylist()
+            sides = [self._split({self.options.split_by: value}) for value in split]
+        for side in dict.fromkeys(sides):
+            mine = shown.filter(pa.array([one == side for one in sides]))
+            whole = self.options.format is Format.PARQUET
+            self.files.of(side).write(mine if whole else mine.to_pylist())
+
+    def _split(self, line: dict[str, Any]) -> str:
+        by = self.options.split_by
+        return VALIDATION if by is not None and is_validation(line[by], self.options.validation) else TRAIN
+
+    def _count(self, reason: str, rows: int) -> None:
+        if rows:
+            self.left_out[reason] += rows
+
+
+def _committed(target: Objects, record: ExportRecord, part: _Part, next_group: int) -> ExportRecord:
+    """Put the files of a part into their place, then say so."""
+    part.files.close()
+    rows, files = Counter(record.rows), [*record.files]
+    for split, writer in sorted(part.files.writers.items()):
+        size = writer.path.stat().st_size
+        target.upload(writer.path.name, writer.path)
+        files.append(ExportedFile(name=writer.path.name, rows=writer.rows, bytes=size))
+        rows[split] += writer.rows
+        with contextlib.suppress(FileNotFoundError):
+            writer.path.unlink()
+    changed = {
+        "next_group": next_group,
+        "parts": record.parts + 1,
+        "lines": record.lines + part.lines,
+        "rows": dict(sorted(rows.items())),
+        "left_out": dict(sorted((Counter(record.left_out) + part.left_out).items())),
+        "files": files,
+    }
+    record = record.model_copy(update=changed)
+    target.put(NAME, record.to_json())
+    return record

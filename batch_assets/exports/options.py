@@ -1,0 +1,167 @@
+"""What is exported and how: checked as a whole before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from gpu_runner.errors import ExitStatus, UserFacingError
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+class ExportError(UserFacingError):
+    """A table cannot be exported as it was asked for."""
+
+    exit_status = ExitStatus.WRONG_REQUEST
+
+
+class Format(StrEnum):
+    """How records look; `training_formats` has what reads them."""
+
+    MESSAGES = "messages"
+    SHAREGPT = "sharegpt"
+    ALPACA = "alpaca"
+    PROMPT_COMPLETION = "prompt-completion"
+    PREFERENCE = "preference"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+    @property
+    def is_training(self) -> bool:
+        """Whether records are made of prompt and answer; else they are lines of the table."""
+        return self not in (Format.JSONL, Format.PARQUET)
+
+
+# Fields of a format, with the column that each is read from unless the user maps another.
+_FIELDS: Mapping[Format, Mapping[str, str | None]] = {
+    Format.MESSAGES: {"prompt": "prompt", "completion": "output", "reasoning": "reasoning"},
+    Format.SHAREGPT: {"prompt": "prompt", "completion": "output", "reasoning": "reasoning"},
+    Format.ALPACA: {"prompt": "prompt", "completion": "output", "reasoning": "reasoning"},
+    Format.PROMPT_COMPLETION: {"prompt": "prompt", "completion": "output", "reasoning": "reasoning"},
+    Format.PREFERENCE: {"prompt": "prompt", "chosen": None, "rejected": None},
+    Format.JSONL: {},
+    Format.PARQUET: {},
+}
+_OPTIONAL = frozenset({"reasoning"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """One export. `columns`: field of the format to column of the table. `kept`: columns that records carry along, or
+    of `jsonl` and `parquet` the columns of the file; () there: all. `system`: with system messages; `reasoning`: with
+    the model's reasoning, as `<think>` before the answer. `where`: SQL condition on the table's columns.
+    `validation`: share of the values of `split_by` whose lines are for validation. `part_rows`: lines of the table of
+    which a part is made, at least.
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    kept: tuple[str, ...] = ()
+    system: bool = True
+    reasoning: bool = False
+    where: str | None = None
+    validation: float = 0.0
+    split_by: str | None = None
+    part_rows: int = 100_000
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, of which the same export has the same ones."""
+        names = ("kept", "system", "reasoning", "where", "validation", "split_by", "part_rows")
+        said = {name: getattr(self, name) for name in names}
+        return said | {"format": self.format.value, "columns": dict(sorted(self.columns.items())), "kept": [*self.kept]}
+
+    def read_columns(self, known: Sequence[str]) -> list[str]:
+        """Columns of the table that have to be read, besides those of `where`."""
+        always = [name for name in ("error", "finish_reason", "tool_calls") if name in known]
+        split = [self.split_by] if self.split_by is not None else []
+        kept = self.kept if self.format.is_training or self.kept else known
+        return list(dict.fromkeys([*always, *self.columns.values(), *split, *kept]))
+
+
+def checked_options(
+    known: Sequence[str],
+    form: str,
+    *,
+    mapping: Iterable[str] = (),
+    kept: Sequence[str] = (),
+    system: bool = True,
+    reasoning: bool = False,
+    where: str | None = None,
+    validation: float = 0.0,
+    split_by: str | None = None,
+    part_rows: int = 100_000,
+) -> ExportOptions:
+    """The options for a table with these columns. `mapping`: `field=column`. Raises ExportError."""
+    if form not in [*Format]:
+        raise ExportError(f"--format: expected one of {', '.join(Format)}, found {form[:80]!r}")
+    kind = Format(form)
+    columns = _mapped(kind, mapping, known)
+    if not reasoning:
+        columns.pop("reasoning", None)
+    for name in (*kept, *([split_by] if split_by is not None else [])):
+        _known(name, known, "--split-by" if name == split_by else "--columns")
+    if not 0 <= validation < 1:
+        raise ExportError(f"--validation: expected a share from 0 to below 1, found {validation}")
+    if split_by is not None and not validation:
+        raise ExportError("--split-by: expected with --validation, such as --validation 0.05")
+    if validation and split_by is None:
+        split_by = "prompt" if "prompt" in known else "row_id"
+    if where is not None:
+        _check_condition(where, known)
+    return ExportOptions(
+        kind, columns, tuple(dict.fromkeys(kept)), system, reasoning, where, validation, split_by, part_rows
+    )
+
+
+def _mapped(kind: Format, mapping: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    fields = _FIELDS[kind]
+    columns = {field: column for field, column in fields.items() if column is not None}
+    for text in mapping:
+        field, found, column = text.partition("=")
+        if not found or field not in fields:
+            expected = ", ".join(f"{name}=COLUMN" for name in fields) or "nothing for this format"
+            raise ExportError(f"--map: expected {expected}, found {text[:80]!r}")
+        columns[field] = column
+        _known(column, known, f"--map {field}")
+    for field in fields:
+        if columns.get(field) not in known:
+            if field in _OPTIONAL:
+                columns.pop(field, None)
+                continue
+            raise ExportError(
+                f"--format {kind.value}: expected a column for {field}, found none; name it: --map {field}=COLUMN. "
+                f"Columns: {', '.join(known)}"
+            )
+    return columns
+
+
+def _known(column: str, known: Sequence[str], option: str) -> None:
+    if column not in known:
+        raise ExportError(f"{option}: no column is called {column[:80]!r}. Columns: {', '.join(known)}")
+
+
+def _check_condition(where: str, known: Sequence[str]) -> None:
+    import polars as pl
+
+    try:
+        names = pl.sql_expr(where).meta.root_names()
+    except pl.exceptions.PolarsError as error:
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise ExportError(f"--where: expected an SQL condition, found {where[:80]!r}: {said}") from None
+    for name in names:
+        _known(name, known, "--where")
+
+
+def is_validation(value: Any, share: float) -> bool:
+    """Whether lines with this value are for validation: by the first 8 bytes of BLAKE2b of its text, the same on every
+    machine and for every table, so that nothing moves to the other side when a dataset grows.
+    """
+    import orjson
+
+    text = value.encode() if isinstance(value, str) else orjson.dumps(value, default=str, option=orjson.OPT_SORT_KEYS)
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return number < int(share * (1 << 64))

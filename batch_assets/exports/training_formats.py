@@ -1,0 +1,133 @@
+"""Lines of a table as records of training formats. Pure: a line in, a record or the reason why there is none out.
+
+- `messages`, `prompt-completion`, `preference`: as TRL reads them (https://huggingface.co/docs/trl/dataset_formats):
+  conversational where the prompt is a list of messages, standard (plain texts) where it is a text; `messages` is
+  always conversational.
+- `sharegpt`, `alpaca`: as LLaMA-Factory and Axolotl read them
+  (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
+
+Reasoning stands as `<think>` before the answer, as the chat templates of Qwen3 and DeepSeek-R1 parse it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batch_assets.exports.options import ExportOptions, Format
+
+_SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+_THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+
+Line = Mapping[str, Any]
+Message = dict[str, str]
+
+
+class LeftOut(Exception):
+    """There is no record of a line; the message is the reason as it is counted."""
+
+
+def record_of(line: Line, options: ExportOptions) -> dict[str, Any]:
+    """The record of a line. Raises LeftOut: `error`, `tool_calls`, `empty`, `no_prompt`, `equal` (nothing to prefer) or
+    `turns` (a conversation that Alpaca's form cannot hold).
+    """
+    if line.get("error") is not None:
+        raise LeftOut("error")
+    record = _MAKERS[options.format](line, options)
+    return record | {name: line[name] for name in options.kept if name not in record}
+
+
+def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
+    found = line[options.columns["prompt"]]
+    if isinstance(found, str):
+        if not found.strip():
+            raise LeftOut("no_prompt")
+        return found
+    if not isinstance(found, list):
+        raise LeftOut("no_prompt")
+    messages = [{"role": str(one["role"]), "content": one["content"]} for one in found]
+    kept = [one for one in messages if options.system or one["role"] != "system"]
+    if not kept:
+        raise LeftOut("no_prompt")
+    return kept
+
+
+def _messages(line: Line, options: ExportOptions) -> list[Message]:
+    found = _prompt(line, options)
+    return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+
+def _completion(line: Line, options: ExportOptions) -> str:
+    if line.get("tool_calls"):
+        raise LeftOut("tool_calls")
+    text = _answer(line, options, "completion")
+    thought = line.get(options.columns["reasoning"]) if "reasoning" in options.columns else None
+    return f"<think>\n{thought.strip()}\n</think>\n\n{text}" if thought else text
+
+
+def _answer(line: Line, options: ExportOptions, field: str) -> str:
+    text = line[options.columns[field]]
+    if text is not None and not isinstance(text, str):
+        text = str(text)
+    if text is not None and not options.reasoning:
+        text = _THINKING.sub("", text)
+    if text is None or not text.strip():
+        raise LeftOut("empty")
+    return str(text)
+
+
+def _as_messages(line: Line, options: ExportOptions) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": _completion(line, options)}
+    return {"messages": [*_messages(line, options), answer]}
+
+
+def _as_sharegpt(line: Line, options: ExportOptions) -> dict[str, Any]:
+    spoken = _as_messages(line, options)["messages"]
+    return {"conversations": [{"from": _SPEAKERS[one["role"]], "value": one["content"]} for one in spoken]}
+
+
+def _as_alpaca(line: Line, options: ExportOptions) -> dict[str, Any]:
+    """`history` holds earlier turns as [question, answer]; every record has all five keys, so that columns agree."""
+    output, messages = _completion(line, options), _messages(line, options)
+    system = [one["content"] for one in messages if one["role"] == "system"]
+    turns = [one for one in messages if one["role"] != "system"]
+    roles = [one["role"] for one in turns]
+    if not turns or roles != (["user", "assistant"] * len(turns))[: len(turns)] or roles[-1] != "user":
+        raise LeftOut("turns")
+    history = [[turns[at]["content"], turns[at + 1]["content"]] for at in range(0, len(turns) - 1, 2)]
+    instruction = turns[-1]["content"]
+    return {
+        "instruction": instruction,
+        "input": "",
+        "output": output,
+        "system": "\n\n".join(system),
+        "history": history,
+    }
+
+
+def _as_prompt_completion(line: Line, options: ExportOptions) -> dict[str, Any]:
+    completion, prompt = _completion(line, options), _prompt(line, options)
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "completion": completion}
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": completion}]}
+
+
+def _as_preference(line: Line, options: ExportOptions) -> dict[str, Any]:
+    prompt = _prompt(line, options)
+    chosen, rejected = (_answer(line, options, field) for field in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise LeftOut("equal")
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    said = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt} | {name: [{"role": "assistant", "content": text}] for name, text in said.items()}
+
+
+_MAKERS: Mapping[Format, Callable[[Line, ExportOptions], dict[str, Any]]] = {
+    Format.MESSAGES: _as_messages,
+    Format.SHAREGPT: _as_sharegpt,
+    Format.ALPACA: _as_alpaca,
+    Format.PROMPT_COMPLETION: _as_prompt_completion,
+    Format.PREFERENCE: _as_preference,
+}

@@ -1,0 +1,181 @@
+"""Records of each format, and lines of which there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_assets.exports.options import ExportError, Format, checked_options, is_validation
+from batch_assets.exports.training_formats import LeftOut, record_of
+
+KNOWN = (
+    "row_id",
+    "prompt",
+    "output",
+    "reasoning",
+    "tool_calls",
+    "error",
+    "finish_reason",
+    "topic",
+    "worse",
+    "question",
+)
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+LINE: Mapping[str, Any] = {
+    **dict.fromkeys(KNOWN),
+    "row_id": "a",
+    "prompt": ASKED,
+    "output": "Because.",
+    "topic": "tea",
+    "worse": "No idea.",
+    "question": "How?",
+}
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def made(form: str, line: Mapping[str, Any] = LINE, **options: Any) -> dict[str, Any]:
+    return record_of(line, checked_options(KNOWN, form, **options))
+
+
+def test_each_format_is_as_its_readers_document_it() -> None:
+    answer = {"role": "assistant", "content": "Because."}
+    assert made("messages") == {"messages": [*ASKED, answer]}
+    assert made("prompt-completion") == {"prompt": ASKED, "completion": [answer]}
+    assert made("sharegpt") == {
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "Why?"},
+            {"from": "gpt", "value": "Because."},
+        ]
+    }
+    assert made("alpaca") == {
+        "instruction": "Why?",
+        "input": "",
+        "output": "Because.",
+        "system": "Be brief.",
+        "history": [],
+    }
+    assert made("alpaca", {**LINE, "prompt": TALK})["history"] == [["Hi", "Hello"]]
+    assert made("preference", mapping=["chosen=output", "rejected=worse"]) == {
+        "prompt": ASKED,
+        "chosen": [answer],
+        "rejected": [{"role": "assistant", "content": "No idea."}],
+    }
+
+
+def test_a_prompt_that_is_a_text_makes_standard_records_and_one_message() -> None:
+    assert made("prompt-completion", mapping=["prompt=question"]) == {"prompt": "How?", "completion": "Because."}
+    pair = made("preference", mapping=["prompt=question", "chosen=output", "rejected=worse"])
+    assert pair == {"prompt": "How?", "chosen": "Because.", "rejected": "No idea."}
+    assert made("messages", mapping=["prompt=question"])["messages"][0] == {"role": "user", "content": "How?"}
+
+
+def test_system_messages_reasoning_and_columns_that_are_carried_along() -> None:
+    assert made("messages", system=False)["messages"][0]["role"] == "user"
+    assert made("messages", kept=["topic", "row_id"])["topic"] == "tea"
+    thought = {**LINE, "reasoning": " Hm. "}
+    assert made("messages", thought)["messages"][-1]["content"] == "Because."
+    said = made("messages", thought, reasoning=True)["messages"][-1]["content"]
+    assert said == "<think>\nHm.\n</think>\n\nBecause."
+    inline = {**LINE, "output": "<think>\nHm.\n</think>\n\nBecause."}
+    assert made("prompt-completion", inline)["completion"][0]["content"] == "Because."
+    assert made("messages", inline, reasoning=True)["messages"][-1]["content"] == inline["output"]
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "reason"),
+    [
+        ("messages", {"error": "timeout", "output": None}, "error"),
+        ("messages", {"tool_calls": [{"id": "1"}], "output": ""}, "tool_calls"),
+        ("messages", {"output": " \n"}, "empty"),
+        ("messages", {"output": "<think>all of it</think>"}, "empty"),
+        ("messages", {"prompt": None}, "no_prompt"),
+        ("prompt-completion", {"prompt": []}, "no_prompt"),
+        ("preference", {"worse": "Because."}, "equal"),
+        ("preference", {"worse": None}, "empty"),
+        ("alpaca", {"prompt": [*TALK[:2], *TALK]}, None),
+        ("alpaca", {"prompt": [TALK[0], TALK[2]]}, "turns"),
+        ("alpaca", {"prompt": TALK[:2]}, "turns"),
+    ],
+)
+def test_a_line_that_makes_no_record_says_why(form: str, change: dict[str, Any], reason: str | None) -> None:
+    mapping = ["chosen=output", "rejected=worse"] if form == "preference" else []
+    if reason is None:
+        assert made(form, {**LINE, **change}, mapping=mapping)["history"] == [["Hi", "Hello"], ["Hi", "Hello"]]
+        return
+    with pytest.raises(LeftOut, match=f"^{reason}$"):
+        made(form, {**LINE, **change}, mapping=mapping)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "said"),
+    [
+        ("csv", {}, "--format: expected one of messages, sharegpt"),
+        ("preference", {}, "expected a column for chosen, found none; name it: --map chosen=COLUMN"),
+        ("messages", {"mapping": ["output=worse"]}, "--map: expected prompt=COLUMN, completion=COLUMN"),
+        ("messages", {"mapping": ["prompt"]}, "--map: expected prompt=COLUMN"),
+        ("messages", {"mapping": ["prompt=nothing"]}, "--map prompt: no column is called 'nothing'. Columns: row_id"),
+        ("jsonl", {"mapping": ["prompt=output"]}, "--map: expected nothing for this format"),
+        ("messages", {"kept": ["nothing"]}, "--columns: no column is called 'nothing'"),
+        ("messages", {"where": "DROP TABLE x"}, "--where: expected an SQL condition, found 'DROP TABLE x'"),
+        ("messages", {"where": "wisdom > 3"}, "--where: no column is called 'wisdom'"),
+        ("messages", {"validation": 1.0}, "--validation: expected a share from 0 to below 1"),
+        ("messages", {"validation": float("nan")}, "--validation: expected a share"),
+        ("messages", {"split_by": "topic"}, "--split-by: expected with --validation"),
+        ("messages", {"split_by": "nothing", "validation": 0.1}, "--split-by: no column is called 'nothing'"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_before_anything_is_written(
+    form: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ExportError) as error:
+        checked_options(KNOWN, form, **options)
+    assert said in str(error.value)
+
+
+def test_a_table_without_prompts_needs_a_column_for_them() -> None:
+    known = [name for name in KNOWN if name != "prompt"]
+    with pytest.raises(ExportError, match="expected a column for prompt, found none; name it: --map prompt=COLUMN"):
+        checked_options(known, "messages")
+    assert checked_options(known, "messages", mapping=["prompt=question"]).columns["prompt"] == "question"
+
+
+@given(st.one_of(st.text(), st.integers(-(2**63), 2**63 - 1), st.none()), st.floats(0, 0.99), st.floats(0, 0.99))
+def test_a_larger_share_only_adds_to_validation(value: Any, first: float, second: float) -> None:
+    small, large = sorted((first, second))
+    assert is_validation(value, large) or not is_validation(value, small)
+    assert not is_validation(value, 0.0)
+
+
+def test_the_sides_do_not_change_from_version_to_version() -> None:
+    """The hash is part of the format: what was trained on must never be validated on."""
+    assert [n for n in range(200) if is_validation(f"parent-{n}", 0.05)] == [4, 69, 85, 134, 156, 198]
+    assert 400 < sum(is_validation(f"id-{n}", 0.05) for n in range(10_000)) < 600
+
+
+@given(st.text(min_size=1), st.text(min_size=1), st.sampled_from([one for one in Format if one.is_training]))
+def test_texts_arrive_as_they_are(question: str, answer: str, form: Format) -> None:
+    line = {**LINE, "prompt": [{"role": "user", "content": question}], "output": answer}
+    mapping = ["chosen=output", "rejected=worse"] if form is Format.PREFERENCE else []
+    try:
+        record = made(form.value, line, mapping=mapping, reasoning=True)
+    except LeftOut:
+        assert not answer.strip() or answer == LINE["worse"]
+    else:
+        assert question in _texts(record) and answer in _texts(record)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for one in value.values() for text in _texts(one)]
+    if isinstance(value, list):
+        return [text for one in value for text in _texts(one)]
+    return [value]
