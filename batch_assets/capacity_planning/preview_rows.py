@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
+from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.ingest import RowCheck
 from batch_assets.snapshot.source.block import Block
-from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.bounded_http.tls_files import TlsFiles
 from gpu_runner.client.engine_client import (
@@ -71,7 +71,7 @@ def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[Pre
     check, ids = RowCheck(spec), dict[str, tuple[str, int]]()
     found: list[PreviewRow] = []
     whole = True
-    for block in read_source(spec.source, check.columns, folder, check.unseen):
+    for block in rows_of(spec, check.columns, folder, check.unseen):
         for row in _checked(check, check.passing(block), ids):
             if len(found) < count or (row.refused and spec.on_bad_row == "fail" and len(found) < count + MORE_REFUSED):
                 found.append(row)

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import orjson
 
+from batch_assets.snapshot.grouping import rows_of, where_of_rows
 from batch_assets.snapshot.ingest import Prompts
-from batch_assets.snapshot.row_filter import Where
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Unseen
-from batch_assets.snapshot.source.reader import read_source
 from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
@@ -185,18 +184,19 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
 
     The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
     """
-    prompts, where = Prompts(spec), Where(spec.source.where) if spec.source.where else None
+    prompts, where = Prompts(spec), where_of_rows(spec)
     columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
     rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
-    for number, block in enumerate(read_source(spec.source, columns, folder, Unseen(set(columns) - prompts.required))):
-        if number >= COUNTED_BLOCKS:
+    unseen = Unseen(set(columns) - prompts.required)
+    for number, block in enumerate(rows_of(spec, columns, folder, unseen)):
+        if number >= COUNTED_BLOCKS and spec.source.group_by is None:  # groups are all there at once
             whole = False
             break
         passing = block.take(where.split(block)[0]) if where else block
         if rows == 0 and passing.lines:
             first = _estimate(_rendered(prompts, passing))
         rows += len(passing.lines)
-        lines += len(block.lines) + len(block.rejects)
+        lines += len(set(block.lines)) + len(block.rejects)  # one line may be several rows: `explode`
         if spec.source.limit and rows >= spec.source.limit:
             rows = spec.source.limit
             break

@@ -19,7 +19,7 @@ from batch_assets.spec.source import may_hold_secret
 PLACE_KEYS = ("dagster/uri", "path")  # metadata of a materialization; the first that is there counts
 
 
-def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance) -> GeneratedDatasetSpec:
+def of_asset(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance) -> GeneratedDatasetSpec:
     """The spec with `source.path` in place of `source.asset`; itself where it names no asset. Raises SourceError."""
     named = spec.source.asset
     if named is None:
@@ -80,10 +80,10 @@ def _files(named: str, place: str, ending: str) -> str:
     if is_folder(f"{path}/_delta_log"):
         why = "a Delta table, whose files hold deleted rows, too"
         raise SourceError(f"{expected} a table of plain files, found {why}; write its rows to Parquet files")
-    return f"{_escaped(path)}/**/*.{ending}"
+    return f"{escaped(path)}/**/*.{ending}"
 
 
-def _escaped(path: str) -> str:
+def escaped(path: str) -> str:
     """The path as a glob that means just this path."""
     begin = "s3://" if path.startswith("s3://") else ""
     return begin + glob.escape(path.removeprefix(begin))

@@ -63,18 +63,20 @@ def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
 
 
 def readable(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:
-    """The spec with the place of the asset whose table it reads, if it reads one's. Raises SourceError."""
-    if spec.source.asset is None:
+    """The spec with the place of the table that it reads, of an asset or of a dataset. Raises SourceError."""
+    if spec.source.asset is None and spec.source.dataset is None:
         return spec
     import dagster as dg
 
-    from batch_assets.catalog.asset_places import at_its_place
+    from batch_assets import settings
     from batch_assets.local_dagster.home import ensure_storage, prepare_home
+    from batch_assets.orchestration.source_place import at_its_place
+    from resources.objects.opening import open_objects
 
     home = prepare_home()
     ensure_storage(home)
     with dg.DagsterInstance.from_config(str(home)) as instance:
-        return at_its_place(spec, instance)
+        return at_its_place(spec, instance, open_objects(settings.store_root()))
 
 
 def check_endpoint(endpoint: str) -> None:

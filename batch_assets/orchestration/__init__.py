@@ -1,7 +1,8 @@
 """What Dagster shows of a dataset: its assets, checks and jobs, and what is decided for it between runs.
 
-`source_assets` defines the source and the files before it, `assets` prompts, rows, dataset and dead letters;
-`freshness` is by when a table is due; `broken_files` shows what cannot be used.
+`source_assets` defines the source and the files before it, `source_place` says where its rows lie now; `assets` are
+prompts, rows, dataset and dead letters; `freshness` is by when a table is due; `broken_files` shows what cannot be
+used.
 `active_request` is what is being made now, `launch_plan` what to start next, `reconcile` makes catalog and store agree
 again, `made_anew` marks batches that are made once more. `cost_report` is the table of costs. `front_door/` shows
 batches of the Batch API and what tenants are charged.
@@ -22,6 +23,7 @@ __all__ = [
     "repair",
     "request_summary",
     "source_assets",
+    "source_place",
     "store_check",
     "trial",
 ]

@@ -20,7 +20,6 @@ from batch_assets.capacity_planning.cost_curve import curve_markdown
 from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
-from batch_assets.catalog.asset_places import at_its_place
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.store_wait import while_store_answers
@@ -30,6 +29,7 @@ from batch_assets.orchestration.asset_checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
+from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
@@ -137,7 +137,7 @@ def read_source(
 
     Raises SourceError, InvalidTag, FleetConfigError.
     """
-    spec = at_its_place(spec, context.instance)
+    spec = at_its_place(spec, context.instance, store.objects)
     refuse_empty_store(context.instance, store)  # before anything is written there
     self_test(store.objects)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import dagster as dg
 
+from batch_assets.catalog.ledger import table_key
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.spec.discovery import Datasets, defs_folder
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -38,9 +39,13 @@ def source_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetSpec:
     """What the dataset reads, and how: shown in the lineage, never materialized here. `folder`: of its file."""
     source = spec.source
     before = [place.key for place in places(source, folder)]
+    if source.asset is not None:
+        before = [dg.AssetKey.from_user_string(source.asset)]
+    if source.dataset is not None:
+        before = [table_key(source.dataset)]
     return dg.AssetSpec(
         key=[spec.name, "source"],
-        deps=before if source.asset is None else [dg.AssetKey.from_user_string(source.asset)],
+        deps=before,
         group_name=spec.name,
         kinds={"yaml"} if source.grid is not None else _kinds(source.path or ".table", source.format),
         description=f"Read by `prompts`: {source_name(spec)}.",

@@ -59,7 +59,7 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
     read = ingest(spec, base, workdir)
     rows_before = None
     if previous is not None:
-        with_id = spec.id is not None
+        with_id = spec.has_ids
         path = workdir / "previous.parquet"
         rows_before = previous_file(
             path, store, previous.manifest, previous.entries, with_id=with_id, damaged=previous.damaged
@@ -67,7 +67,7 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
     with Placement(
         workdir,
         read.index,
-        with_id=spec.id is not None,
+        with_id=spec.has_ids,
         dedupe=spec.dedupe_effective,
         batch_rows=spec.batch_rows,
         number_repeats=_has_seed(spec),
@@ -84,13 +84,23 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
             if snapshot == previous.manifest.snapshot and not previous.damaged:
                 if not _is_current(store, snapshot):
                     store.set_current_snapshot(snapshot)
-                return previous.manifest
+                return _as_read_now(spec, store, previous.manifest)
         places = placement.places()
-    marked = _has_seed(spec) and spec.id is not None
+    marked = _has_seed(spec) and spec.has_ids
     files = _write_files(read, places, counts, workdir, marked=marked)
     snapshot = _snapshot_id(spec, read, counts, files.entries)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
     return _upload(store, manifest, read, files, workdir)
+
+
+def _as_read_now(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> SnapshotManifest:
+    """The manifest of a snapshot that did not change, with the version of the table that was read now."""
+    version = spec.source.table_version
+    if version == manifest.upstream_version:
+        return manifest
+    manifest = manifest.model_copy(update={"upstream_version": version, "source": source_name(spec)})
+    store.put_manifest(manifest)
+    return manifest
 
 
 def _has_seed(spec: GeneratedDatasetSpec) -> bool:
@@ -107,7 +117,7 @@ def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pat
     previous = find_snapshot(store)
     if previous is None:
         return None
-    read, with_id = ingest(spec, base, workdir), spec.id is not None
+    read, with_id = ingest(spec, base, workdir), spec.has_ids
     rows_before = previous_file(
         workdir / "previous.parquet",
         store,

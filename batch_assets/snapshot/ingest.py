@@ -16,13 +16,12 @@ import orjson
 import pyarrow as pa
 
 from batch_assets.snapshot.files import Stage
+from batch_assets.snapshot.grouping import rows_of, where_of_rows
 from batch_assets.snapshot.json_types import ColumnKinds, arrow_type, to_arrow
-from batch_assets.snapshot.row_filter import Where
 from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, Unseen
 from batch_assets.snapshot.source.parquet import plain, plain_type
-from batch_assets.snapshot.source.reader import read_source
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
 from gpu_runner.rows import Generation, sample_digest, sample_id
@@ -177,7 +176,7 @@ def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
     reading = _Reading(spec, workdir)
     try:
-        for block in read_source(spec.source, reading.check.columns, base, reading.check.unseen):
+        for block in rows_of(spec, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
                 break
     except LookupError as error:
@@ -211,10 +210,11 @@ class RowCheck:
 
     def __init__(self, spec: GeneratedDatasetSpec) -> None:
         self._spec, self._prompts = spec, Prompts(spec)
-        self._where = Where(spec.source.where) if spec.source.where else None
+        self._where = where_of_rows(spec)
         wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
-        self.columns = list(dict.fromkeys([*wanted, *([spec.id] if spec.id else [])]))
-        self.unseen = Unseen(set(self.columns) - self._prompts.required - {spec.id})
+        self._id = spec.id_column if spec.source.group_by is None else None
+        self.columns = list(dict.fromkeys([*wanted, *([self._id] if self._id else [])]))
+        self.unseen = Unseen(set(self.columns) - self._prompts.required - {self._id})
         self.kinds = ColumnKinds(spec.keep_columns)
         self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
         self._readable = False
@@ -251,7 +251,8 @@ class RowCheck:
     def check(self, part: Block) -> CheckedRows:
         """Render the prompts of some rows, and look at their ids and kept columns."""
         refused = self.kinds.learn(part.columns) if part.arrow is None else {}
-        ids = _row_ids(part.columns[self._spec.id], refused, self._spec.samples) if self._spec.id else None
+        found = part.ids if part.ids is not None else part.columns[self._id] if self._id else None
+        ids = None if found is None else _row_ids(found, refused, self._spec.samples)
         prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
         if prompts:
             self._row_bytes = sum(map(len, prompts)) // len(prompts)
@@ -284,7 +285,7 @@ class _Reading:
         self._spec, self._workdir = spec, workdir
         self.check, self._keys = RowCheck(spec), RowKeys(spec.generation())
         self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
-        self._index = index_file(workdir / "index.parquet", with_id=spec.id is not None)
+        self._index = index_file(workdir / "index.parquet", with_id=spec.has_ids)
         self._stage: Stage | None = None
         self._typed = False
         self._keep_types: list[pa.Field] = []
@@ -343,7 +344,7 @@ class _Reading:
 
     def _start(self, part: Block) -> None:
         fields = [pa.field("row_key", pa.string()), pa.field("prompt", pa.binary())]
-        if self._spec.id:
+        if self._spec.has_ids:
             fields.insert(0, pa.field("row_id", pa.string()))
         self._typed = part.arrow is not None
         if part.arrow is not None:
@@ -404,16 +405,22 @@ class _Reading:
 
 def source_name(spec: GeneratedDatasetSpec) -> str:
     """The source as shown to people."""
-    return spec.source.path or spec.source.asset or f"grid of {' × '.join(spec.source.grid or {})}"
+    source = spec.source
+    if source.dataset is not None:
+        version = source.table_version
+        return f"dataset {source.dataset}" + (f", version {version}" if version else "")
+    return source.path or source.asset or f"grid of {' × '.join(spec.source.grid or {})}"
 
 
 def _first(block: Block, room: int) -> Block:
     """The block cut to `room` rows, rejects counted with them, in the order of their lines."""
     if len(block.lines) + len(block.rejects) <= room:
         return block
-    last = sorted([*block.lines, *(reject.line for reject in block.rejects)])[room - 1]
-    cut = block.take([i for i, line in enumerate(block.lines) if line <= last])
-    cut.rejects = [reject for reject in block.rejects if reject.line <= last]
+    places = [(line, False, row) for row, line in enumerate(block.lines)]
+    places += [(reject.line, True, number) for number, reject in enumerate(block.rejects)]
+    first = sorted(places)[:room]  # rows that were made of one line have the same one
+    cut = block.take(sorted(place for _, is_reject, place in first if not is_reject))
+    cut.rejects = [block.rejects[place] for _, is_reject, place in first if is_reject]
     return cut
 
 

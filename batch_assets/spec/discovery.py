@@ -118,6 +118,9 @@ def declarations(root: Path | None = None) -> Declarations:
     }
     claimed = {path: _claimed(path, found) for path, found in read.items()}
     wrong = dict(_used_twice(claimed)) | {path: one.error for path, one in read.items() if one.error is not None}
+    sources = {spec.name: (spec.source.dataset, path) for path, one in read.items() for spec in one.specs}
+    known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
+    wrong = dict(_misread(sources, known)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
     datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
@@ -150,6 +153,26 @@ def _used_twice(claimed: Mapping[Path, Sequence[str]]) -> Iterator[tuple[Path, S
                 other = kept or next((one for one in paths if one != path), path)
                 where = f"which {other} has, too" if other != path else "twice in this file"
                 yield path, SpecError(path, [Problem("name", "a name of its own", f"{name!r}, {where}", "Rename one.")])
+
+
+def _misread(
+    sources: Mapping[str, tuple[str | None, Path]], known: Collection[str] | None
+) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a dataset that reads one that is not declared, or, by whatever way, itself. `sources`: what each
+    dataset reads, and its file; `known`: names that files have, where all files were read."""
+    for name, (read, path) in sources.items():
+        if read is None:
+            continue
+        if known is not None and read not in known:
+            expected, hint = "the name of a declared dataset", nearest(read, sorted(known)) if known else ""
+            yield path, SpecError(path, [Problem(f"{name}: source.dataset", expected, show(read), hint)])
+            continue
+        way = [name]
+        while (after := sources.get(way[-1], (None, path))[0]) is not None and after not in way:
+            way.append(after)
+        if after == name:
+            found = " → ".join([*way, name])
+            yield path, SpecError(path, [Problem(f"{name}: source.dataset", "datasets that are no circle", found)])
 
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:

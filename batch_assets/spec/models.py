@@ -333,6 +333,17 @@ class GeneratedDatasetSpec(Strict):
         return self
 
     @property
+    def id_column(self) -> str | None:
+        """The column that names a row for life: `id`, or the row id of the dataset that is read. With `explode` an
+        element's id begins with it; with `group_by` a row is named by its group instead."""
+        return self.id or (self.source.name_here("row_id") if self.source.dataset is not None else None)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether rows are named for life, and not recognised by their content."""
+        return self.id_column is not None or self.source.group_by is not None
+
+    @property
     def dedupe_effective(self) -> bool:
         """Whether equal prompts are asked once: as written, else on exactly when the temperature is 0."""
         return self.dedupe if self.dedupe is not None else self.sampling.temperature == 0
@@ -450,12 +461,16 @@ def _check_columns(spec: GeneratedDatasetSpec) -> None:
             raise Unusable(
                 "a column name that the table does not use itself",
                 show(column),
-                "Give the column another name in the source.",
+                "Give it another name: source.rename, old name to new name.",
                 key=f"keep_columns.{index}",
             )
         if column.lower() in seen:
             raise Unusable("each column once", show(column), key=f"keep_columns.{index}")
         seen.add(column.lower())
+    if spec.id is not None and spec.source.group_by is not None and [spec.id] != spec.source.group_by:
+        raise Unusable("no id beside group_by, whose values name a row", show(spec.id), key="id")
+    if spec.source.dataset == spec.name:
+        raise Unusable("another dataset", "the dataset itself", key="source.dataset")
 
 
 def _check_output_columns(spec: GeneratedDatasetSpec) -> None:

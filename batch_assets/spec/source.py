@@ -8,10 +8,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.fields import AssetName, Column, Condition, Delimiter, Scalar, SourcePath, Strict
+from batch_assets.spec.fields import (
+    AssetName,
+    Column,
+    Condition,
+    Delimiter,
+    Flag,
+    Name,
+    Scalar,
+    SourcePath,
+    Strict,
+)
 
 Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
-_KINDS = ("path", "asset", "grid")
+_KINDS = ("path", "asset", "dataset", "grid")
+_NEWER = ("asset", "dataset", "include_errors", "rename", "explode", "group_by", "min_group")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
@@ -43,7 +54,7 @@ def may_hold_secret(path: str) -> bool:
 
 
 class SourceSpec(Strict):
-    """Where the rows come from: exactly one of `path`, `asset` and `grid`."""
+    """Where the rows come from: exactly one of `path`, `asset`, `dataset` and `grid`."""
 
     path: SourcePath | None = Field(
         default=None,
@@ -53,6 +64,14 @@ class SourceSpec(Strict):
         default=None,
         description="Key of any Dagster asset (`some/key`), whose table is read: where it lies is the metadata "
         "`dagster/uri` or `path` of its newest materialization. A file, or a folder of them.",
+    )
+    dataset: Name | None = Field(
+        default=None,
+        description="Name of another dataset, whose published table is read: its rows with an answer. The id of a row "
+        "is that of the row that it was made from, unless `id` names another column.",
+    )
+    include_errors: Flag | None = Field(
+        default=None, description="Beside `dataset`: its rows without an answer, too. Their `error` says why."
     )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
@@ -68,9 +87,31 @@ class SourceSpec(Strict):
         default=None,
         description="Files of text only: their encoding, if it is not UTF-8. `utf-16` needs a byte order mark.",
     )
+    rename: dict[Column, Column] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="Columns that are called otherwise here: old name to new name. All other keys use the new one.",
+    )
+    explode: Column | None = Field(
+        default=None,
+        description="Column that holds lists (JSON text, or lists): each element becomes a row. Fields of elements "
+        "that are objects become columns; another element is the value of the column. With dots, a list within an "
+        "object: `output.questions`.",
+    )
     where: Condition | None = Field(
         default=None,
         description="SQL condition over the columns, e.g. score > 3 AND lang = 'en'; other rows are left out.",
+    )
+    group_by: list[Column] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=20,
+        description="Rows with the same values of these columns become one row, after `where`; the other columns are "
+        "lists, in the order of the source.",
+    )
+    min_group: int | None = Field(
+        default=None, ge=1, le=10_000, description="Beside `group_by`: groups of fewer rows are left out."
     )
     limit: int | None = Field(
         default=None, ge=1, le=(1 << 63) - 1, description="Only the first rows that `where` lets through."
@@ -80,16 +121,17 @@ class SourceSpec(Strict):
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without keys that are newer than code versions of datasets which leave them out."""
         found: dict[str, Any] = write(self)
-        return {key: value for key, value in found.items() if value is not None or key != "asset"}
+        return {key: value for key, value in found.items() if value is not None or key not in _NEWER}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [key for key in _KINDS if getattr(self, key) is not None]
         if len(given) != 1:
-            raise Unusable("exactly one of path, asset and grid", " and ".join(given) or "none")
+            raise Unusable("exactly one of path, asset, dataset and grid", " and ".join(given) or "none")
         if may_hold_secret(self.path or ""):
             raise Unusable("a path or address without user, password or query", "one with it", key="path")
         self._check_options()
+        self._check_derived()
         for name, values in (self.grid or {}).items():
             if isinstance(values, list) and not values:
                 raise Unusable("at least one value", "an empty list", key=f"grid.{name}")
@@ -98,9 +140,52 @@ class SourceSpec(Strict):
     def _check_options(self) -> None:
         """Each option of files is refused where it can mean nothing; what a file's ending says, its reader checks."""
         for key in ("format", "delimiter", "encoding"):
-            if self.grid is not None and getattr(self, key) is not None:
-                raise Unusable(f"no {key} beside a grid", show(getattr(self, key)), key=key)
+            for kind in ("grid", "dataset"):
+                if getattr(self, kind) is not None and getattr(self, key) is not None:
+                    raise Unusable(f"no {key} beside a {kind}", show(getattr(self, key)), key=key)
         if self.delimiter is not None and self.format not in (None, *_DELIMITED):
             raise Unusable("a delimiter beside CSV or TSV files only", f"format: {self.format}", key="delimiter")
         if self.encoding is not None and self.format not in (None, *_TEXT_FORMATS):
             raise Unusable("an encoding beside files of text only", f"format: {self.format}", key="encoding")
+
+    def _check_derived(self) -> None:
+        if self.include_errors is not None and self.dataset is None:
+            raise Unusable("include_errors beside a dataset only", show(self.include_errors), key="include_errors")
+        if self.min_group is not None and self.group_by is None:
+            raise Unusable("min_group beside group_by only", show(self.min_group), key="min_group")
+        new = list((self.rename or {}).values())
+        if twice := [name for name in new if new.count(name) > 1]:
+            raise Unusable("each new name once", show(twice[0]), key="rename")
+        if self.group_by is not None and len(set(self.group_by)) < len(self.group_by):
+            raise Unusable("each column once", show(self.group_by), key="group_by")
+        if self.explode is not None and not all(self.explode.split(".")):
+            raise Unusable("a column, or names with dots between them", show(self.explode), key="explode")
+
+    @property
+    def derives(self) -> bool:
+        """Whether rows are others than those of the files: renamed, left out for their errors, or made of lists."""
+        return bool(self.answers_only or self.rename or self.explode)
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether rows of another dataset are read only where they have an answer."""
+        return self.dataset is not None and not self.include_errors
+
+    @property
+    def table_version(self) -> str | None:
+        """Version of the table that is read, once `path` says where it lies: `…/VERSION/part-*.parquet`."""
+        return self.path.split("/")[-2] if self.dataset is not None and self.path else None
+
+    @property
+    def exploded_parts(self) -> tuple[str, list[str], str]:
+        """Of `explode`: the column, the keys down to the list, and the name of elements that are no objects."""
+        column, *path = (self.explode or "").split(".")
+        return column, path, path[-1] if path else column
+
+    def name_in_file(self, name: str) -> str:
+        """What a column is called in the files."""
+        return next((old for old, new in (self.rename or {}).items() if new == name), name)
+
+    def name_here(self, name: str) -> str:
+        """What a column of the files is called here."""
+        return (self.rename or {}).get(name, name)

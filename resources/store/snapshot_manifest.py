@@ -29,6 +29,7 @@ class SnapshotManifest(Sealed):
 
     `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
     `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
+    `upstream_version`: of the published table of another dataset that was read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +55,7 @@ class SnapshotManifest(Sealed):
     files: list[StoredFile] = Field(default_factory=list)
     generation: dict[str, Any]
     samples: int = 1
+    upstream_version: str | None = None
 
     @property
     def expected_rows(self) -> int:

@@ -64,6 +64,15 @@ def test_a_file_that_cannot_be_used_is_an_asset_that_says_so_and_all_others_load
     assert known_datasets().keys() == {"good"}
 
 
+def test_datasets_that_read_each_other_in_a_circle_are_broken_and_those_that_read_them_are_not(folder: Path):
+    for name, read in (("a", "b"), ("b", "c"), ("c", "a"), ("reads", "a"), ("fine", "good")):
+        write(folder, name, source={"dataset": read})
+    found = loaded()
+    assert broken_now(found) == {"a", "b", "c"}
+    assert "found a → b → c → a" in (found.resolve_asset_graph().get(broken_key("a")).description or "")
+    assert known_datasets().keys() == {"good", "reads", "fine"}
+
+
 def broken_now(found: dg.Definitions) -> set[str]:
     return {name.partition("/")[0] for name in assets(found) if name.endswith("/defs_yaml")}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -15,12 +16,16 @@ import yaml
 from dagster_postgres.event_log import PostgresEventLogStorage
 from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, PAGES, README, REFERENCE, REPOSITORY, Block, blocks
 from support.fleet_databases import intended
+from support.snapshots import commit
 
 from batch_assets.catalog import ledger
-from batch_assets.catalog.asset_places import at_its_place
+from batch_assets.catalog.asset_places import of_asset
 from batch_assets.cli import docs_reference
 from batch_assets.cli.fleet_commands.fleet import CostLine, cost_json, instance_json
 from batch_assets.generation.op import RowsConfig
+from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.templates.prompt_template import Template
@@ -159,6 +164,24 @@ def test_a_dataset_example_makes_prompts(
     assert manifest.rejected == 0
 
 
+@pytest.mark.parametrize("block", blocks("chain"), ids=lambda block: block.name)
+def test_a_chain_example_is_built_from_table_to_table(
+    block: Block, tmp_path: Path, local_objects: Objects, request: pytest.FixtureRequest
+) -> None:
+    specs = [load_spec(document["attributes"], "defs.yaml") for document in yaml.safe_load_all(block.text)]
+    for number, declared in enumerate(specs):
+        store, work = DatasetStore(local_objects, declared.name), tmp_path / f"work-{number}"
+        with dg.DagsterInstance.ephemeral() as instance:
+            spec = at_its_place(declared, instance, local_objects)
+        if spec.source.dataset is None:
+            make_source(spec, tmp_path, request)
+        manifest = build_snapshot(spec, store, now=0.0, workdir=work, base=tmp_path)
+        assert manifest.rows and not manifest.rejected
+        answer = json.dumps({"questions": ["Why?", "How?"]}) if number == 0 else "Because."
+        commit(store, manifest, answer=lambda *_, text=answer: text)
+        publish(store, manifest, card=Card(), now=0.0, workdir=tmp_path)
+
+
 def with_table_of_asset(spec: GeneratedDatasetSpec, table: Path) -> GeneratedDatasetSpec:
     """The spec as it is read where the table of the asset that it names, if any, lies there."""
     if spec.source.asset is None:
@@ -167,7 +190,7 @@ def with_table_of_asset(spec: GeneratedDatasetSpec, table: Path) -> GeneratedDat
     made = dg.AssetMaterialization(dg.AssetKey.from_user_string(spec.source.asset), metadata={"path": str(table)})
     with dg.DagsterInstance.ephemeral() as instance:
         instance.report_runless_asset_event(made)
-        return at_its_place(spec, instance)
+        return of_asset(spec, instance)
 
 
 def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.FixtureRequest) -> None:

@@ -52,6 +52,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no source": (lambda defs: without(defs, "source"), "source: expected a value"),
     "a misspelt type": (lambda defs: write(defs, "bad", "batch_assets.GenratedDataset"), "Did you mean"),
     "a misspelt package": (lambda defs: write(defs, "bad", "batchassets.GeneratedDataset"), "Did you mean"),
+    "a source that is not declared": (
+        lambda defs: write(defs, "bad", source={"dataset": "goodd"}),
+        "source.dataset: expected the name of a declared dataset",
+    ),
     "no type": (lambda defs: write_text(defs / "bad", "attributes: {name: bad}\n"), "type: expected"),
     "a misspelt key beside the type": (
         lambda defs: write_text(defs / "bad", f"type: {COMPONENT}\natributes: {{name: bad}}\n"),

@@ -46,6 +46,7 @@ MARKS = {
     "client": ("bash", "of examples/: run against a service beside a simulated engine (slow)"),
     "table": ("python", "run beside a store with the table of `example`, one after the other"),
     "spec": ("yaml", "a defs.yaml: loaded, and a snapshot is built from files that the test makes"),
+    "chain": ("yaml", "datasets that read each other's tables: each is built, answered and published"),
     "fleet": ("yaml", "a fleet.yaml: loaded, and its providers are asked for their offers"),
     "regenerate": ("yaml", "run config of `example`: checked against the op"),
     "postgres": ("yaml", "part of a dagster.yaml: used with a server (slow)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch_assets.catalog.asset_places import at_its_place
+from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.request_status.dataset_status import Observer
 from batch_assets.snapshot.builder import rows_to_ask
 from batch_assets.snapshot.source.errors import SourceError
@@ -24,7 +24,7 @@ class DeclaredChanges:
     def look(cls, spec: GeneratedDatasetSpec, folder: Path, seen: Observer) -> DeclaredChanges:
         """Reads the whole source, and writes nothing. `folder`: where its relative paths start."""
         try:
-            spec = at_its_place(spec, seen.instance)
+            spec = at_its_place(spec, seen.instance, seen.store.objects)
             with temporary_folder() as workdir:
                 return cls(rows_to_ask(spec, seen.store, workdir=workdir, base=folder) or 0)
         except SourceError as error:

@@ -20,12 +20,12 @@ from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.capacity_planning.planner_input import FleetView, Proposal, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
-from batch_assets.catalog.asset_places import at_its_place
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.active_request import request_under_way
+from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
@@ -84,9 +84,10 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             versions = ledger.ledger_versions(seen.instance, spec.name)
             request = request_under_way(seen.instance, seen.fleet_db, spec, seen.store, folder)
             anew = [key for key, found in versions.items() if found.anew]
-            placed = at_its_place(spec, seen.instance) if seen.store.current_snapshot() is None else spec
+            asked_before = seen.store.current_snapshot() is not None
+            placed = spec if asked_before else at_its_place(spec, seen.instance, seen.store.objects)
             work = WorkloadEstimator(placed, seen.store, folder).look(anew)
-            if seen.store.current_snapshot() is not None:
+            if asked_before:
                 work = _with_changes(work, DeclaredChanges.look(spec, folder, seen), spec.name)
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None

@@ -22,7 +22,8 @@ class Block:
     `columns` holds Python values by column; `lines` the 1-based line of each row (row in Parquet and
     grids, place in a JSON array).
     `arrow` holds the same columns as they were read, where the source has types (see `source_parquet.plain`).
-    `rejects` are rows that could not be read at all.
+    `rejects` are rows that could not be read at all. `ids`: the ids of rows that were made from others; None: they are
+    in a column.
     """
 
     file: str
@@ -30,6 +31,7 @@ class Block:
     columns: dict[str, list[Any]]
     arrow: dict[str, pa.Array] | None = None
     rejects: list[Reject] = field(default_factory=list)
+    ids: list[Any] | None = None
 
     def take(self, rows: Sequence[int]) -> Block:
         """The block with only these rows (rejects are left as they are)."""
@@ -40,10 +42,12 @@ class Block:
 
             places = pa.array(rows, pa.int64())
             arrow = {name: array.take(places) for name, array in arrow.items()}
-        return Block(self.file, [self.lines[i] for i in rows], columns, arrow, self.rejects)
+        ids = self.ids and [self.ids[i] for i in rows]
+        return Block(self.file, [self.lines[i] for i in rows], columns, arrow, self.rejects, ids)
 
     def part(self, first: int, rows: int) -> Block:
         """At most this many rows from one place on, without the rejects."""
         columns = {name: values[first : first + rows] for name, values in self.columns.items()}
         arrow = self.arrow and {name: array.slice(first, rows) for name, array in self.arrow.items()}
-        return Block(self.file, self.lines[first : first + rows], columns, arrow)
+        ids = self.ids and self.ids[first : first + rows]
+        return Block(self.file, self.lines[first : first + rows], columns, arrow, ids=ids)

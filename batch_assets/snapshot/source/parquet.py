@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -34,8 +34,10 @@ _REPEATED_BYTES = 8
 class ParquetReader:
     """Reads one file after the other and remembers the types of the first."""
 
-    def __init__(self, columns: Sequence[str]) -> None:
-        self._columns = list(columns)
+    def __init__(self, columns: Sequence[str], may_lack: Container[str] = ()) -> None:
+        """`may_lack`: columns that a file may be without; then its blocks are without them, too."""
+        self._wanted, self._may_lack = list(columns), may_lack
+        self._columns = self._wanted
         self._types: dict[str, tuple[str, pa.DataType]] = {}
 
     def read(self, file: str, stream: BinaryIO, optional: Unseen) -> Iterator[Block]:
@@ -43,6 +45,8 @@ class ParquetReader:
         try:
             with pq.ParquetFile(stream) as first:
                 metadata, schema = first.metadata, first.schema_arrow
+            there = set(schema.names)
+            self._columns = [name for name in self._wanted if name in there or name not in self._may_lack]
             self._check(file, schema)
             _refuse_encryption(file, stream, metadata)
             _refuse_large_pages(file, stream, metadata, self._columns)

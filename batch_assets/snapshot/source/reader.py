@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
+from batch_assets.snapshot.source.derived import columns_in_file, derived
 from batch_assets.snapshot.source.encoding import in_utf8
 from batch_assets.snapshot.source.errors import SourceError, Unseen, no_column
 from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
@@ -25,9 +26,15 @@ MAX_GRID_ROWS = 200_000_000
 
 
 def read_source(
-    source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen | None = None
+    source: SourceSpec,
+    columns: Sequence[str],
+    base: Path,
+    optional: Unseen | None = None,
+    *,
+    id_column: str | None = None,
 ) -> Iterator[Block]:
-    """All rows of the source, before `where` and `limit`. Relative paths are looked up below `base`.
+    """All rows of the source, before `where`, `group_by` and `limit`. Relative paths are looked up below `base`.
+    `id_column`: the one that names a row, from which those of elements get their ids (`source.explode`).
 
     In JSONL, a row need not have each key: columns in `optional` may be absent for long. They are taken out of that
     set when they are found; what is left at the end was nowhere.
@@ -36,12 +43,26 @@ def read_source(
     files, a file that is broken or that changes while it is read.
     """
     optional = Unseen() if optional is None else optional
+    if not source.derives:
+        return _as_stored(source, columns, base, optional)
+    wanted, may_lack = columns_in_file(source, columns)
+    unseen = Unseen(may_lack) if source.explode else optional
+    blocks = _as_stored(source, wanted, base, unseen, may_lack)
+    return derived(blocks, source, columns, id_column, optional)
+
+
+def _as_stored(
+    source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen, may_lack: Container[str] = ()
+) -> Iterator[Block]:
     if source.grid is not None:
-        return _grid(source, columns, base, optional)
-    return _files(source, columns, base, optional)
+        there = [name for name in columns if name in source.grid or name not in may_lack]
+        return _grid(source, there, base, optional)
+    return _files(source, columns, base, optional, may_lack)
 
 
-def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen) -> Iterator[Block]:
+def _files(
+    source: SourceSpec, columns: Sequence[str], base: Path, optional: Unseen, may_lack: Container[str] = ()
+) -> Iterator[Block]:
     from batch_assets.snapshot.source.parquet import ParquetReader
 
     assert source.path is not None
@@ -53,23 +74,29 @@ def _files(source: SourceSpec, columns: Sequence[str], base: Path, optional: Uns
     _refuse_options(source, kinds[0])
     if not any(file.bytes for file in files):
         raise SourceError(f"{source.path}: expected at least one row, found none: the file is empty (0 bytes)")
-    parquet = ParquetReader(columns)
+    parquet = ParquetReader(columns, may_lack)
     for file, kind, packed in formats:
         with _readable(file), file.open() as raw:
             if kind == "parquet":
                 yield from parquet.read(file.name, raw, optional)
             else:
                 text = in_utf8(unpacked(raw, packed, file.name), source.encoding, file.name)
-                yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter)
+                yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter, may_lack)
 
 
 def _text_blocks(
-    file: str, kind: str, text: BinaryIO, columns: Sequence[str], optional: Unseen, delimiter: str | None
+    file: str,
+    kind: str,
+    text: BinaryIO,
+    columns: Sequence[str],
+    optional: Unseen,
+    delimiter: str | None,
+    may_lack: Container[str],
 ) -> Iterator[Block]:
     from batch_assets.snapshot.source.text import read_csv, read_json, read_jsonl
 
     if kind in ("csv", "tsv"):
-        return read_csv(file, text, columns, optional, delimiter or {"csv": ",", "tsv": "\t"}[kind])
+        return read_csv(file, text, columns, optional, delimiter or {"csv": ",", "tsv": "\t"}[kind], may_lack)
     return {"json": read_json, "jsonl": read_jsonl}[kind](file, text, columns, optional)
 
 

@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import orjson
@@ -156,9 +156,15 @@ class _CsvLines:
 
 
 def read_csv(
-    file: str, stream: BinaryIO, columns: Sequence[str], optional: Unseen, delimiter: str = ","
+    file: str,
+    stream: BinaryIO,
+    columns: Sequence[str],
+    optional: Unseen,
+    delimiter: str = ",",
+    may_lack: Container[str] = (),
 ) -> Iterator[Block]:
-    """Delimited values with a header line (RFC 4180). All values are text; an empty field is null.
+    """Delimited values with a header line (RFC 4180). All values are text; an empty field is null. Of columns in
+    `may_lack`, those that are not there are left out.
 
     A record that cannot be used rejects every line that it takes. Raises SourceError when it takes more than
     MAX_LOST_LINES, or all that is left of the file: a quote was opened and not closed.
@@ -170,6 +176,7 @@ def read_csv(
     if header is None:
         return
     _refuse_delimiter(file, columns, header, delimiter)
+    columns = [name for name in columns if name in header or name not in may_lack]
     no_column(file, columns, header)
     optional.clear()
     places = [header.index(name) for name in columns]

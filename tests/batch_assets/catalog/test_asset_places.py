@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.dataset_project import dataset_project
 
-from batch_assets.catalog.asset_places import at_its_place
+from batch_assets.catalog.asset_places import of_asset
 from batch_assets.component import dataset_definitions, spec_version
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.reader import read_source
@@ -47,7 +47,7 @@ def values(found: GeneratedDatasetSpec) -> list[Any]:
 
 def refused(instance: dg.DagsterInstance, **source: Any) -> str:
     with pytest.raises(SourceError) as error:
-        at_its_place(spec(**source), instance)
+        of_asset(spec(**source), instance)
     return str(error.value)
 
 
@@ -60,7 +60,7 @@ def parquet(file: Path, *words: str) -> Path:
 def test_the_newest_materialization_says_which_file_is_read(instance: dg.DagsterInstance, tmp_path: Path):
     reported(instance, path=dg.MetadataValue.path(str(parquet(tmp_path / "old.parquet", "old"))))
     reported(instance, path=str(parquet(tmp_path / "new [1].parquet", "new")))
-    found = at_its_place(spec(), instance)
+    found = of_asset(spec(), instance)
     assert (values(found), found.source.asset) == (["new"], None)
 
 
@@ -68,7 +68,7 @@ def test_the_uri_counts_before_the_path(instance: dg.DagsterInstance, tmp_path: 
     file = tmp_path / "a b.csv"
     file.write_text("q\nfrom the uri\n")
     reported(instance, uri=dg.MetadataValue.url(file.as_uri()), path="/nowhere.csv")
-    assert values(at_its_place(spec(), instance)) == ["from the uri"]
+    assert values(of_asset(spec(), instance)) == ["from the uri"]
 
 
 @pytest.mark.parametrize(("ending", "source"), [("parquet", {}), ("jsonl", {"format": "jsonl"})])
@@ -81,7 +81,7 @@ def test_of_a_folder_all_files_of_the_format_are_read(
     (folder / "x.jsonl").write_text(json.dumps({"q": "line"}) + "\n")
     (folder / "_SUCCESS").write_text("")
     reported(instance, uri=f"{folder}/")
-    assert sorted(values(at_its_place(spec(**source), instance))) == (["a", "b"] if ending == "parquet" else ["line"])
+    assert sorted(values(of_asset(spec(**source), instance))) == (["a", "b"] if ending == "parquet" else ["line"])
 
 
 def test_an_asset_that_was_never_materialized_is_an_error_that_names_one_spelt_alike(instance: dg.DagsterInstance):
@@ -113,7 +113,7 @@ def test_a_place_that_cannot_be_read_is_named_and_no_secret_in_it(
 def test_the_kernels_own_files_are_refused_as_those_of_a_path_are(instance: dg.DagsterInstance):
     reported(instance, path="/proc/self/status")
     with pytest.raises(SourceError, match="the operating system's own"):
-        values(at_its_place(spec(format="csv"), instance))
+        values(of_asset(spec(format="csv"), instance))
 
 
 def test_a_delta_table_is_refused(instance: dg.DagsterInstance, tmp_path: Path):

@@ -154,7 +154,7 @@ def test_dedupe_is_on_by_default_exactly_when_the_temperature_is_0(attributes: d
         (
             {"source": {"path": "a.csv", "zzz": 1}},
             "source.zzz",
-            "Known here: asset, delimiter, encoding, format, grid, limit, path, where",
+            "Known here: asset, dataset, delimiter, encoding, explode, format, grid, group_by",
         ),
         ({"checks": {"max_ded_rate": 1}}, "checks.max_ded_rate", "Did you mean 'max_dead_rate'?"),
         ({"output": {"schema": {}}}, "output.schema", "Did you mean 'json_schema'?"),
@@ -228,7 +228,7 @@ def test_a_name_of_letters_digits_and_underscores_is_taken(name: str) -> None:
 
 
 def test_exactly_one_of_path_and_grid_is_needed() -> None:
-    assert "source: expected exactly one of path, asset and grid, found none" in problem(source={})
+    assert "source: expected exactly one of path, asset, dataset and grid, found none" in problem(source={})
     assert "found path and grid" in problem(source={"path": "a.csv", "grid": {"a": [1]}})
     assert "source.format" in problem(source={"grid": {"a": [1]}, "format": "csv"})
     assert "source.grid.a: expected at least one value" in problem(source={"grid": {"a": []}})
