@@ -140,7 +140,9 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
     unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
     unsaid |= {"columns"}  # of the table, not of the rows
-    written = spec.model_dump_json(include=shaping, exclude={"output": unsaid})
+    new = {"system_from", "examples", "messages_from"}
+    unasked = {name for name in new if getattr(spec.prompt, name) is None}
+    written = spec.model_dump_json(include=shaping, exclude={"output": unsaid, "prompt": unasked})
     if spec.samples > 1:
         written += f"samples: {spec.samples}"
     if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:

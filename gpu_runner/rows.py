@@ -68,6 +68,10 @@ class Generation:
         most = self.most_tokens
         return most if most is None else max(most, self.retry_max_tokens or 0)
 
+    def with_fields(self, fields: bytes) -> Generation:
+        """That of a row with request fields of its own: a JSON object, empty for none."""
+        return replace(self, sampling={**self.sampling, **orjson.loads(fields)}) if fields else self
+
     def key_fields(self) -> dict[str, Any]:
         """What a row key has of the generation, by the names of the request."""
         sampling = dict(self.sampling)
@@ -91,6 +95,8 @@ class Row:
     `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
     `completion` and `embedding`. `seed`: this row's own, in place of the generation's. `repeats`: another row of the
     dataset, with an id of its own, has the same request and came first. `sample`: which sample of its prompt it is.
+    `fields`: a JSON object of request fields of this row alone, in place of the generation's of the same names; empty
+    where it has none.
     """
 
     batch: str
@@ -100,6 +106,7 @@ class Row:
     seed: int | None = None
     repeats: bool = False
     sample: int = 0
+    fields: bytes = b""
 
     @property
     def _occurrence(self) -> str:
@@ -111,6 +118,13 @@ class Row:
     def asks_again(self) -> bool:
         """Whether it has the row key of another row that came first: with a seed its request is then another one."""
         return self.repeats or bool(self._occurrence)
+
+    @property
+    def own_fields(self) -> bytes:
+        """`fields` with `seed` among them."""
+        if self.seed is None:
+            return self.fields
+        return orjson.dumps({**orjson.loads(self.fields or b"{}"), "seed": self.seed})
 
     def seeded(self, seed: int | None) -> Row:
         """The row with a seed of its own where it repeats another one, or is a further sample: a dataset with one seed
@@ -216,13 +230,14 @@ class Batch:
     job: str = ""
 
 
-def row_key(generation: Generation, prompt: Any) -> str:
+def row_key(generation: Generation, prompt: Any, fields: Mapping[str, Any] | None = None) -> str:
     """Sha256 (hex) of the rendered request: same key, same work.
 
     `prompt` is the list of messages or the text. Two rows with one key ask the engine the same
-    question, so a refresh does not ask again.
+    question, so a refresh does not ask again. `fields`: request fields of the row's own.
     """
-    request = generation.key_fields() | {"prompt": prompt}
+    sampling = {**generation.sampling, **(fields or {})}
+    request = replace(generation, sampling=sampling).key_fields() | {"prompt": prompt}
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

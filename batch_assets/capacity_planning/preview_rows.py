@@ -49,13 +49,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """A row of the source. `prompt`: messages or text as JSON; None when it cannot be used: `refused` says why."""
+    """A row of the source. `prompt`: messages or text as JSON; None when it cannot be used: `refused` says why.
+    `fields`: request fields of its own, as a JSON object.
+    """
 
     file: str
     line: int
     prompt: bytes | None
     refused: str = ""
     answer: Answer | None = None
+    fields: bytes = b""
 
     def decoded(self) -> Any:
         """The prompt as a list of messages or a text."""
@@ -68,7 +71,7 @@ def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[Pre
     Rows are held to what a snapshot asks of them, and so are the rows after them, up to CHECKED_ROWS: of those the
     first ones that would stop a run come at the end. Raises SourceError when the source cannot be read.
     """
-    check, ids = RowCheck(spec), dict[str, tuple[str, int]]()
+    check, ids = RowCheck(spec, folder), dict[str, tuple[str, int]]()
     found: list[PreviewRow] = []
     whole = True
     for block in rows_of(spec, check.columns, folder, check.unseen):
@@ -93,7 +96,8 @@ def _checked(check: RowCheck, block: Block, ids: dict[str, tuple[str, int]]) -> 
             if seen.ids is not None and not refused:
                 first = ids.setdefault(seen.ids[i], (part.file, line))
                 refused = "" if first == (part.file, line) else f"id: the same as in {first[0]}, line {first[1]}"
-            rows.append(PreviewRow(part.file, line, None if refused else seen.prompts[i], refused))
+            fields = seen.fields[i] if seen.fields is not None and not refused else b""
+            rows.append(PreviewRow(part.file, line, None if refused else seen.prompts[i], refused, fields=fields))
     return sorted(rows, key=lambda row: row.line)
 
 
@@ -124,7 +128,7 @@ async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) ->
         return None
     began = time.monotonic()
     try:
-        completion = await client.generate(row.prompt)
+        completion = await client.generate(row.prompt, fields=row.fields)
     except EngineRefused:
         raise
     except (RowRejected, Transient) as error:

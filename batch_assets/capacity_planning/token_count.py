@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, MESSAGE_TOKENS
+from batch_assets.snapshot.prompts.messages import words_of
 
 _MOST_BYTES = 64 << 20
 _FILE = "tokenizer.json"
@@ -29,7 +30,7 @@ class TokenCounter:
         """Tokens of a whole prompt."""
         if isinstance(prompt, str):
             return round(self.count(prompt))
-        return round(sum(self.count(str(message["content"])) + MESSAGE_TOKENS for message in prompt))
+        return round(sum(self.count(words_of(message)) + MESSAGE_TOKENS for message in prompt))
 
 
 def token_counter(model: str) -> TokenCounter:

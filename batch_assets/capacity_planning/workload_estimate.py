@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import orjson
 
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
-from batch_assets.snapshot.ingest import Prompts
+from batch_assets.snapshot.prompts.messages import words_of
+from batch_assets.snapshot.prompts.rendering import Prompts
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Unseen
 from batch_assets.snapshot.source.size import estimated_lines
@@ -184,7 +185,7 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
 
     The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
     """
-    prompts, where = Prompts(spec), where_of_rows(spec)
+    prompts, where = Prompts(spec, folder), where_of_rows(spec)
     columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
     rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
     unseen = Unseen(set(columns) - prompts.required)
@@ -223,7 +224,7 @@ def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: 
 def _rendered(prompts: Prompts, block: Block) -> Iterator[bytes]:
     """Prompts of a block's first rows, without those that cannot be used."""
     part, refused = block.part(0, SAMPLED_ROWS), dict[int, str]()
-    yield from (prompt for i, prompt in enumerate(prompts.render(part, refused)) if i not in refused)
+    yield from (prompt for i, prompt in enumerate(prompts.render(part, refused).prompts) if i not in refused)
 
 
 def _estimate(prompts: Iterable[bytes]) -> PromptLengths:
@@ -235,7 +236,7 @@ def _prompt_tokens(prompt: Any) -> float:
     """Tokens of a prompt as the snapshot holds it: chat messages, or a text."""
     if isinstance(prompt, str):
         return len(prompt.encode()) / BYTES_PER_TOKEN
-    return sum(len(str(message["content"]).encode()) / BYTES_PER_TOKEN + MESSAGE_TOKENS for message in prompt)
+    return sum(len(words_of(message).encode()) / BYTES_PER_TOKEN + MESSAGE_TOKENS for message in prompt)
 
 
 def _most_output(generation: Generation) -> int:

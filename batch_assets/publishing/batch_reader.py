@@ -93,7 +93,9 @@ class CommittedRows:
         for name in self._manifest.keep_columns:
             table = table.append_column(table_name(name), kept.column(name))
         if PROMPT in self._columns:
-            table = table.append_column(PROMPT, decoded_prompts(kept.column(PROMPT), self._task))
+            table = table.append_column(
+                PROMPT, decoded_prompts(kept.column(PROMPT), self._task, conversations=self._manifest.conversations)
+            )
         return table
 
     def _shard_path(self, number: int) -> str:

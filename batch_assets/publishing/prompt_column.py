@@ -1,8 +1,9 @@
 """The column `prompt` of a published table: what each row asked, as rendered.
 
-For chat it is a list of messages, each with `role` and `content`, as `datasets`, TRL and chat templates take it. For
-completions and embeddings it is the text. It is not called `messages`: trainers take a column of that name for whole
-conversations, with their answers.
+For chat it is a list of messages, each with `role` and `content`, as `datasets`, TRL and chat templates take it; where
+the messages come from a column (`prompt.messages_from`), with what else OpenAI's messages have, and a list of content
+parts is the JSON text of that list. For completions and embeddings it is the text. It is not called `messages`:
+trainers take a column of that name for whole conversations, with their answers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import orjson
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,19 +20,44 @@ from gpu_runner.rows import Task
 
 PROMPT = "prompt"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)])
+_CONVERSATION = pa.list_(
+    pa.struct(
+        [
+            *[(name, pa.string()) for name in ("role", "content", "name")],
+            ("tool_calls", pa.list_(_CALL)),
+            *[(name, pa.string()) for name in ("tool_call_id", "refusal", "reasoning", "reasoning_content")],
+        ]
+    )
+)
 _DECODED_MESSAGES = pl.List(pl.Struct({"role": pl.String, "content": pl.String}))
 
 
-def prompt_type(task: Task) -> pa.DataType:
-    """Arrow type of the column."""
-    return _MESSAGES if task == "chat" else pa.string()
+def prompt_type(task: Task, *, conversations: bool = False) -> pa.DataType:
+    """Arrow type of the column. `conversations`: messages may hold more than a role and a text."""
+    if task != "chat":
+        return pa.string()
+    return _CONVERSATION if conversations else _MESSAGES
 
 
-def decoded_prompts(stored: pa.ChunkedArray, task: Task) -> pa.ChunkedArray:
-    """Prompts as a table has them, from the JSON that a snapshot holds. Decoded outside of Python: 10 µs a row."""
+def decoded_prompts(stored: pa.ChunkedArray, task: Task, *, conversations: bool = False) -> pa.ChunkedArray:
+    """Prompts as a table has them, from the JSON that a snapshot holds. Decoded outside of Python: 10 µs a row.
+    `conversations` as in `prompt_type`: these are decoded in Python.
+    """
+    if conversations and task == "chat":
+        return pa.chunked_array([pa.array(map(_conversation, stored.to_pylist()), _CONVERSATION)], _CONVERSATION)
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))
     decoded = text.str.json_decode(_DECODED_MESSAGES if task == "chat" else pl.String)
     return pa.chunked_array([decoded.to_arrow().cast(prompt_type(task))], prompt_type(task))
+
+
+def _conversation(stored: bytes | None) -> list[dict[str, Any]] | None:
+    messages = None if stored is None else orjson.loads(stored)
+    for message in messages or ():
+        if isinstance(message.get("content"), list):
+            message["content"] = orjson.dumps(message["content"]).decode()
+    return messages
 
 
 def prompt_bytes(prompts: pa.ChunkedArray) -> Any:

@@ -78,7 +78,7 @@ def table_schema(store: DatasetStore, manifest: SnapshotManifest, *, prompt: boo
         kept = [pa.field(table_name(name), shard.field(name).type) for name in manifest.keep_columns]
     rest = [item for item in outcome if item.name not in ("row_id", "row_key")]
     ends = [pa.field("batch", pa.string(), nullable=False), pa.field("duplicate_of", pa.string())]
-    asked = [pa.field(PROMPT, prompt_type(task))] if prompt else []
+    asked = [pa.field(PROMPT, prompt_type(task, conversations=manifest.conversations))] if prompt else []
     return pa.schema([outcome.field("row_id"), *kept, *asked, *rest, *ends])
 
 

@@ -30,7 +30,7 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.object_integrity import StoredFile
-from resources.store.snapshot_manifest import REPEATS
+from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS
 
 DUPLICATE_ROWS = 500_000
 
@@ -214,7 +214,10 @@ def _table(read: Ingested, batch: pa.RecordBatch, placed: PlacedRows) -> pa.Tabl
     else:
         ids = pc.binary_join_element_wise(keys, pa.array(placed.occurrence).cast(pa.string()), "#")
     names = ["row_id", "row_key", "prompt", *(item.name for item in read.keep_fields)]
-    return pa.table([ids, keys, batch.column("prompt"), *read.kept(batch)], names=names)
+    table = pa.table([ids, keys, batch.column("prompt"), *read.kept(batch)], names=names)
+    if REQUEST_FIELDS in batch.schema.names:
+        table = table.append_column(REQUEST_FIELDS, batch.column(REQUEST_FIELDS))
+    return table
 
 
 class _Duplicates:
@@ -235,7 +238,8 @@ class _Duplicates:
         of_ids = [placed.of_id.get(i) for i in rows.tolist()]
         if of_ids[0] is None:  # without an id column the first of equal rows is the one that is asked
             of_ids = [f"{key}#0" for key in part.column("row_key").to_pylist()]
-        part = part.drop_columns(["row_key", "prompt"]).add_column(1, "of_row_id", pa.array(of_ids, pa.string()))
+        dropped = [name for name in ("row_key", "prompt", REQUEST_FIELDS) if name in part.schema.names]
+        part = part.drop_columns(dropped).add_column(1, "of_row_id", pa.array(of_ids, pa.string()))
         if self._writer is None:
             name = f"duplicates-{len(self.shards):05d}.parquet"
             self.shards.append(Shard(path=name, rows=0))
@@ -284,6 +288,7 @@ def _manifest(
         duplicate_shards=files.duplicates,
         generation=spec.generation().stated(),
         samples=spec.samples,
+        conversations=spec.prompt.messages_from is not None,
     )
 
 

@@ -18,20 +18,20 @@ import pyarrow as pa
 from batch_assets.snapshot.files import Stage
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
 from batch_assets.snapshot.json_types import ColumnKinds, arrow_type, to_arrow
+from batch_assets.snapshot.prompts.rendering import Prompts
+from batch_assets.snapshot.prompts.row_keys import RowKeys
 from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index_file
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, Unseen
 from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
-from gpu_runner.rows import Generation, sample_digest, sample_id
-from resources.store.snapshot_manifest import SAMPLE_INDEX
+from gpu_runner.rows import sample_digest, sample_id
+from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX
 
-MAX_PROMPT = MAX_KEPT = 1 << 20
+MAX_KEPT = 1 << 20
 MAX_ID = 1024
 # Rows rendered at once take about this much memory, however long their prompts are.
 _PART_BYTES = 8 << 20
-_SORTED = orjson.OPT_SORT_KEYS
 _KEEP = "keep"
 _SAMPLED_ID = re.compile(r"~[0-9]{1,2}\Z")
 _SAMPLE = pa.field(SAMPLE_INDEX, pa.int32())
@@ -102,79 +102,9 @@ class Ingested:
         return [to_arrow(values, self.kinds.kinds.get(item.name)) for item, values in typed] + sampled
 
 
-class RowKeys:
-    """`gpu_runner.rows.row_key` for many prompts: all of the request but the prompt is encoded once."""
-
-    def __init__(self, generation: Generation) -> None:
-        fields = generation.key_fields()
-        before = {name: fields.pop(name) for name in sorted(fields) if name < "prompt"}
-        after = fields
-        self._before = orjson.dumps(before, option=_SORTED)[:-1] + b',"prompt":'
-        self._after = b"," + orjson.dumps(after, option=_SORTED)[1:]
-
-    def digests(self, prompts: Sequence[bytes]) -> list[bytes]:
-        """Sha256 of each request; `prompts` are JSON with sorted keys."""
-        sha256, before, after = hashlib.sha256, self._before, self._after
-        return [sha256(before + prompt + after).digest() for prompt in prompts]
-
-
-class Prompts:
-    """The prompt templates of a spec, rendered to the JSON that the snapshot holds."""
-
-    def __init__(self, spec: GeneratedDatasetSpec) -> None:
-        self._chat = spec.task == "chat"
-        self._parts = [(role, Template(text)) for _, role, text in spec.prompt.templates()]
-        self.columns = sorted({name for _, template in self._parts for name in template.columns})
-        self.required = {name for _, template in self._parts for name in template.required}
-        self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
-
-    def render(self, block: Block, refused: dict[int, str]) -> list[bytes]:
-        """The prompt of every row, empty where it has none; the reason is put into `refused`."""
-        texts: list[list[Any]] = []
-        for role, template in self._parts:
-            try:
-                column: list[Any] = template.render_column(block.columns, len(block.lines))
-            except TemplateExhausted as error:
-                where = f"prompt, message {role}" if self._chat else "prompt"
-                raise SourceError(
-                    f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}"
-                ) from None
-            for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
-                reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
-                refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")
-                column[i] = ""
-            texts.append(column)
-        prompts = self._encode(texts, refused)
-        for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
-            refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
-        return prompts
-
-    def _encode(self, texts: list[list[Any]], refused: dict[int, str]) -> list[bytes]:
-        try:
-            return [self._json(row) for row in zip(*texts, strict=True)]
-        except TypeError:  # text that has no UTF-8 form
-            pass
-        prompts = []
-        for i, row in enumerate(zip(*texts, strict=True)):
-            try:
-                prompts.append(self._json(row))
-            except TypeError:
-                refused.setdefault(i, "the prompt holds lone surrogates, which UTF-8 cannot carry")
-                prompts.append(b"")
-        return prompts
-
-    def _json(self, texts: tuple[str, ...]) -> bytes:
-        if not self._chat:
-            return orjson.dumps(texts[0])
-        return orjson.dumps(
-            [{"content": text, "role": role} for (role, _), text in zip(self._parts, texts, strict=True)],
-            option=_SORTED,
-        )
-
-
 def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
-    reading = _Reading(spec, workdir)
+    reading = _Reading(spec, base, workdir)
     try:
         for block in rows_of(spec, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
@@ -197,24 +127,39 @@ def _is_unknown_zone(error: LookupError) -> bool:
 
 @dataclass(slots=True)
 class CheckedRows:
-    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place."""
+    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields`: of requests, see
+    `prompts.rendering.Rendered`.
+    """
 
     prompts: list[bytes]
+    fields: list[bytes] | None
     ids: list[str] | None
     kept: list[bytes] | None
     refused: dict[int, str]
+
+    def take(self, rows: Sequence[int]) -> CheckedRows:
+        """Those at these places, none of which is refused."""
+        return CheckedRows(
+            [self.prompts[i] for i in rows],
+            self.fields and [self.fields[i] for i in rows],
+            self.ids and [self.ids[i] for i in rows],
+            self.kept and [self.kept[i] for i in rows],
+            {},
+        )
 
 
 class RowCheck:
     """What makes a row of a source unusable, block after block: the same for a snapshot and for a preview."""
 
-    def __init__(self, spec: GeneratedDatasetSpec) -> None:
-        self._spec, self._prompts = spec, Prompts(spec)
+    def __init__(self, spec: GeneratedDatasetSpec, base: Path) -> None:
+        """`base`: where files of the prompt lie. Raises SourceError for those that cannot be used."""
+        self._spec, self._prompts = spec, Prompts(spec, base)
         self._where = where_of_rows(spec)
         wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
         self._id = spec.id_column if spec.source.group_by is None else None
         self.columns = list(dict.fromkeys([*wanted, *([self._id] if self._id else [])]))
         self.unseen = Unseen(set(self.columns) - self._prompts.required - {self._id})
+        self.has_fields = self._prompts.has_fields
         self.kinds = ColumnKinds(spec.keep_columns)
         self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
         self._readable = False
@@ -253,10 +198,10 @@ class RowCheck:
         refused = self.kinds.learn(part.columns) if part.arrow is None else {}
         found = part.ids if part.ids is not None else part.columns[self._id] if self._id else None
         ids = None if found is None else _row_ids(found, refused, self._spec.samples)
-        prompts, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
-        if prompts:
-            self._row_bytes = sum(map(len, prompts)) // len(prompts)
-        return CheckedRows(prompts, ids, kept, refused)
+        rendered, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
+        if prompts := rendered.prompts:
+            self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ()))) // len(prompts)
+        return CheckedRows(prompts, rendered.fields, ids, kept, refused)
 
     def finish(self) -> None:
         """After the last block: raises SourceError for a column that was in no row, and where there was no row."""
@@ -281,9 +226,9 @@ class RowCheck:
 class _Reading:
     """The state of one pass over a source."""
 
-    def __init__(self, spec: GeneratedDatasetSpec, workdir: Path) -> None:
+    def __init__(self, spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> None:
         self._spec, self._workdir = spec, workdir
-        self.check, self._keys = RowCheck(spec), RowKeys(spec.generation())
+        self.check, self._keys = RowCheck(spec, base), RowKeys(spec.generation())
         self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
         self._index = index_file(workdir / "index.parquet", with_id=spec.has_ids)
         self._stage: Stage | None = None
@@ -304,22 +249,22 @@ class _Reading:
     def _take_part(self, part: Block) -> list[Reject]:
         """Render and stage some rows; returns those that cannot be used."""
         rows = self.check.check(part)
-        prompts, ids, kept, refused = rows.prompts, rows.ids, rows.kept, rows.refused
-        rejects = [Reject(part.file, part.lines[i], refused[i]) for i in refused]
-        if refused:
-            good = [i for i in range(len(part.lines)) if i not in refused]
-            part, prompts = part.take(good), [prompts[i] for i in good]
-            ids, kept = ids and [ids[i] for i in good], kept and [kept[i] for i in good]
-        if prompts:
-            self._write(part, prompts, ids, kept)
+        rejects = [Reject(part.file, part.lines[i], reason) for i, reason in rows.refused.items()]
+        if rows.refused:
+            good = [i for i in range(len(part.lines)) if i not in rows.refused]
+            part, rows = part.take(good), rows.take(good)
+        if rows.prompts:
+            self._write(part, rows)
         return rejects
 
-    def _write(self, part: Block, prompts: list[bytes], ids: list[str] | None, kept: list[bytes] | None) -> None:
-        digests, number = self._keys.digests(prompts), self._spec.samples
+    def _write(self, part: Block, checked: CheckedRows) -> None:
+        digests, number = self._keys.digests(checked.prompts, checked.fields), self._spec.samples
+        prompts, fields, ids, kept = checked.prompts, checked.fields, checked.ids, checked.kept
         samples = [sample for _ in prompts for sample in range(number)]
         if number > 1:  # those of one prompt stand next to each other: engines keep the prompt's prefix
             rows = [row for row in range(len(prompts)) for _ in range(number)]
             part, prompts = part.take(rows), [prompts[row] for row in rows]
+            fields = fields and [fields[row] for row in rows]
             digests = [sample_digest(digests[row], sample) for row, sample in zip(rows, samples, strict=True)]
             ids = ids and [sample_id(ids[row], sample) for row, sample in zip(rows, samples, strict=True)]
             kept = kept and [kept[row] for row in rows]
@@ -336,6 +281,8 @@ class _Reading:
             columns[_KEEP] = kept
         if SAMPLE_INDEX in stage.schema.names:
             columns[SAMPLE_INDEX] = samples
+        if fields is not None:
+            columns[REQUEST_FIELDS] = [own or None for own in fields]
         arrays = [_array(columns[item.name], item.type) for item in stage.schema]
         file = self._files.setdefault(part.file, len(self._files))
         self._add_to_index(digests, ids, file, part.lines, stage.rows)
@@ -354,6 +301,8 @@ class _Reading:
             fields.append(pa.field(_KEEP, pa.binary()))
         if self._spec.samples > 1:
             fields.append(_SAMPLE)
+        if self.check.has_fields:
+            fields.append(pa.field(REQUEST_FIELDS, pa.binary()))
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:

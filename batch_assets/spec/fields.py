@@ -73,6 +73,12 @@ def _source_path(value: str) -> str:
     return value
 
 
+def _text_file(value: str) -> str:
+    if "://" in value or "\0" in value:
+        raise Unusable("a file beside the defs.yaml", show(value), "Copy it there.")
+    return value
+
+
 def _delimiter(value: str) -> str:
     if len(value) != 1 or value in '"\r\n\0\ufeff':
         raise Unusable(
@@ -268,6 +274,7 @@ Model = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_mode
 Name = Annotated[str, AfterValidator(_name)]
 AssetName = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_asset_name)]
 SourcePath = Annotated[str, Field(min_length=1), AfterValidator(_source_path)]
+TextFile = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_text_file)]
 Delimiter = Annotated[str, AfterValidator(_delimiter)]
 Cron = Annotated[str, AfterValidator(_cron)]
 TimeZone = Annotated[str, AfterValidator(_zone)]

@@ -35,12 +35,14 @@ from batch_assets.spec.fields import (
     Regex,
     Strict,
     Text,
+    TextFile,
     TimeZone,
 )
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.source import SourceSpec
 from batch_assets.templates.prompt_template import Template, single_braces
+from gpu_runner.client.protocol import CONTINUES_ANSWER
 from gpu_runner.models.facts import AS_IT_IS
 from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
@@ -87,12 +89,26 @@ class PromptSpec(Strict):
     """The prompt: Jinja templates over the row's columns."""
 
     system: Text | None = Field(default=None, description="System message (chat).")
+    system_from: TextFile | None = Field(
+        default=None, description="A file beside this one with the system message, a template as `system` is (chat)."
+    )
+    examples: TextFile | None = Field(
+        default=None,
+        description='A JSONL file beside this one with examples, `{"user": "…", "assistant": "…"}`, as they are: '
+        "messages between the system message and the rest (chat).",
+    )
+    messages_from: Column | None = Field(
+        default=None,
+        description="Column with a conversation of each row (chat): a list of messages as OpenAI writes them, or its "
+        "JSON text. `system` and `examples` may stand before it, `user` after it.",
+    )
     user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
     messages: list[MessageSpec] | None = Field(
         default=None,
         min_length=1,
         max_length=500,
-        description="A whole conversation (chat), instead of system and user.",
+        description="A whole conversation (chat), instead of system and user. A last message of the assistant is the "
+        "beginning of each answer.",
     )
     text: Text | None = Field(default=None, description="The whole prompt (completion and embedding).")
 
@@ -366,6 +382,8 @@ class GeneratedDatasetSpec(Strict):
         sampling = self.sampling.request()
         if self.task != "embedding" and not self.sampling.limits_tokens:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
+        if self.prompt.messages is not None and self.prompt.messages[-1].role == "assistant":
+            sampling = {**CONTINUES_ANSWER, **sampling}
         output = self.output
         made = Generation(
             self.task,
@@ -392,21 +410,33 @@ def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
 
 
 def _check_prompt(task: Task, prompt: PromptSpec) -> None:
-    given = [key for key in ("system", "user", "messages", "text") if getattr(prompt, key) is not None]
+    keys = ("system", "system_from", "examples", "messages_from", "user", "messages", "text")
+    given = [key for key in keys if getattr(prompt, key) is not None]
     allowed: tuple[list[str], ...] = (["text"], ["user"])
     expected = "prompt.text (or prompt.user) alone"
+    asked = given
     if task == "chat":
-        allowed = (["user"], ["system", "user"], ["messages"])
-        expected = "prompt.user, prompt.system and prompt.user, or prompt.messages"
-    if given not in allowed:
+        allowed = (["user"], ["messages_from"], ["messages_from", "user"], ["messages"])
+        expected = "prompt.user, prompt.messages_from (with prompt.user after it or without), or prompt.messages"
+        if given != ["messages"]:
+            asked = [key for key in given if key not in ("system", "system_from", "examples")]
+            expected += "; before user and messages_from prompt.system (or system_from) and prompt.examples"
+            twice = {"system", "system_from"} <= set(given) or asked == ["messages"]
+            asked = given if twice else asked
+    if asked not in allowed:
         raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
-    for key, _, text in prompt.templates():
-        if (name := single_braces(text)) and not any(Template(one).columns for _, _, one in prompt.templates()):
-            expected = f"a column in double braces, {{{{ {name} }}}}"
-            raise Unusable(expected, f"no column, and {{{name}}}, which is sent as it is", key=f"prompt.{key}")
-    if prompt.messages is not None and prompt.messages[-1].role != "user":
-        last = len(prompt.messages) - 1
-        raise Unusable("a last message of role user", prompt.messages[-1].role, key=f"prompt.messages.{last}.role")
+    with_columns = prompt.messages_from is not None or prompt.system_from is not None
+    if not with_columns and not any(Template(text).columns for _, _, text in prompt.templates()):
+        for key, _, text in prompt.templates():
+            if name := single_braces(text):
+                expected = f"a column in double braces, {{{{ {name} }}}}"
+                raise Unusable(expected, f"no column, and {{{name}}}, which is sent as it is", key=f"prompt.{key}")
+    if prompt.messages is not None and prompt.messages[-1].role == "system":
+        last, expected = (
+            len(prompt.messages) - 1,
+            "a last message of role user, or of assistant, which the model continues",
+        )
+        raise Unusable(expected, prompt.messages[-1].role, key=f"prompt.messages.{last}.role")
 
 
 def _check_task(spec: GeneratedDatasetSpec) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import io
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, TypeVar
 
 import aiohttp
@@ -195,17 +196,29 @@ class EngineClient:
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient or RequestDenied.
 
-        `admit` is awaited with a number of bytes before an answer of that size is read. `seed`, `max_tokens`: the row's
-        own; of the latter no more than the engine's context is asked for, where that is known.
+        `admit` is awaited with a number of bytes before an answer of that size is read. `fields`: request fields of
+        the row's own, a JSON object; `max_tokens` goes before them, and no more than the engine's context is asked
+        for, where that is known.
         """
         if max_tokens is not None and self._context is not None:
             max_tokens = min(max_tokens, self._context - 1)
-        return await self._ask(self._requests.body(prompt, repair, seed, max_tokens), admit, self._completion)
+        body = self._requests.body(prompt, repair, fields, max_tokens)
+        return await self._ask(body, admit, self._completion if not fields else self._completion_within(fields))
+
+    def _completion_within(self, fields: bytes) -> ReadAnswer[Completion]:
+        """Reads an answer that may be as large as a row with these fields asks for."""
+        limit = self._answer_bytes or answer_limit(self._requests.with_fields(fields), self._context)
+
+        async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
+            found = await self._checked(answer, limit, admit)
+            return read_answer(self.generation.task, answer.status, answer.headers, found)
+
+        return read
 
     @property
     def takes_lists(self) -> bool:
@@ -232,12 +245,12 @@ class EngineClient:
         """
         await self._ask(self._requests.canary(prompt), None, self._completion)
 
-    async def probe(self, prompt: bytes, *, content: bool) -> None:
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None:
         """Asks for a row's prompt with all settings of a row, or for short texts in its place. Raises like `generate`.
 
         What is refused for its settings is refused at once: the answer itself need not be waited for.
         """
-        await self._ask(self._requests.probe(prompt, content=content), None, self._completion)
+        await self._ask(self._requests.probe(prompt, content=content, fields=fields), None, self._completion)
 
     async def _ask(self, body: bytes, admit: Admit | None, read: ReadAnswer[T]) -> T:
         if self._session is None or self._fresh is None:
@@ -336,7 +349,7 @@ class EngineClient:
         """
         self._silent_connections = asyncio.Semaphore(SILENT_CONNECTIONS)
         try:
-            self._requests = Requests(llama_cpp_generation(self.generation, context))
+            self._requests = Requests(self.generation, partial(llama_cpp_generation, context=context))
         except ValueError as error:
             raise EngineRefused(
                 f"sampling: expected request fields that llama.cpp has, found {error}. Leave them out of the dataset, "

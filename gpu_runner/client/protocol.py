@@ -8,7 +8,7 @@ never into logs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -30,6 +30,9 @@ ERROR_ANSWER = "error_answer"  # code of an error that came with status 200
 RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options", "n"})
 
 PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
+
+# vLLM's fields of a chat whose last message is the beginning of the answer, which the model continues.
+CONTINUES_ANSWER: Mapping[str, bool] = {"add_generation_prompt": False, "continue_final_message": True}
 
 # vLLM ends a request with these when it did not finish the row itself (shutdown, engine error).
 TRUNCATED = "truncated"  # the code of a row whose answer was cut at the token limit, where that is not enough
@@ -180,9 +183,13 @@ class Repair:
 
 
 class Requests:
-    """Builds request bodies of one generation; everything but the prompt is encoded once."""
+    """Builds request bodies of one generation; everything but the prompt is encoded once, for rows without fields of
+    their own. `dialect`: the same generation as the server calls its fields; raises ValueError for what it cannot do.
+    """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, dialect: Callable[[Generation], Generation] | None = None) -> None:
+        self._given, self._dialect = generation, dialect
+        generation = generation if dialect is None else dialect(generation)
         reserved = RESERVED_FIELDS | ({"response_format"} if generation.json_schema is not None else set())
         clash = sorted(reserved & generation.sampling.keys())
         if clash:
@@ -203,47 +210,68 @@ class Requests:
             fields["structured_outputs"] = dict(self._generation.structured_outputs)
         return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
 
+    def with_fields(self, fields: bytes) -> Generation:
+        """The generation of a row with request fields of its own (a JSON object), as the server calls them.
+
+        Raises RowRejected for what it cannot do.
+        """
+        generation = self._given.with_fields(fields)
+        try:
+            return generation if self._dialect is None else self._dialect(generation)
+        except ValueError as error:
+            raise RowRejected("unsupported_field", str(error)) from None
+
     def body(
         self,
         prompt: bytes,
         repair: Repair | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> bytes:
-        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `seed`, `max_tokens`: the
-        row's own.
+        """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `fields`, `max_tokens`: the
+        row's own, the latter before all others.
+
+        Raises RowRejected where the server cannot do what they ask for.
         """
-        sampling = dict(self._generation.sampling)
-        if seed is not None:
-            sampling["seed"] = seed
+        generation = self.with_fields(fields) if fields else self._generation
+        sampling = dict(generation.sampling)
         if max_tokens is not None:
-            sampling |= dict.fromkeys(self._generation.limit_fields, max_tokens)
-        head = self._head if seed is None and max_tokens is None else self._encode(sampling)
+            sampling |= dict.fromkeys(generation.limit_fields, max_tokens)
+        head = self._encode(sampling) if fields or max_tokens is not None else self._head
         if repair is None:
             return head + prompt + b"}"
         if self._generation.task == "chat":
-            messages = [*orjson.loads(prompt), *self._repair_messages(repair)]
+            messages = self._with_repair(orjson.loads(prompt), repair)
+            if not CONTINUES_ANSWER.keys().isdisjoint(sampling):
+                head = self._encode({name: given for name, given in sampling.items() if name not in CONTINUES_ANSWER})
             return head + orjson.dumps(messages) + b"}"
         sampling["seed"] = int(sampling.get("seed") or 0) + repair.attempt
         return self._encode(sampling) + prompt + b"}"
 
-    def _repair_messages(self, repair: Repair) -> list[dict[str, str]]:
+    def _with_repair(self, messages: list[dict[str, Any]], repair: Repair) -> list[dict[str, Any]]:
+        """The conversation, its answer (behind the beginning of it that the prompt has, if any), and what is wrong."""
+        answer = repair.answer
+        if messages and messages[-1].get("role") == "assistant" and isinstance(messages[-1].get("content"), str):
+            answer = messages.pop()["content"] + answer
         form, what = "have the wanted form", "right text"
         if self._generation.json_schema is not None:
             form, what = "fit the JSON schema", "corrected JSON"
         wish = f"This answer does not {form}: {repair.problem}. Answer again with the {what} only."
-        return [{"role": "assistant", "content": repair.answer}, {"role": "user", "content": wish}]
+        return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": wish}]
 
     def body_of_list(self, prompts: Sequence[bytes]) -> bytes:
         """The body for several texts to embed."""
         return self._head + b"[" + b",".join(prompts) + b"]}"
 
-    def probe(self, prompt: bytes, *, content: bool) -> bytes:
+    def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> bytes:
         """A row's request again; without its content: same settings and roles, each text "ping"."""
         if content or self._generation.task != "chat":
-            return self.body(prompt if content else b'"ping"')
-        roles = [message.get("role") for message in orjson.loads(prompt)[:PROBE_MESSAGES]]
-        return self.body(orjson.dumps([{"role": role, "content": "ping"} for role in roles]))
+            return self.body(prompt if content else b'"ping"', fields=fields)
+        messages = orjson.loads(prompt)
+        if len(messages) > PROBE_MESSAGES:
+            messages = [*messages[: PROBE_MESSAGES - 1], messages[-1]]
+        roles = [_probe_role(message) for message in messages]
+        return self.body(orjson.dumps([{"role": role, "content": "ping"} for role in roles]), fields=fields)
 
     def canary(self, prompt: bytes | None = None) -> bytes:
         """The smallest request that makes the engine generate: one token, no schema. `prompt` as in `body`."""
@@ -254,6 +282,11 @@ class Requests:
         asked = content if prompt is None else orjson.Fragment(prompt)
         limit = next(iter(self._generation.limit_fields), "max_tokens")  # OpenAI's reasoning models refuse max_tokens
         return orjson.dumps({**head, self._field.decode(): asked, limit: 1})
+
+
+def _probe_role(message: Mapping[str, Any]) -> Any:
+    """A tool's message stands behind the call that it answers, which a probe does not have."""
+    return "user" if message.get("role") == "tool" else message.get("role")
 
 
 def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes) -> Completion:

@@ -55,7 +55,7 @@ class VerbatimClient(EngineClient):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
@@ -93,7 +93,7 @@ class VerbatimClient(EngineClient):
             body = {name: value for name, value in body.items() if name not in TOKEN_LIMITS} | {asked: 1}
         await self._ask(orjson.dumps(body), None, self._completion)
 
-    async def probe(self, prompt: bytes, *, content: bool) -> None:
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None:
         """One token, to a row's own body or to none: each row has its own settings. Raises like `generate`."""
         await self.canary(prompt if content else None)
 

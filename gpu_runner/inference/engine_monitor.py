@@ -59,11 +59,11 @@ class Engine(Protocol):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion: ...
     async def canary(self, prompt: bytes | None = None) -> None: ...
-    async def probe(self, prompt: bytes, *, content: bool) -> None: ...
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None: ...
     async def load(self) -> EngineLoad | None: ...
     async def healthy(self) -> bool: ...
     def reachability(self) -> Reachability: ...
@@ -298,10 +298,11 @@ class Watchdog:
     async def _probe(self, answered_row: bool) -> None:
         """Evidence for refused rows. Raises _Admitted where the answer takes long: a refusal comes at once."""
         denials = self._failures.denials
-        prompt = denials.answered_prompt if answered_row else denials.oldest_prompt
+        row = denials.answered_row if answered_row else denials.oldest_row
+        prompt, fields = (b'"ping"', b"") if row is None else (row.prompt, row.own_fields)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                await self._engine.probe(prompt or b'"ping"', content=answered_row)
+                await self._engine.probe(prompt, content=answered_row, fields=fields)
         except TimeoutError:
             raise _Admitted from None
 
@@ -309,7 +310,8 @@ class Watchdog:
         """A row that was answered before and is denied now: the engine denies. Else only the canary may be meant."""
         denials = self._failures.denials
         if evidence == "answered_row":
-            return CanaryAnswer(told(error, denials.answered_prompt))
+            row = denials.answered_row
+            return CanaryAnswer(told(error, None if row is None else row.prompt))
         self._liveness.canary_useless = self._liveness.canary_useless or evidence is None
         denied_at = denials.oldest
         if denied_at is None or denied_at > sent:

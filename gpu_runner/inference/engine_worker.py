@@ -363,7 +363,7 @@ class EngineWorker:
                     item.row.prompt,
                     repair=item.repair,
                     admit=partial(self._admit, request),
-                    seed=item.row.seed,
+                    fields=item.row.own_fields,
                     max_tokens=item.max_tokens,
                 )
         except EngineError as error:
@@ -537,7 +537,7 @@ class EngineWorker:
             if len(rows) == 1:
                 row = first.row
                 answer = await self.engine.generate(
-                    row.prompt, repair=first.repair, admit=admit, seed=row.seed, max_tokens=first.max_tokens
+                    row.prompt, repair=first.repair, admit=admit, fields=row.own_fields, max_tokens=first.max_tokens
                 )
                 return (answer,)
             assert self._list_engine is not None

@@ -131,7 +131,7 @@ class FailedRequests:
     def answered(self, item: Item, now: float) -> bool:
         """The engine has answered a request, of this row among others. Returns whether `judge` is to follow."""
         self._work.failures.answered()
-        self.denials.remember(item.row.prompt)
+        self.denials.remember(item.row)
         if not self:
             return False
         self.denials.row_answered(item.sent)

@@ -114,7 +114,8 @@ class RowOutcomes:
         """The tokens to ask for after a cut answer: twice as many, within the bound. None: it is left as it is, also
         where the engine's context cut it, as it has fewer tokens than it might.
         """
-        asked, most = item.max_tokens or self._generation.most_tokens, self._generation.retry_max_tokens
+        asked = item.max_tokens or self._generation.with_fields(item.row.fields).most_tokens
+        most = self._generation.retry_max_tokens
         if self._generation.on_truncated != "retry_longer" or asked is None or most is None or asked >= most:
             return None
         if 0 < completion.completion_tokens < asked:

@@ -28,7 +28,7 @@ from resources.store.batch_objects import (
 from resources.store.journal import Journal
 from resources.store.object_integrity import is_damage, read_pointer, read_sealed
 from resources.store.outcome_tables import outcomes_from
-from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX, BatchEntry, Shard, SnapshotManifest
+from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, SAMPLE_INDEX, BatchEntry, Shard, SnapshotManifest
 
 __all__ = [
     "FOOTER_KEY",
@@ -143,7 +143,7 @@ class DatasetStore:
     ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
         """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
         sampled = (SAMPLE_INDEX,) if manifest.samples > 1 else ()
-        columns = ("row_id", "row_key", "prompt", REPEATS, *sampled)
+        columns = ("row_id", "row_key", "prompt", REPEATS, REQUEST_FIELDS, *sampled)
         for entry, table in self.prompt_tables(manifest, entries, columns):
             ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
             if data_version(zip(ids, keys, strict=True)) != entry.data_version:
@@ -153,12 +153,15 @@ class DatasetStore:
                 )
             repeats = table.column(REPEATS).to_pylist() if REPEATS in table.schema.names else [False] * len(ids)
             samples = table.column(SAMPLE_INDEX).to_pylist() if sampled else [0] * len(ids)
-            lines = zip(ids, keys, prompts, repeats, samples, strict=True)
+            own = (
+                table.column(REQUEST_FIELDS).to_pylist() if REQUEST_FIELDS in table.schema.names else [None] * len(ids)
+            )
+            lines = zip(ids, keys, prompts, repeats, samples, own, strict=True)
             yield (
                 entry,
                 tuple(
-                    Row(entry.key, row_id, key, prompt, repeats=again, sample=sample)
-                    for row_id, key, prompt, again, sample in lines
+                    Row(entry.key, row_id, key, prompt, repeats=again, sample=sample, fields=fields or b"")
+                    for row_id, key, prompt, again, sample, fields in lines
                 ),
             )
 

@@ -14,6 +14,8 @@ from resources.store.object_integrity import Sealed, StoredFile
 REPEATS = "~repeats"
 # Column of a shard and of the table, where the dataset asks for several samples of each prompt.
 SAMPLE_INDEX = "sample_index"
+# Column of a shard: request fields of a row's own, as a JSON object; null where it has none.
+REQUEST_FIELDS = "~fields"
 
 
 class Shard(BaseModel):
@@ -30,6 +32,7 @@ class SnapshotManifest(Sealed):
     `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
     `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
     `upstream_version`: of the published table of another dataset that was read.
+    `conversations`: prompts are messages that may hold more than a role and a text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +59,7 @@ class SnapshotManifest(Sealed):
     generation: dict[str, Any]
     samples: int = 1
     upstream_version: str | None = None
+    conversations: bool = False
 
     @property
     def expected_rows(self) -> int:

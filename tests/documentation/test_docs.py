@@ -204,6 +204,14 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
     columns = {name for text in templates for name in Template(text).columns} | set(spec.keep_columns)
     rows: dict[str, list[Any]] = {name: [f"{name} {i}" for i in range(ROWS)] for name in sorted(columns)}
     rows |= {spec.id: list(range(ROWS))} if spec.id else {}
+    if (column := spec.prompt.messages_from) is not None:
+        rows[column] = [[{"role": "user", "content": f"Hello {i}"}] for i in range(ROWS)]
+    for text, content in (
+        (spec.prompt.system_from, "Be brief."),
+        (spec.prompt.examples, '{"user":"a","assistant":"b"}'),
+    ):
+        if text is not None:
+            (folder / text).write_text(content)
     rows |= {"stars": [1] * ROWS, "lang": ["en"] * ROWS, "price": [12.5] * ROWS} if spec.source.where else {}
     name = spec.source.path.removeprefix("s3://bucket/").replace("**", "2026").replace("*", "part-0")
     file = folder / name

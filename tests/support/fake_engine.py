@@ -67,7 +67,7 @@ class FakeEngine:
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         text = orjson.loads(prompt)
@@ -155,7 +155,7 @@ class FakeEngine:
             raise self.outage
         self.tokens += 1
 
-    async def probe(self, prompt: bytes, *, content: bool) -> None:
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None:
         await self.canary(prompt if content else None)
 
     async def load(self) -> EngineLoad | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from batch_assets.snapshot.prompts.messages import words_of
+
 SHOWN_LETTERS = 4000  # of one message or answer
 Say = Callable[..., None]  # a text and, where it has one, a style
 
@@ -31,4 +33,6 @@ def say_prompt(say: Say, prompt: Any, letters: int = SHOWN_LETTERS) -> None:
     """Messages with their roles, or a text."""
     for message in [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt:
         say(f"  {message['role']}", "cyan")
-        say(indented(str(message["content"]), letters))
+        content = message.get("content")
+        said = content if isinstance(content, str) else words_of(message)
+        say(indented(said, letters))

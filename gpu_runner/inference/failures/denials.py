@@ -27,6 +27,7 @@ from typing import Literal
 from gpu_runner.client.protocol import EngineRefused, RequestDenied
 from gpu_runner.client.server_sentence import says
 from gpu_runner.inference.row_state import Item
+from gpu_runner.rows import Row
 
 # A canary is sent for so many denials as a share of the window, or for one that waited so long: other rows may prove
 # the same for nothing, and a dataset in which a third of the rows is denied must not ask for much more than its rows.
@@ -54,11 +55,11 @@ class Denial:
 class Denials:
     """The denied rows of one engine, oldest first. Times are those of the loop, in seconds.
 
-    `answered_prompt` is the prompt of the last row that the engine answered.
+    `answered_row` is the last row that the engine answered.
     """
 
     def __init__(self) -> None:
-        self.answered_prompt: bytes | None = None
+        self.answered_row: Row | None = None
         self._fresh: deque[Denial] = deque()  # nothing that was sent after them is answered yet
         self._aside: deque[Denial] = deque()
         self._sum = 0
@@ -74,9 +75,9 @@ class Denials:
         return self._fresh[0].at if self._fresh else None
 
     @property
-    def oldest_prompt(self) -> bytes | None:
-        """The prompt of that row."""
-        return self._fresh[0].item.row.prompt if self._fresh else None
+    def oldest_row(self) -> Row | None:
+        """That row."""
+        return self._fresh[0].item.row if self._fresh else None
 
     def slots(self, window: int) -> int:
         """How many slots the denied rows keep: those set aside keep none, unless too many were denied."""
@@ -88,9 +89,9 @@ class Denials:
         self._fresh.append(denial)
         self._sum += 1
 
-    def remember(self, prompt: bytes) -> None:
-        """The engine answered a row with this prompt."""
-        self.answered_prompt = prompt
+    def remember(self, row: Row) -> None:
+        """The engine answered this row."""
+        self.answered_row = row
 
     # --- evidence ---
 
@@ -99,7 +100,7 @@ class Denials:
         if not self:
             return None
         doubtful = self._canary_error is not None and self._due(now, window, in_flight)
-        if self.answered_prompt is not None and (doubtful or self._too_many(window)):
+        if self.answered_row is not None and (doubtful or self._too_many(window)):
             return "answered_row"
         if self._canary_error is None and self._due(now, window, in_flight):
             return "canary"
@@ -161,7 +162,7 @@ class Denials:
 
     def of_engine(self, window: int, in_flight: int) -> EngineRefused | None:
         """Why the engine is to be left, or None. While rows are in flight that may be answered, they are waited for."""
-        if not self or in_flight or self.answered_prompt is not None:
+        if not self or in_flight or self.answered_row is not None:
             return None
         if self._fresh:
             return None if self._canary_error is None else told(self._canary_error)

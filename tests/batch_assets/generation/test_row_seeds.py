@@ -130,7 +130,7 @@ def test_without_a_seed_or_with_ids_of_the_platform_nothing_is_marked(local_obje
 def test_a_repair_keeps_the_seed_of_its_row() -> None:
     repair = Repair("{", "no JSON", 1)
     chat = Requests(Generation("chat", "m", {"seed": 7}))
-    assert orjson.loads(chat.body(b"[]", repair, 99))["seed"] == 99
+    assert orjson.loads(chat.body(b"[]", repair, b'{"seed":99}'))["seed"] == 99
     assert orjson.loads(chat.body(b"[]"))["seed"] == 7
     text = Requests(Generation("completion", "m", {"seed": 7}))
-    assert orjson.loads(text.body(b'"p"', repair, 99))["seed"] == 100
+    assert orjson.loads(text.body(b'"p"', repair, b'{"seed":99}'))["seed"] == 100

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_assets.snapshot import files as snapshot_files
-from batch_assets.snapshot import ingest
 from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.prompts.row_keys import RowKeys
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.templates.prompt_template import Refused, Template
@@ -168,7 +168,7 @@ def test_row_keys_are_those_of_gpu_runner_whatever_the_request(
     chats = [[{"role": "user", "content": word}] for word in words]
     for asked in (words, chats):
         encoded = [orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS) for prompt in asked]
-        digests = ingest.RowKeys(spec.generation()).digests(encoded)
+        digests = RowKeys(spec.generation()).digests(encoded)
         assert [digest.hex() for digest in digests] == [row_key(spec.generation(), prompt) for prompt in asked]
 
 
@@ -746,6 +746,7 @@ def _peak_mb(folder: Path, rows: int, ending: str) -> int:
 import pathlib, random, sys, json
 import pyarrow as pa, pyarrow.parquet as pq
 from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.prompts.row_keys import RowKeys
 from batch_assets.spec.models import load_spec
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
@@ -797,6 +798,7 @@ def test_a_parquet_bomb_is_refused_in_bounded_memory(tmp_path: Path) -> None:
     script = """
 import pathlib, sys
 from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.prompts.row_keys import RowKeys
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import load_spec
 from resources.objects.opening import open_objects

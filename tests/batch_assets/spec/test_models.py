@@ -291,8 +291,8 @@ def test_the_prompt_must_fit_the_task(task: str, prompt: dict[str, Any], good: b
         assert problem(task=task, prompt=prompt).startswith("prompt: expected prompt.")
 
 
-def test_a_conversation_ends_with_the_user() -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+def test_a_conversation_does_not_end_with_a_system_message() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
     assert problem(prompt={"messages": messages}).startswith("prompt.messages.1.role: expected a last message of role")
 
 

@@ -81,7 +81,7 @@ class FilteredEngine(FakeEngine):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         found = await super().generate(prompt, repair=repair, admit=admit)

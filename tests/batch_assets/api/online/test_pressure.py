@@ -40,7 +40,7 @@ class CountedEngine(FakeEngine):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         self.sent.release()

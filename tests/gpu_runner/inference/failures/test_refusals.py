@@ -39,7 +39,7 @@ class Server(FakeEngine):
             raise error
         return await super().generate(prompt, **options)
 
-    async def probe(self, prompt: bytes, *, content: bool) -> None:
+    async def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> None:
         self.probes += 1
         error = self.refuse(self.asked.total(), orjson.loads(prompt)) if content else self.probe_error
         if error is not None:

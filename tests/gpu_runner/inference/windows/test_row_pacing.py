@@ -151,7 +151,7 @@ class TimedEngine(FakeEngine):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: bytes = b"",
         max_tokens: int | None = None,
     ) -> Completion:
         self.times.append(asyncio.get_running_loop().time())

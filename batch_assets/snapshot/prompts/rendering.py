@@ -1,0 +1,172 @@
+"""Prompts of rows: the templates, files and columns of a spec, rendered to the JSON that the snapshot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_assets.snapshot.prompts.files import read_examples, read_system
+from batch_assets.snapshot.prompts.messages import (
+    INSTRUCTS,
+    Message,
+    Unfit,
+    check_whole,
+    continues,
+    read_conversation,
+)
+from batch_assets.snapshot.source.block import Block
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.models import GeneratedDatasetSpec, PromptSpec
+from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
+from gpu_runner.client.protocol import CONTINUES_ANSWER
+
+MAX_PROMPT = 1 << 20
+_SORTED = orjson.OPT_SORT_KEYS
+_SURROGATES = "the prompt holds lone surrogates, which UTF-8 cannot carry"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A conversation in a column."""
+
+    name: str
+
+
+# What messages are made of: a template with its role, messages that are the same for all rows, a column.
+_Part = tuple[str, Template] | list[Message] | _Column
+
+
+@dataclass(slots=True)
+class Rendered:
+    """What rows ask, by their place. `fields`: request fields of each row's own, as JSON objects or empty; None where
+    no row of the dataset can have any."""
+
+    prompts: list[bytes]
+    fields: list[bytes] | None
+
+
+class Prompts:
+    """The prompt of a spec. `base`: where its files lie. Raises SourceError for those that cannot be used."""
+
+    def __init__(self, spec: GeneratedDatasetSpec, base: Path) -> None:
+        self._chat = spec.task == "chat"
+        self._parts = list(_parts(spec.prompt, base))
+        self._templates = [part for part in self._parts if isinstance(part, tuple)]
+        self._plain = len(self._templates) == len(self._parts)
+        self._column = next((part.name for part in self._parts if isinstance(part, _Column)), None)
+        sampling = spec.generation().sampling
+        self._continues = {name: value for name, value in CONTINUES_ANSWER.items() if name not in sampling}
+        names = {name for _, template in self._templates for name in template.columns}
+        self.columns = sorted(names | ({self._column} if self._column else set()))
+        self.required = {name for _, template in self._templates for name in template.required}
+        self.required |= {self._column} if self._column else set()
+        self.has_fields = self._column is not None
+        self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
+        fixed = [message for part in self._parts if isinstance(part, list) for message in part]
+        self.constant_bytes += sum(len(message["content"]) for message in fixed)
+
+    def render(self, block: Block, refused: dict[int, str]) -> Rendered:
+        """The prompt of every row, empty where it has none; the reason is put into `refused`."""
+        texts = [self._texts(role, template, block, refused) for role, template in self._templates]
+        rows: list[tuple[Any, ...]] = list(zip(*texts, strict=True)) if texts else [()] * len(block.lines)
+        fields: list[bytes] | None = None
+        if self._plain:
+            prompts = self._encode(rows, refused)
+        else:
+            prompts, fields = self._conversations(rows, block, refused)
+        for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
+            refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
+        return Rendered(prompts, fields if self.has_fields else None)
+
+    def _texts(self, role: str, template: Template, block: Block, refused: dict[int, str]) -> list[Any]:
+        try:
+            column: list[Any] = template.render_column(block.columns, len(block.lines))
+        except TemplateExhausted as error:
+            where = f"prompt, message {role}" if self._chat else "prompt"
+            raise SourceError(f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}") from None
+        for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
+            reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
+            refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")
+            column[i] = ""
+        return column
+
+    def _conversations(
+        self, rows: Sequence[tuple[str, ...]], block: Block, refused: dict[int, str]
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Prompts that hold more than templates, and the fields of rows whose answer is begun."""
+        cells = [None] * len(rows) if self._column is None else block.columns[self._column]
+        continued = orjson.dumps(self._continues, option=_SORTED) if self._continues else b""
+        prompts, fields = [b""] * len(rows), [b""] * len(rows)
+        for i, (texts, cell) in enumerate(zip(rows, cells, strict=True)):
+            if i in refused:
+                continue
+            try:
+                messages = self._messages(texts, cell)
+                prompts[i] = orjson.dumps(messages, option=_SORTED)
+            except Unfit as error:
+                refused[i] = f"column {self._column!r}: {error}" if self._column is not None else str(error)
+            except TypeError:
+                refused[i] = _SURROGATES
+            else:
+                fields[i] = continued if continues(messages) else b""
+        return prompts, fields
+
+    def _messages(self, texts: tuple[str, ...], cell: Any) -> list[Message]:
+        messages: list[Message] = []
+        rest = iter(texts)
+        for part in self._parts:
+            if isinstance(part, tuple):
+                messages.append({"content": next(rest), "role": part[0]})
+            elif isinstance(part, list):
+                messages += part
+            else:
+                found = read_conversation(cell)
+                if messages and messages[0]["role"] == "system" and found[0]["role"] in INSTRUCTS:
+                    raise Unfit(f"message 1: expected no {found[0]['role']} message behind prompt.system, found one")
+                messages += found
+        check_whole(messages)
+        return messages
+
+    def _encode(self, rows: Sequence[tuple[Any, ...]], refused: dict[int, str]) -> list[bytes]:
+        try:
+            return [self._json(row) for row in rows]
+        except TypeError:  # text that has no UTF-8 form
+            pass
+        prompts = []
+        for i, row in enumerate(rows):
+            try:
+                prompts.append(self._json(row))
+            except TypeError:
+                refused.setdefault(i, _SURROGATES)
+                prompts.append(b"")
+        return prompts
+
+    def _json(self, texts: tuple[str, ...]) -> bytes:
+        if not self._chat:
+            return orjson.dumps(texts[0])
+        return orjson.dumps(
+            [{"content": text, "role": role} for (role, _), text in zip(self._templates, texts, strict=True)],
+            option=_SORTED,
+        )
+
+
+def _parts(prompt: PromptSpec, base: Path) -> list[_Part]:
+    """Its parts in the order of their messages."""
+    if prompt.messages is not None:
+        return [(message.role, Template(message.content)) for message in prompt.messages]
+    parts: list[_Part] = []
+    if prompt.system is not None:
+        parts.append(("system", Template(prompt.system)))
+    if prompt.system_from is not None:
+        parts.append(("system", read_system(prompt.system_from, base)))
+    if prompt.examples is not None:
+        parts.append(list[Message](read_examples(prompt.examples, base)))
+    if prompt.messages_from is not None:
+        parts.append(_Column(prompt.messages_from))
+    if (text := prompt.user if prompt.user is not None else prompt.text) is not None:
+        parts.append(("user", Template(text)))
+    return parts
