@@ -142,7 +142,9 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     unsaid |= {"columns"}  # of the table, not of the rows
     new = {"system_from", "examples", "messages_from"}
     unasked = {name for name in new if getattr(spec.prompt, name) is None}
-    written = spec.model_dump_json(include=shaping, exclude={"output": unsaid, "prompt": unasked})
+    columns = {name for name in ("tools_from", "tool_choice_from") if getattr(spec.sampling, name) is None}
+    unsaid_keys: dict[str, Any] = {"output": unsaid, "prompt": unasked, "sampling": columns}
+    written = spec.model_dump_json(include=shaping, exclude=unsaid_keys)
     if spec.samples > 1:
         written += f"samples: {spec.samples}"
     if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:

@@ -17,6 +17,8 @@ __all__ = [
     "models",
     "plain_words",
     "request_options",
+    "sampling",
+    "sampling_values",
     "scaffold",
     "source",
 ]

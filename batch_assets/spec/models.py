@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,7 @@ from batch_assets.spec.fields import (
 )
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
+from batch_assets.spec.sampling_values import NUMBERS
 from batch_assets.spec.source import SourceSpec
 from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.client.protocol import CONTINUES_ANSWER
@@ -76,6 +77,16 @@ def _reuse_kind(value: Any) -> str:
 Reuse = Annotated[
     Annotated[Flag, Tag("flag")] | Annotated[list[Name], Field(max_length=100), Tag("list")], Discriminator(_reuse_kind)
 ]
+
+
+def _by_row_kind(value: Any) -> str:
+    return "template" if isinstance(value, str) and ("{{" in value or "{%" in value) else "value"
+
+
+Value = TypeVar("Value")
+ByRow = Annotated[Annotated[Value, Tag("value")] | Annotated[Text, Tag("template")], Discriminator(_by_row_kind)] | None
+BY_ROW = (*NUMBERS, "stop")  # request fields that a row may have of its own
+_COLUMNS = ("tools_from", "tool_choice_from")
 
 
 class MessageSpec(Strict):
@@ -121,33 +132,43 @@ class PromptSpec(Strict):
 
 
 class SamplingSpec(Strict):
-    """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default."""
+    """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default. Where a number or
+    `stop` may stand, a template over the row's columns may, too: `temperature: "{{ t }}"`.
+    """
 
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 = always the likeliest token.")
-    max_tokens: int | None = Field(
+    temperature: ByRow[Annotated[float, Field(ge=0, le=2)]] = Field(
+        default=None, description="0 = always the likeliest token."
+    )
+    max_tokens: ByRow[Annotated[int, Field(ge=1, le=1 << 20)]] = Field(
         default=None,
-        ge=1,
-        le=1 << 20,
         description="Most tokens per row. Default 1024 for chat and completion, unless `extra` has another name of it "
         "(max_completion_tokens). null: none is sent, and an answer ends where the engine ends it.",
     )
-    min_tokens: int | None = Field(default=None, ge=0, le=1 << 20, description="Fewest tokens per row.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling.")
-    top_k: int | None = Field(
-        default=None, ge=-1, le=(1 << 31) - 1, description="Only the k likeliest tokens; -1 = all."
+    min_tokens: ByRow[Annotated[int, Field(ge=0, le=1 << 20)]] = Field(
+        default=None, description="Fewest tokens per row."
     )
-    min_p: float | None = Field(
-        default=None, ge=0, le=1, description="Least probability relative to the likeliest token."
+    top_p: ByRow[Annotated[float, Field(gt=0, le=1)]] = Field(default=None, description="Nucleus sampling.")
+    top_k: ByRow[Annotated[int, Field(ge=-1, le=(1 << 31) - 1)]] = Field(
+        default=None, description="Only the k likeliest tokens; -1 = all."
     )
-    seed: int | None = Field(
-        default=None, ge=0, le=(1 << 63) - 1, description="Makes a request repeatable on engines that honour it."
+    min_p: ByRow[Annotated[float, Field(ge=0, le=1)]] = Field(
+        default=None, description="Least probability relative to the likeliest token."
     )
-    stop: list[str] | None = Field(
-        default=None, min_length=1, max_length=16, description="Texts that end the generation."
+    seed: ByRow[Annotated[int, Field(ge=0, le=(1 << 63) - 1)]] = Field(
+        default=None, description="Makes a request repeatable on engines that honour it."
     )
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, by count.")
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Against repeated tokens, once.")
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="Against repeated tokens; 1 = none.")
+    stop: ByRow[Annotated[list[str], Field(min_length=1, max_length=16)]] = Field(
+        default=None, description="Texts that end the generation."
+    )
+    frequency_penalty: ByRow[Annotated[float, Field(ge=-2, le=2)]] = Field(
+        default=None, description="Against repeated tokens, by count."
+    )
+    presence_penalty: ByRow[Annotated[float, Field(ge=-2, le=2)]] = Field(
+        default=None, description="Against repeated tokens, once."
+    )
+    repetition_penalty: ByRow[Annotated[float, Field(gt=0, le=2)]] = Field(
+        default=None, description="Against repeated tokens; 1 = none."
+    )
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20, description="Length of the vectors (embedding).")
     chat_template_kwargs: Encodable | None = Field(
         default=None, description="Passed to the model's chat template, e.g. {enable_thinking: false}."
@@ -158,14 +179,29 @@ class SamplingSpec(Strict):
         "answer has no column is refused, and one that says again what another key says.",
     )
 
+    tools_from: Column | None = Field(
+        default=None,
+        description="Column with the tools of each row (chat): a list as OpenAI writes them, or its JSON text. A row "
+        "without a value has none.",
+    )
+    tool_choice_from: Column | None = Field(
+        default=None, description="Column with `tool_choice` of each row: none, auto, required, or a tool (chat)."
+    )
+
     def request(self) -> dict[str, Any]:
-        """The request fields that were set."""
-        fields = self.model_dump(exclude_none=True, exclude={"extra"})
+        """The request fields that were set, for all rows alike."""
+        fields = self.model_dump(exclude_none=True, exclude={"extra", *_COLUMNS, *self.templates()})
         return fields | dict(self.extra or {})
+
+    def templates(self) -> dict[str, str]:
+        """Fields that each row has of its own, and the template of each."""
+        return {name: value for name in BY_ROW if isinstance(value := getattr(self, name), str)}
 
     @property
     def limits_tokens(self) -> bool:
         """Whether the user wrote what limits an answer, or that nothing does (null)."""
+        if isinstance(self.max_tokens, str):  # rows for which it is blank have the default
+            return False
         return "max_tokens" in self.model_fields_set or not (self.extra or {}).keys().isdisjoint(TOKEN_LIMITS)
 
 
@@ -368,7 +404,7 @@ class GeneratedDatasetSpec(Strict):
     def repeatable(self) -> bool:
         """Whether a request has the same answer each time, as far as it says."""
         sampling = self.sampling
-        return self.task == "embedding" or sampling.temperature == 0 or sampling.seed is not None
+        return self.task == "embedding" or sampling.temperature == 0 or isinstance(sampling.seed, int)
 
     def declared(self, model: str) -> DeclaredModel | None:
         """What is stated of the model, whose name a run may set: its facts, and how it is served."""
@@ -457,11 +493,29 @@ def _check_task(spec: GeneratedDatasetSpec) -> None:
     if sampling.chat_template_kwargs is not None and spec.task != "chat":
         raise Unusable("no chat template for this task", f"task {spec.task}", key="sampling.chat_template_kwargs")
     check_parts(spec.task, sampling.extra or {}, spec.output.form)
-    check_said_once(spec.task, sampling.request(), sampling.extra or {}, spec.output.form)
-    most = spec.generation().most_tokens
-    _check_truncated(spec, most)
-    if most is not None and (sampling.min_tokens or 0) > most:
+    check_said_once(spec.task, sampling.request() | sampling.templates(), sampling.extra or {}, spec.output.form)
+    _check_truncated(spec, spec.generation().most_tokens)
+    most = None if isinstance(sampling.max_tokens, str) else spec.generation().most_tokens
+    if most is not None and isinstance(sampling.min_tokens, int) and sampling.min_tokens > most:
         raise Unusable(f"at most max_tokens ({most})", show(sampling.min_tokens), key="sampling.min_tokens")
+    _check_row_tools(spec)
+
+
+def _check_row_tools(spec: GeneratedDatasetSpec) -> None:
+    """Raises Unusable where tools from a column do not fit what is the same for all rows."""
+    sampling, extra = spec.sampling, spec.sampling.extra or {}
+    for key, name in (("tools_from", "tools"), ("tool_choice_from", "tool_choice")):
+        if getattr(sampling, key) is None:
+            continue
+        if spec.task != "chat":
+            raise Unusable(f"no {name} for task {spec.task}", show(getattr(sampling, key)), key=f"sampling.{key}")
+        if name in extra:
+            raise Unusable(f"one of {key} and extra.{name}", "both", key=f"sampling.{key}")
+    if sampling.tools_from is not None and (form := spec.output.form) is not None:
+        hint = "A tool call has no text to hold against it."
+        raise Unusable(f"no tools beside output.{form}", "both", hint, key="sampling.tools_from")
+    if sampling.tool_choice_from is not None and sampling.tools_from is None and not extra.get("tools"):
+        raise Unusable("tools beside tool_choice_from", "none", key="sampling.tool_choice_from")
 
 
 def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
@@ -554,6 +608,9 @@ def _check_samples(spec: GeneratedDatasetSpec) -> None:
     if spec.sampling.temperature == 0:
         hint = "All samples of a prompt would be the same answer. Raise sampling.temperature, or leave samples out."
         raise Unusable("1 with a temperature of 0", show(spec.samples), hint, key="samples")
+    if isinstance(spec.sampling.seed, str):
+        hint = "All samples of a prompt would have its row's seed. Write a number, or leave the seed out."
+        raise Unusable("1 with a seed from a column", show(spec.samples), hint, key="samples")
     for index, column in enumerate(spec.keep_columns):
         if column.lower() == SAMPLE_INDEX:
             hint = "Give the column another name in the source."

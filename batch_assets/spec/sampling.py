@@ -104,7 +104,7 @@ def check_parts(task: Task, extra: Mapping[str, Any], form: str | None) -> None:
         if name in extra and (task == "embedding" or (task == "completion" and name in _CHAT_ONLY)):
             raise Unusable(f"no {name} for task {task}", show(extra[name]), key=f"sampling.extra.{name}")
     _check_logprobs(task, extra)
-    _check_tools(extra)
+    check_tools(extra)
     if extra.get("tools") and form is not None:
         raise Unusable(
             f"no tools beside output.{form}",
@@ -167,7 +167,8 @@ def _within(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LOGPROBS
 
 
-def _check_tools(extra: Mapping[str, Any]) -> None:
+def check_tools(extra: Mapping[str, Any]) -> None:
+    """Raises Unusable where `tools` are none, or `tool_choice` names none of them."""
     tools = extra.get("tools")
     if tools is None:
         for name in ("tool_choice", "parallel_tool_calls"):

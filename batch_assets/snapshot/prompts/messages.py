@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from batch_assets.spec.sampling_values import Unfit, without_nulls
+
 MAX_MESSAGES = 2_000
 MAX_JSON = 1 << 20  # characters of a conversation that is JSON text
 MAX_DEPTH = 16  # levels of a message
@@ -28,10 +30,6 @@ PART_TYPES = ("text", "refusal", "image_url", "input_audio", "audio_url", "video
 _SHOWN_KEYS = 6
 
 Message = dict[str, Any]
-
-
-class Unfit(Exception):
-    """A value is no conversation that can be asked: the text says what was expected, what was found, and where."""
 
 
 def read_conversation(value: Any) -> list[Message]:
@@ -137,7 +135,7 @@ def _part(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in PART_TYPES:
         raise Unfit(f"expected type {', '.join(PART_TYPES[:-1])} or {PART_TYPES[-1]}, found {_kind(kind)}")
-    part = _without_nulls(value, MAX_DEPTH)
+    part = without_nulls(value, MAX_DEPTH)
     if kind in ("text", "refusal"):
         _text(part.get(kind), kind)
     elif not isinstance(part.get(kind), dict | str):
@@ -184,18 +182,6 @@ def _text(value: Any, name: str, *, may_be_blank: bool = False) -> str:
         raise Unfit(f"expected text in {name}, found {_kind(value)}")
     if not value.strip() and not may_be_blank:
         raise Unfit(f"expected text in {name}, found nothing but blanks")
-    return value
-
-
-def _without_nulls(value: Any, depth: int) -> Any:
-    if isinstance(value, dict | list) and not depth:
-        raise Unfit(f"expected at most {MAX_DEPTH} levels, found more")
-    if isinstance(value, dict):
-        return {str(name): _without_nulls(one, depth - 1) for name, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [_without_nulls(one, depth - 1) for one in value]
-    if value is not None and not isinstance(value, str | int | float | bool):
-        raise Unfit(f"expected text, numbers, true or false, found {_kind(value)}")
     return value
 
 

@@ -13,14 +13,15 @@ from batch_assets.snapshot.prompts.files import read_examples, read_system
 from batch_assets.snapshot.prompts.messages import (
     INSTRUCTS,
     Message,
-    Unfit,
     check_whole,
     continues,
     read_conversation,
 )
+from batch_assets.snapshot.prompts.request_fields import RowFields
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec, PromptSpec
+from batch_assets.spec.sampling_values import Unfit
 from batch_assets.templates.prompt_template import Refused, Template, TemplateExhausted
 from gpu_runner.client.protocol import CONTINUES_ANSWER
 
@@ -61,10 +62,12 @@ class Prompts:
         sampling = spec.generation().sampling
         self._continues = {name: value for name, value in CONTINUES_ANSWER.items() if name not in sampling}
         names = {name for _, template in self._templates for name in template.columns}
-        self.columns = sorted(names | ({self._column} if self._column else set()))
+        self._fields = RowFields(spec)
+        column = {self._column} if self._column else set()
+        self.columns = sorted(names | column | self._fields.columns)
         self.required = {name for _, template in self._templates for name in template.required}
-        self.required |= {self._column} if self._column else set()
-        self.has_fields = self._column is not None
+        self.required |= column | self._fields.required
+        self.has_fields = self._column is not None or bool(self._fields)
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
         fixed = [message for part in self._parts if isinstance(part, list) for message in part]
         self.constant_bytes += sum(len(message["content"]) for message in fixed)
@@ -73,14 +76,22 @@ class Prompts:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
         texts = [self._texts(role, template, block, refused) for role, template in self._templates]
         rows: list[tuple[Any, ...]] = list(zip(*texts, strict=True)) if texts else [()] * len(block.lines)
-        fields: list[bytes] | None = None
-        if self._plain:
-            prompts = self._encode(rows, refused)
-        else:
-            prompts, fields = self._conversations(rows, block, refused)
+        fields = self._fields.of(block, refused) if self._fields else [{} for _ in rows]
+        prompts = self._encode(rows, refused) if self._plain else self._conversations(rows, block, refused, fields)
         for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
             refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
-        return Rendered(prompts, fields if self.has_fields else None)
+        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None)
+
+    def _encode_fields(self, fields: Sequence[dict[str, Any]], refused: dict[int, str]) -> list[bytes]:
+        found = [b""] * len(fields)
+        for i, own in enumerate(fields):
+            try:
+                found[i] = orjson.dumps(own, option=_SORTED) if own else b""
+            except TypeError:
+                refused.setdefault(i, _SURROGATES)
+            if len(found[i]) > MAX_PROMPT:
+                refused.setdefault(i, f"the request fields have {len(found[i])} bytes, more than {MAX_PROMPT}")
+        return found
 
     def _texts(self, role: str, template: Template, block: Block, refused: dict[int, str]) -> list[Any]:
         try:
@@ -95,12 +106,15 @@ class Prompts:
         return column
 
     def _conversations(
-        self, rows: Sequence[tuple[str, ...]], block: Block, refused: dict[int, str]
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Prompts that hold more than templates, and the fields of rows whose answer is begun."""
+        self,
+        rows: Sequence[tuple[str, ...]],
+        block: Block,
+        refused: dict[int, str],
+        fields: Sequence[dict[str, Any]],
+    ) -> list[bytes]:
+        """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so."""
         cells = [None] * len(rows) if self._column is None else block.columns[self._column]
-        continued = orjson.dumps(self._continues, option=_SORTED) if self._continues else b""
-        prompts, fields = [b""] * len(rows), [b""] * len(rows)
+        prompts = [b""] * len(rows)
         for i, (texts, cell) in enumerate(zip(rows, cells, strict=True)):
             if i in refused:
                 continue
@@ -112,8 +126,8 @@ class Prompts:
             except TypeError:
                 refused[i] = _SURROGATES
             else:
-                fields[i] = continued if continues(messages) else b""
-        return prompts, fields
+                fields[i].update(self._continues if continues(messages) else {})
+        return prompts
 
     def _messages(self, texts: tuple[str, ...], cell: Any) -> list[Message]:
         messages: list[Message] = []

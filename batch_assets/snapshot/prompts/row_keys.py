@@ -30,9 +30,7 @@ class RowKeys:
         sha256, before, after = hashlib.sha256, self._before, self._end(b"")
         if fields is None:
             return [sha256(before + prompt + after).digest() for prompt in prompts]
-        return [
-            sha256(before + prompt + self._end(own)).digest() for prompt, own in zip(prompts, fields, strict=True)
-        ]
+        return [sha256(before + prompt + self._end(own)).digest() for prompt, own in zip(prompts, fields, strict=True)]
 
     def _end(self, fields: bytes) -> bytes:
         found = self._after.get(fields)

@@ -21,10 +21,11 @@ from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.ingest import ingest
-from batch_assets.snapshot.prompts.messages import Unfit, read_conversation
+from batch_assets.snapshot.prompts.messages import read_conversation
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from batch_assets.spec.sampling_values import Unfit
 from gpu_runner.client.protocol import CONTINUES_ANSWER, Repair, Requests
 from gpu_runner.rows import Row, row_key
 from resources.objects.opening import Objects
@@ -161,7 +162,10 @@ UNFIT: list[tuple[Any, str]] = [
     ([{"role": "user", "content": "x"}] * 10_000, "expected at most 2,000 messages, found 10,000"),
     (deep(10_000), "found text that is no JSON"),
     (deep(500), "message 1: part 1: expected type text"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": json.loads("[" * 99 + "]" * 99)}]}], "16 levels"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": json.loads("[" * 99 + "]" * 99)}]}],
+        "fewer levels",
+    ),
     ("[" + " " * (1 << 20) + "]", "expected JSON text of at most 1,048,576 characters"),
     (
         [{"role": "bot", "content": "x"}],
