@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import dagster as dg
 
@@ -62,10 +63,12 @@ def platform(
     found: Datasets | None = None,
     store: BatchStore | None = None,
     fleet: GpuFleet | None = None,
+    known: Callable[[], Datasets] | None = None,
 ) -> dg.Definitions:
     """Resources, sensors, executor and the table of spend: the same for every dataset.
 
-    `found` are the specs of `datasets`. Store and fleet are those of the settings unless others are given.
+    `found` are the specs of `datasets`. Store and fleet are those of the settings unless others are given. `known`: in
+    a code location beside the platform's own, the datasets that are looked after there; what is of all stays out.
     """
     datasets, found = datasets or dg.Definitions(), found or {}
     store, shown = store or BatchStore(root=checked_root(settings.store_root())), fleet or _shown_fleet()
@@ -77,16 +80,16 @@ def platform(
     workers = read_worker_sizes(settings.run_workers_file())
     launcher = launcher_sensor(specs, store, fleet, workers)
     own = [launcher, publisher_sensor(publishing, store, expecting_news=awaited)]
+    looked_after = known or known_datasets
     return dg.Definitions(
-        assets=[spend, api_batches, billing],
+        assets=[] if known else [spend, api_batches, billing],
         sensors=[
             *(own if specs else ()),
             watchdog_sensor(fleet),
             reaper_sensor(fleet),
-            cost_report_sensor,
-            billing_report_sensor,
-            capacity_sensor(known_datasets, settings.capacity_seconds()),
-            reconcile_sensor(known_datasets, store),
+            *(() if known else (cost_report_sensor, billing_report_sensor)),
+            capacity_sensor(looked_after, settings.capacity_seconds()),
+            reconcile_sensor(looked_after, store),
         ],
         executor=dg.in_process_executor,
         resources={"store": store, "fleet": shown},

@@ -117,6 +117,9 @@ class _Part:
         """Write a row group."""
         self.lines += lines.num_rows
         kept = self._chosen(lines)
+        if self.options.format is Format.PARQUET:
+            self._add_lines(kept)  # one row group, as it was
+            return
         for at in range(0, kept.num_rows, _SLICE_ROWS):
             rows = kept.slice(at, _SLICE_ROWS)
             if self.options.format.is_training:

@@ -54,11 +54,12 @@ def published(
     rows: Sequence[SourceRow],
     answer: Callable[[Row, int], Any] | None = None,
     dead: Sequence[str] = ("id-000003",),
+    part_rows: int = 20,
 ) -> Published:
     store = DatasetStore(objects, "sums")
     manifest = write_snapshot(store, rows)
     commit(store, manifest, dead=dead, answer=answer)
-    table = publish(store, manifest, card=Card(), now=float(len(rows)), workdir=tmp_path, part_rows=20)
+    table = publish(store, manifest, card=Card(), now=float(len(rows)), workdir=tmp_path, part_rows=part_rows)
     return Published(objects, table, tmp_path / "export")
 
 
@@ -256,6 +257,15 @@ def test_parquet_has_the_lines_of_the_table(sums: Published, command: Callable[.
     assert command("--format", "parquet", "--columns", "row_id,output").exit_code == 0
     frame = pl.read_parquet(sums.to / "train-*.parquet")
     assert frame.columns == ["row_id", "output"] and len(frame) == 49
+
+
+def test_parquet_has_row_groups_as_large_as_those_of_the_table(local_objects: Objects, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    found = published(local_objects, tmp_path, questions(2500), part_rows=5000)
+    found.export("parquet")
+    with pq.ParquetFile(found.to / "train-00000.parquet") as file:
+        assert (file.metadata.num_rows, file.metadata.num_row_groups) == (2499, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""Dagster's definitions of datasets that are declared in Python: a whole code location, with what they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from batch_assets.component import dataset_definitions
+from batch_assets.definitions import platform
+from batch_assets.from_python.python_spec import dataset_spec
+from batch_assets.orchestration.source_assets import files_assets
+from batch_assets.spec.errors import Problem, SpecError
+from batch_assets.spec.models import GeneratedDatasetSpec
+from resources.fleet.resource import GpuFleet
+from resources.store.dataset_store import BatchStore
+
+
+def generated_dataset(**keys: Any) -> dg.Definitions:
+    """One dataset as a code location: `defs = generated_dataset(name=…, source=…, prompt=…, model=…)`.
+
+    The arguments are those of `dataset_spec`. Raises SpecError.
+    """
+    return generated_datasets(dataset_spec(**keys))
+
+
+def generated_datasets(
+    *specs: GeneratedDatasetSpec, store: BatchStore | None = None, fleet: GpuFleet | None = None
+) -> dg.Definitions:
+    """Datasets as a code location, with the sensors that launch and publish them, the store and the fleet.
+
+    To be merged with definitions of your own. Store and fleet are those of the settings unless others are given.
+    Raises SpecError where two datasets have one name.
+    """
+    names = Counter(spec.name for spec in specs)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise SpecError("generated_datasets", [Problem("name", "a name of its own", f"{twice[0]!r} twice")])
+    found = {spec.name: (spec, Path.cwd()) for spec in specs}
+    parts = [dataset_definitions(spec, folder) for spec, folder in found.values()]
+    taken = {key for part in parts for asset in part.assets or () for key in _keys(asset)}
+    parts.append(dg.Definitions(assets=files_assets(found, taken)))
+    datasets = dg.Definitions.merge(*parts)
+    return dg.Definitions.merge(datasets, platform(datasets, found, store, fleet, known=lambda: found))
+
+
+def _keys(asset: Any) -> set[dg.AssetKey]:
+    return set(asset.keys) if isinstance(asset, dg.AssetsDefinition) else {asset.key}
