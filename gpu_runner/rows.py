@@ -53,6 +53,12 @@ class Generation:
         return {name: value for name, value in asdict(self).items() if name in _FIRST_FIELDS or value is not None}
 
     @property
+    def asked_model(self) -> str:
+        """What requests call the model: a LoRA adapter of it by its own name."""
+        adapter = (self.engine or {}).get("lora")
+        return str(adapter["name"]) if isinstance(adapter, Mapping) else self.model
+
+    @property
     def limit_fields(self) -> list[str]:
         """Those of `TOKEN_LIMITS` that requests hold with a number of tokens."""
         return [name for name in TOKEN_LIMITS if type(value := self.sampling.get(name)) is int and value >= 0]

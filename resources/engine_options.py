@@ -26,6 +26,8 @@ _CODE = ("trust_remote_code", "reasoning_parser_plugin", "tool_parser_plugin", "
 # What vLLM 0.32 takes (config/cache.py, config/model.py).
 CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"]
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+MOST_ADAPTERS = 16
 # Without `custom_class`, which loads code.
 SpeculativeMethod = Literal[
     "ngram", "ngram_gpu", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp"
@@ -118,6 +120,13 @@ class MultimodalLimits(_Section):
     audio: int | None = Field(default=None, ge=0, le=999, description="Sounds.")
 
 
+class LoraModule(_Section):
+    """A LoRA adapter: the name that requests call it by, and where its files are."""
+
+    name: Parser = Field(description="What requests call it; another name than the model's.")
+    path: HubOrPath = Field(description="Name of the hub (owner/name), or an absolute path on the engine's machine.")
+
+
 class EngineOptions(_Section):
     """Arguments of `vllm serve` that the rows need."""
 
@@ -152,6 +161,16 @@ class EngineOptions(_Section):
     limit_mm_per_prompt: MultimodalLimits | None = Field(
         default=None, description="Most pictures, videos and sounds in one prompt."
     )
+    lora: LoraModule | None = Field(
+        default=None, description="LoRA adapter that answers, in place of the model alone. Part of the row key."
+    )
+    lora_modules: Annotated[list[LoraModule], Field(max_length=MOST_ADAPTERS)] | None = Field(
+        default=None,
+        description="Further adapters of the model that the engine loads, so that datasets with one of them share it.",
+    )
+    max_lora_rank: LoraRank | None = Field(
+        default=None, description="Largest rank of the adapters. vLLM's default: 16."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -163,10 +182,34 @@ class EngineOptions(_Section):
                     raise Unusable("an argument that loads no code", show(key), hint)
         return given
 
+    @model_validator(mode="after")
+    def _adapters_differ(self) -> EngineOptions:
+        adapters = self.adapters
+        names = [one.name for one in adapters]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise Unusable("one path for each adapter", f"two for {', '.join(twice)}", key="lora_modules")
+        if self.max_lora_rank is not None and not adapters:
+            raise Unusable("an adapter, as lora or in lora_modules", "none", key="max_lora_rank")
+        return self
+
+    @property
+    def adapters(self) -> list[LoraModule]:
+        """All adapters that the engine loads, each once, by name."""
+        named = [*([self.lora] if self.lora else []), *(self.lora_modules or [])]
+        return [LoraModule(name=name, path=path) for name, path in sorted({(one.name, one.path) for one in named})]
+
     @property
     def served(self) -> ServedAs:
         """Those that change what the model needs of a GPU."""
-        return ServedAs(self.quantization, self.kv_cache_dtype, self.dtype, self.max_num_seqs)
+        loras = len(self.adapters)
+        rank = (self.max_lora_rank or DEFAULT_LORA_RANK) if loras else 0
+        return ServedAs(self.quantization, self.kv_cache_dtype, self.dtype, self.max_num_seqs, loras, rank)
+
+    def started(self) -> dict[str, Any]:
+        """How an engine is started, as JSON has it: which of its adapters answers makes no other engine of it."""
+        found = {name: value for name, value in self.written().items() if name not in ("lora", "lora_modules")}
+        adapters = [one.written() for one in self.adapters]
+        return {**found, "lora_modules": adapters} if adapters else found
 
     def identity(self) -> dict[str, Any]:
         """What changes the answers, as JSON has it: a part of the row key. Empty: nothing was written of it."""
@@ -180,8 +223,8 @@ class EngineOptions(_Section):
     def arguments(self) -> tuple[str, ...]:
         """Words for vLLM's command line, without `max_num_seqs`, which sizing decides on."""
         words: list[str] = []
-        for name, value in self.written().items():
-            if name == "max_num_seqs":
+        for name, value in self.started().items():
+            if name in ("max_num_seqs", "lora_modules"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -190,16 +233,23 @@ class EngineOptions(_Section):
             text = orjson.dumps(value).decode() if isinstance(value, dict) else str(value)
             words.append(f"--{flag}={text}")  # one word: a value that begins with - is no option
             words += ["--enable-auto-tool-choice"] if name == "tool_call_parser" else []
+        if adapters := self.adapters:
+            words += ["--enable-lora", f"--max-loras={len(adapters)}", "--lora-modules"]
+            words += [orjson.dumps(one.written()).decode() for one in adapters]  # each begins with a brace
         return tuple(words)
 
     def missing(self, started_with: EngineOptions) -> list[str]:
         """Keys that change answers, and that an engine which was started with others does not have as written here."""
         theirs = started_with.identity()
+        if self.lora in started_with.adapters:
+            theirs |= {"lora": self.identity()["lora"]}
         return [name for name, value in self.identity().items() if theirs.get(name) != value]
 
 
+DEFAULT_LORA_RANK = 16  # vLLM's
 IDENTITY = frozenset(
     {
+        "lora",
         "reasoning_parser",
         "tool_call_parser",
         "quantization",

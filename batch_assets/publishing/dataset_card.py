@@ -132,6 +132,7 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "task, model": f"{settings.task}, {settings.model}",
         **answered,
         "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
+        **({"engine": json.dumps(dict(settings.engine), ensure_ascii=False)} if settings.engine else {}),
         "output": _form_words(settings),
         "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
         "duplicates": f"{table.duplicates:,}",

@@ -380,6 +380,7 @@ class GeneratedDatasetSpec(Strict):
         _check_columns(self)
         _check_labels(self)
         _check_reuse(self)
+        _check_adapter(self)
         _check_samples(self)
         _check_output_columns(self)
         return self
@@ -615,6 +616,11 @@ def _check_samples(spec: GeneratedDatasetSpec) -> None:
         if column.lower() == SAMPLE_INDEX:
             hint = "Give the column another name in the source."
             raise Unusable("no such column beside samples", show(column), hint, key=f"keep_columns.{index}")
+
+
+def _check_adapter(spec: GeneratedDatasetSpec) -> None:
+    if spec.model in [one.name for one in spec.engine.adapters]:
+        raise Unusable("another name than the model's for each adapter", show(spec.model), key="engine")
 
 
 def _check_labels(spec: GeneratedDatasetSpec) -> None:

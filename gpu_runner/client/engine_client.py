@@ -317,7 +317,7 @@ class EngineClient:
         """Asks who serves here. Raises EngineRefused when the wanted model is not served, EngineLost when
         nothing answers or the server is not ready.
         """
-        wanted = self.generation.model
+        wanted = self.generation.asked_model
         try:
             page = await self._page(self._address(self._api, "models"))
             version = await self._version()

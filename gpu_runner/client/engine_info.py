@@ -36,7 +36,12 @@ def model_entry(page: bytes, wanted: str) -> dict[str, Any]:
         raise EngineRefused(
             f"expected model {wanted}, found {found}: start the engine with this model or correct the dataset's"
         )
-    return models[wanted]
+    entry = models[wanted]
+    # Of an adapter vLLM does not say how long its rows may be.
+    base = models.get(answer_numbers.short_name(entry.get("parent")))
+    if base is None or entry.get("max_model_len") is not None:
+        return entry
+    return {**entry, "max_model_len": base.get("max_model_len")}
 
 
 def not_a_list() -> EngineRefused:

@@ -199,7 +199,7 @@ class Requests:
         self._head = self._encode(dict(generation.sampling))
 
     def _encode(self, sampling: Mapping[str, Any]) -> bytes:
-        fields: dict[str, Any] = {"model": self._generation.model, **sampling}
+        fields: dict[str, Any] = {"model": self._generation.asked_model, **sampling}
         if self._generation.json_schema is not None:
             schema = dict(self._generation.json_schema)
             fields["response_format"] = {
@@ -275,7 +275,7 @@ class Requests:
 
     def canary(self, prompt: bytes | None = None) -> bytes:
         """The smallest request that makes the engine generate: one token, no schema. `prompt` as in `body`."""
-        head = {"model": self._generation.model}
+        head = {"model": self._generation.asked_model}
         if self._generation.task == "embedding":
             return orjson.dumps({**head, "input": "ping" if prompt is None else orjson.Fragment(prompt)})
         content: Any = [{"role": "user", "content": "ping"}] if self._generation.task == "chat" else "ping"

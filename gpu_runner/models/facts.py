@@ -45,12 +45,16 @@ _PLAIN = Serving()
 
 @dataclass(frozen=True, slots=True)
 class ServedAs:
-    """Arguments of `vllm serve` that change what a model needs; None: as vLLM decides."""
+    """Arguments of `vllm serve` that change what a model needs; None: as vLLM decides. `loras`: adapters at once,
+    each of `lora_rank` at most.
+    """
 
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     dtype: str | None = None
     max_num_seqs: int | None = None
+    loras: int = 0
+    lora_rank: int = 0
 
 
 AS_IT_IS = ServedAs()
@@ -72,11 +76,13 @@ class KnownModel:
     context: int | None = None
     kv_fp8: bool = False
     max_num_seqs: int | None = None
+    loras: int = 0
+    lora_rank: int = 0
 
     @property
     def serving(self) -> Serving:
         """How one GPU serves it, before it is known how many there are."""
-        return Serving(kv_dtype="fp8" if self.kv_fp8 else "auto")
+        return Serving(kv_dtype="fp8" if self.kv_fp8 else "auto", loras=self.loras, lora_rank=self.lora_rank)
 
     def facts(self, tokens: float) -> ModelFacts:
         """Facts for rows of `tokens` tokens on average: with sliding windows a long row needs less KV per token."""
@@ -108,7 +114,14 @@ def served_as(model: KnownModel, how: ServedAs) -> KnownModel:
         config = _in_dtype(config, how.dtype)
         if config.quantization is None and (scheme := online_quantization(how.quantization)) is not None:
             config = replace(config, quantization=scheme, checkpoint_bytes=None)
-    return replace(model, config=config, kv_fp8=kv_fp8, max_num_seqs=how.max_num_seqs)
+    return replace(
+        model,
+        config=config,
+        kv_fp8=kv_fp8,
+        max_num_seqs=how.max_num_seqs,
+        loras=how.loras,
+        lora_rank=how.lora_rank,
+    )
 
 
 def _in_dtype(config: ModelConfig, dtype: str | None) -> ModelConfig:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu_runner.models.model_config import LatentAttention, ModelConfig
-from gpu_runner.models.weights import served_bytes, weight_bytes
+from gpu_runner.models.weights import matrices, served_bytes, weight_bytes
 
 GIB = 1 << 30
 
@@ -29,7 +29,8 @@ LOGIT_BYTES = 12
 class Serving:
     """How vLLM is started. Defaults are its own for the server on smaller GPUs, except `memory_utilization`.
 
-    vLLM's default utilization moved from 0.90 to 0.92 in 2026; 0.90 is the careful one.
+    vLLM's default utilization moved from 0.90 to 0.92 in 2026; 0.90 is the careful one. `loras`: adapters in GPU memory
+    at once, each with room for `lora_rank`.
     """
 
     tensor_parallel: int = 1
@@ -38,6 +39,8 @@ class Serving:
     memory_utilization: float = 0.9
     kv_dtype: Literal["auto", "fp8"] = "auto"
     block_tokens: int = 16
+    loras: int = 0
+    lora_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +108,25 @@ def activation_bytes(model: ModelConfig, serving: Serving = Serving()) -> int:
     return step + serving.max_num_seqs * model.vocabulary * LOGIT_BYTES
 
 
+def adapter_bytes(model: ModelConfig, serving: Serving) -> int:
+    """Room for LoRA adapters: for each linear layer a matrix of `rank` x inputs, on every GPU, and one of outputs x
+    `rank`, split as the layer is. An upper bound: vLLM leaves layers out that no adapter may change.
+    """
+    if not serving.loras:
+        return 0
+    sides = sum(
+        matrix.copies * (matrix.inputs + -(-matrix.outputs // min(serving.tensor_parallel, matrix.shards)))
+        for matrix in matrices(model)
+        if matrix.linear
+    )
+    return serving.loras * serving.lora_rank * sides * served_bytes(model)
+
+
 def need(model: ModelConfig, sequences: int, tokens: int, serving: Serving = Serving()) -> Need:
     """Memory of one GPU for `sequences` sequences of `tokens` tokens at once."""
     cache = sequences * kv_bytes_per_sequence(model, tokens, serving) + _prefill_reserve(model, tokens, serving)
     return Need(
-        weights=weight_bytes(model, serving.tensor_parallel),
+        weights=weight_bytes(model, serving.tensor_parallel) + adapter_bytes(model, serving),
         activations=activation_bytes(model, serving),
         graphs=GRAPH_BYTES,
         runtime=RUNTIME_BYTES,

@@ -64,6 +64,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     for option in WITHOUT_EFFECT:
         add(option, help="taken as vLLM's option of this name, without effect")
+    add("--enable-lora", action="store_true", help="as vLLM's, without effect")
+    add("--max-loras", type=int, help="as vLLM's, without effect")
+    add("--max-lora-rank", type=int, help="as vLLM's, without effect")
+    add(
+        "--lora-modules", nargs="+", type=_adapter, default=[], metavar="JSON", help="as vLLM's: names served beside it"
+    )
     add("--enable-auto-tool-choice", action="store_true", help="as vLLM's, without effect")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="as vLLM's, without effect")
     add("--exit-with-parent", action="store_true", help="exit when standard input ends")
@@ -75,6 +81,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if args.api_key_env and not os.environ.get(args.api_key_env):
         parser.error(f"--api-key-env: the environment variable {args.api_key_env} is not set")
     return args
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Name and path of one of `--lora-modules`. Raises ValueError."""
+    found = orjson.loads(text)
+    return str(found["name"]), str(found["path"])
 
 
 def build(args: argparse.Namespace) -> SimulatorServer:
@@ -93,7 +105,9 @@ def build(args: argparse.Namespace) -> SimulatorServer:
     rules = args.faults if args.faults.lstrip().startswith("[") else Path(args.faults).read_text()
     plan = FaultPlan(orjson.loads(rules), args.seed)
     api_key = os.environ[args.api_key_env] if args.api_key_env else None
-    return SimulatorServer(voice, Engine(model, args.speed), plan, RequestLog(args.request_log), api_key)
+    return SimulatorServer(
+        voice, Engine(model, args.speed), plan, RequestLog(args.request_log), api_key, dict(args.lora_modules)
+    )
 
 
 async def serve(args: argparse.Namespace) -> None:

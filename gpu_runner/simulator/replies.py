@@ -47,13 +47,14 @@ def answers(voice: ResponseGenerator, request: Request) -> list[Answer]:
     return [_answer(voice, request, prompt, index) for prompt in request.prompts for index in range(request.n)]
 
 
-def _key(voice: ResponseGenerator, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
-    model = voice.model if not voice.seed else f"{voice.model}#{voice.seed}"
+def _key(voice: ResponseGenerator, model: str, prompt: Prompt, seed: int | None, index: int = 0) -> bytes:
+    model = model or voice.model
+    model = model if not voice.seed else f"{model}#{voice.seed}"
     return generated_text.request_key(model, prompt.digest if not index else f"{prompt.digest}/{index}", seed)
 
 
 def _answer(voice: ResponseGenerator, request: Request, prompt: Prompt, index: int) -> Answer:
-    key = _key(voice, prompt, request.seed, index)
+    key = _key(voice, request.model, prompt, request.seed, index)
     room = voice.max_model_len - prompt.tokens
     limit = room if request.max_tokens is None else min(request.max_tokens, room)
     if request.grammar is not None:
@@ -123,7 +124,10 @@ def vectors(voice: ResponseGenerator, request: Request) -> list[list[float]]:
             f"(received dimensions={request.dimensions})."
         )
         raise ApiError(400, message)
-    return [generated_text.unit_vector(_key(voice, prompt, None), voice.dimensions) for prompt in request.prompts]
+    return [
+        generated_text.unit_vector(_key(voice, request.model, prompt, None), voice.dimensions)
+        for prompt in request.prompts
+    ]
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

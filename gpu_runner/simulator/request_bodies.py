@@ -6,7 +6,7 @@ Status codes, error types, `param` and the wording of the errors were taken from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ class Request:
     asked: Asked = NOTHING
     priority: int = 0
     shown: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
 
     @property
     def digest(self) -> str:
@@ -71,11 +72,18 @@ def _digest(prompts: tuple[Prompt, ...]) -> str:
     return prompt_digest("".join(prompt.digest for prompt in prompts).encode())
 
 
-def parse(endpoint: Endpoint, body: bytes, model: str, max_model_len: int) -> Request:
-    """Read a body; raises ApiError with vLLM's status and message."""
+def parse(endpoint: Endpoint, body: bytes, model: str, max_model_len: int, adapters: Collection[str] = ()) -> Request:
+    """Read a body; raises ApiError with vLLM's status and message. `adapters`: names served beside the model."""
     fields = _fields(body)
     wanted = fields.get("model")
-    if wanted is not None and wanted != model:
+    found = _read(endpoint, fields, wanted, (model, *adapters), max_model_len)
+    return replace(found, model=model if wanted is None else wanted)
+
+
+def _read(
+    endpoint: Endpoint, fields: dict[str, Any], wanted: object, served: Collection[str], max_model_len: int
+) -> Request:
+    if wanted is not None and wanted not in served:
         # vLLM 0.32 leaves the param out for embeddings.
         param = None if endpoint == "embedding" else "model"
         raise ApiError(404, f"The model `{wanted}` does not exist.", "NotFoundError", param)

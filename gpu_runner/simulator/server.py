@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -66,8 +66,16 @@ class SimulatorServer:
     """Answers HTTP requests with the help of an Engine."""
 
     def __init__(
-        self, voice: ResponseGenerator, engine: Engine, plan: FaultPlan, log: RequestLog, api_key: str | None
+        self,
+        voice: ResponseGenerator,
+        engine: Engine,
+        plan: FaultPlan,
+        log: RequestLog,
+        api_key: str | None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        """`adapters`: paths of LoRA adapters by the names under which they are served beside the model."""
+        self.adapters = adapters or {}
         self.voice = voice
         self.engine = engine
         self.plan = plan
@@ -125,7 +133,7 @@ class SimulatorServer:
             self._used.add(http.transport)
         body = await http.read()
         try:
-            request = parse(endpoint, body, self.voice.model, self.voice.max_model_len)
+            request = parse(endpoint, body, self.voice.model, self.voice.max_model_len, self.adapters)
         except ApiError as error:
             self._finish(self._receive(error.prompt, 0), error.prompt, "refused")
             raise
@@ -163,7 +171,7 @@ class SimulatorServer:
         if request.endpoint == "embedding":
             found = replies.vectors(self.voice, request)
             await self._run([(prompt.tokens, 0) for prompt in request.prompts], request.priority)
-            body = replies.embedding_body(request, found, self.voice.model, job.name, job.created)
+            body = replies.embedding_body(request, found, request.model, job.name, job.created)
             return await self._answer(job, body), "embedding", 0
         texts = replies.answers(self.voice, request)
         if job.fault_kind == "wrong_json":
@@ -176,7 +184,7 @@ class SimulatorServer:
         sizes = [prompt.tokens for prompt in request.prompts for _ in range(request.n)]
         await self._run([(size, answer.tokens) for size, answer in zip(sizes, texts, strict=True)], request.priority)
         finished = job.fault_kind != "broken_finish"
-        said = (self.voice.model, job.name, job.created)
+        said = (request.model, job.name, job.created)
         if request.endpoint == "response":
             body = response_body(request, texts[0], *said, finished=finished)
         else:
@@ -248,7 +256,7 @@ class SimulatorServer:
                         await _reset(job.http)
 
     def _events_of(self, job: Job, answers: list[replies.Answer]) -> Stream:
-        said = (self.voice.model, job.name, job.created)
+        said = (job.request.model, job.name, job.created)
         if job.request.endpoint == "response":
             return ResponseEvents(job.request, answers[0], *said)
         return Chunks(job.request, answers, *said)
@@ -358,7 +366,11 @@ class SimulatorServer:
             "permission": [],
             "simulated": True,
         }
-        return _json({"object": "list", "data": [card]})
+        adapters = [
+            {**card, "id": name, "root": path, "parent": card["id"], "max_model_len": None}
+            for name, path in self.adapters.items()
+        ]
+        return _json({"object": "list", "data": [card, *adapters]})
 
     async def _metrics(self, http: web.BaseRequest) -> web.Response:
         if not self.engine.dead:

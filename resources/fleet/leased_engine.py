@@ -52,8 +52,8 @@ class Requirement:
         """Instances with this key serve the same: model, kind of task, and how the engine is started."""
         kind = "embedding" if self.task == "embedding" else "generate"
         words = [self.model, kind, str(self.max_model_len)]
-        if written := self.engine.written():
-            words.append(orjson.dumps(written, option=orjson.OPT_SORT_KEYS).decode())
+        if started := self.engine.started():
+            words.append(orjson.dumps(started, option=orjson.OPT_SORT_KEYS).decode())
         return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 

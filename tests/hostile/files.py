@@ -140,6 +140,13 @@ ENGINES: list[tuple[str, object, str]] = [
     ("a template too long", {"chat_template": "{" * 5000}, "4096"),
     ("a template with NUL", {"chat_template": "{{ a }}\x00"}, "one line"),
     ("a template with a lone surrogate", {"chat_template": "{{ a }}\ud800"}, "engine.chat_template"),
+    *[
+        (f"an adapter {key} {value[:12]!r}", {"lora": {"name": "a", "path": "b", key: value}}, f"engine.lora.{key}")
+        for key in ("name", "path")
+        for value in ("--x", "a b", '{"name":1}', "a=b;id", "../x", "/a/../b", "a\n", "\ud800", "")
+    ],
+    ("adapters without an end", {"lora_modules": [{"name": f"a{i}", "path": "b"} for i in range(99)]}, "16"),
+    ("adapters that are no list", {"lora_modules": {"a": "b"}}, "engine.lora_modules"),
     ("a cache of nothing", {"kv_cache_dtype": ""}, "engine.kv_cache_dtype"),
     ("pictures without an end", {"limit_mm_per_prompt": {"image": 1 << 70}}, "engine.limit_mm_per_prompt.image"),
     *[(f"rows {value!r}", {"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, True, 1.5, "8", 1 << 70)],

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.dataset_project import dataset_project
 from support.machines import ended_machines, first_offer, get, local_provider, part, simulated_cloud
 
 from batch_assets.snapshot.ingest import RowKeys
-from batch_assets.spec.models import load_spec
+from batch_assets.spec.models import SpecError, load_spec
 from gpu_runner.models.facts import Placement, ServedAs, of_config, place, served_as
 from gpu_runner.models.known import built_in
 from gpu_runner.models.sizing import GIB
@@ -43,6 +44,9 @@ ALL: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
     "enable_prefix_caching": False,
     "limit_mm_per_prompt": {"image": 2},
+    "lora": {"name": "sql", "path": "acme/sql"},
+    "lora_modules": [{"name": "chat", "path": "/adapters/chat"}],
+    "max_lora_rank": 32,
 }
 MIX = LengthMix(300, 500)
 
@@ -75,11 +79,18 @@ def test_each_argument_is_one_word_that_begins_with_its_flag() -> None:
         '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}',
         "--no-enable-prefix-caching",
         '--limit-mm-per-prompt={"image":2}',
+        "--max-lora-rank=32",
+        "--enable-lora",
+        "--max-loras=2",
+        "--lora-modules",
+        '{"name":"chat","path":"/adapters/chat"}',
+        '{"name":"sql","path":"acme/sql"}',
     )
 
 
 def test_the_simulator_takes_the_command_line_of_vllm() -> None:
     taken = arguments(["--model", "m", "--max-num-seqs", "64", *options(**ALL).arguments()])
+    assert taken.lora_modules == [("chat", "/adapters/chat"), ("sql", "acme/sql")]
     assert (taken.max_num_seqs, taken.chat_template, taken.enable_prefix_caching) == (64, TEMPLATE, False)
 
 
@@ -137,8 +148,9 @@ def test_a_run_asks_for_the_arguments_of_its_snapshot_where_they_change_answers(
 def test_instances_serve_the_same_where_all_arguments_are_equal() -> None:
     before = hashlib.sha256(f"{MODEL}\0generate\0None".encode()).hexdigest()[:16]
     assert needs().engine_key == before, "an instance of the version before is handed on"
-    keys = {needs(**{name: value}).engine_key for name, value in ALL.items()} | {before}
-    assert len(keys) == len(ALL) + 1
+    alone = {name: value for name, value in ALL.items() if name != "max_lora_rank"}
+    keys = {needs(**{name: value}).engine_key for name, value in alone.items()} | {before}
+    assert len(keys) == len(alone) + 1
     assert needs(dtype="half", max_num_seqs=8).engine_key == needs(max_num_seqs=8, dtype="half").engine_key
 
 
@@ -240,3 +252,69 @@ def test_a_dataset_says_it_of_its_model() -> None:
 def test_a_word_that_a_provider_would_fill_in_is_refused(value: str) -> None:
     with pytest.raises(Exception, match="expected no word in braces"):
         options(chat_template=f"{{{value}}}")
+
+
+# adapters
+
+A, B = {"name": "a", "path": "acme/a"}, {"name": "b", "path": "/b"}
+
+
+def test_datasets_with_adapters_of_one_engine_share_it_and_have_rows_of_their_own() -> None:
+    one, other = {"lora": A, "lora_modules": [B]}, {"lora": B, "lora_modules": [A, B]}
+    assert needs(**one).engine_key == needs(**other).engine_key != needs(lora=A).engine_key
+    assert options(**one).arguments() == options(**other).arguments()
+    assert (generation(**one).asked_model, generation(**other).asked_model, generation().asked_model) == (
+        "a",
+        "b",
+        MODEL,
+    )
+    assert generation(**one) == generation(lora=A), "what else the engine loads changes no row"
+    keys = {row_key(generation(**found), []) for found in (one, other, {}, {"lora": {"name": "a", "path": "/b"}})}
+    assert len(keys) == 4
+
+
+def test_an_endpoint_that_has_the_adapter_is_taken() -> None:
+    found = fleet(endpoint("plain"), endpoint("both", lora_modules=[A, B]), endpoint("one", lora=A))
+    assert [one.name for one in found.engines_for("m", None, options(lora=A))] == ["both", "one"]
+    assert [one.name for one in found.engines_for("m", None, options(lora=B))] == ["both"]
+
+
+def test_adapters_take_memory() -> None:
+    plain, adapted = served(), served(loras=4, lora_rank=256)
+    assert slots("L4", 24, loras=4, lora_rank=16) < slots("L4", 24)
+    assert not isinstance(place(adapted, "L4", 24, 1, MIX, 1000), Placement), "4 adapters of rank 256: 5 GiB"
+    assert plain.facts(800) == adapted.facts(800)
+    spec = load_spec({**BASE, "engine": {"lora": A, "lora_modules": [A, B]}}, "defs.yaml")
+    stated = spec.declared(MODEL)
+    assert stated is not None and stated.served == ServedAs(loras=2, lora_rank=16)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"lora": {"name": MODEL.lower(), "path": "/a"}}, "a name of letters"),
+        ({"lora": A, "lora_modules": [{"name": "a", "path": "/other"}]}, "one path for each adapter, found two for a"),
+        ({"max_lora_rank": 16}, "expected an adapter"),
+        ({"lora": A, "max_lora_rank": 17}, "max_lora_rank"),
+        ({"lora": {"name": "a"}}, "path"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(written: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        options(**written)
+
+
+def test_an_adapter_has_another_name_than_its_model() -> None:
+    with pytest.raises(SpecError, match="another name than the model's"):
+        load_spec({**BASE, "model": "a", "engine": {"lora": A}}, "defs.yaml")
+
+
+def test_a_simulated_engine_serves_an_adapter_under_its_name(tmp_path: Path) -> None:
+    with dataset_project(tmp_path, engine={"lora": A, "lora_modules": [B]}) as site:
+        (tmp_path / "fleet.yaml").write_text("engines: [{name: sim, kind: simulated, speed: 1000}]\n")
+        site.source(["What is it?", "And that?"])
+        assert site.materialize("prompts").success and site.run_rows("00000", "00000", None).success
+        ((found,),) = site.store.objects_by_batch().values()
+        outcomes = site.store.outcomes(found)
+        assert len(outcomes) == 2 and {one.origin.model for one in outcomes} == {"a (simulated)"}
+        assert all(one.ok for one in outcomes)

@@ -1,14 +1,15 @@
-"""Write two tiny models with random weights: a Llama that chats and a BERT that embeds.
+"""Write two tiny models with random weights, a Llama that chats and a BERT that embeds, and a LoRA adapter.
 
     PYTHON tests/contract/make_tiny_models.py FOLDER
 
-PYTHON is one that has torch and transformers, such as the one of .venv-vllm. Writes FOLDER/llama and
-FOLDER/bert in about 5 s, without a network. The text is noise: they stand in for a model where only the
+PYTHON has torch and transformers, such as that of .venv-vllm. Writes FOLDER/llama, FOLDER/adapter (of the
+Llama) and FOLDER/bert in about 5 s, without a network. The text is noise: they stand in for a model where only the
 engine's behaviour matters.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +17,11 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+HIDDEN, LAYERS, HEADS, HEAD_SIZE = 64, 2, 4, 32  # of the Llama
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -52,12 +56,12 @@ def make_llama(folder: Path, context: int = 2048) -> None:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=len(fast),
-        hidden_size=64,
+        hidden_size=HIDDEN,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=HEAD_SIZE,
         max_position_embeddings=context,
         bos_token_id=fast.bos_token_id,
         eos_token_id=fast.eos_token_id,
@@ -66,6 +70,21 @@ def make_llama(folder: Path, context: int = 2048) -> None:
         dtype="bfloat16",
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_adapter(folder: Path, rank: int = 8) -> None:
+    """A LoRA adapter of the Llama with random weights that are large enough to change what it says."""
+    folder.mkdir()
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, HIDDEN)
+        weights[f"{name}.lora_B.weight"] = torch.randn(HEADS * HEAD_SIZE, rank)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none"}
+    config |= {"r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def make_bert(folder: Path, context: int = 512) -> None:
@@ -104,4 +123,5 @@ def make_bert(folder: Path, context: int = 512) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     make_llama(out / "llama")
+    make_adapter(out / "adapter")
     make_bert(out / "bert")
