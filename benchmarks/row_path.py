@@ -71,7 +71,7 @@ class Met:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, returned: Any) -> None:
         if event not in ("call", "return"):
