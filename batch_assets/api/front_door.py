@@ -41,14 +41,13 @@ from batch_assets.api.interactive import routes
 from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds
 from batch_assets.api.interactive.cache_salt import CacheSalts, salt_key
 from batch_assets.api.interactive.embedding_lists import embedding_lists
-from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
+from batch_assets.api.interactive.engine_choice import EngineChoice, RoutingFigures, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.replica_engines import ReplicaEngines
-from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply, first_token_policy
-from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.models import EndpointModels, ServedModel, known_models, served_models
 from batch_assets.api.online import routes as online_routes
 from batch_assets.api.online.dispatcher import ProxyDispatcher

@@ -28,10 +28,9 @@ from batch_assets.api.database.service_database import Records
 from batch_assets.api.execution.batch_lifecycle import Capacity, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.catalog import CatalogReports
-from batch_assets.api.execution.engines.engine_supply import EndpointsSupply, EndpointSupply, EngineSupply
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, EndpointsSupply, EndpointSupply, EngineSupply
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
-from batch_assets.api.execution.storage.local_journal import left_file
+from batch_assets.api.execution.local_journal import left_file
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.models import AliasedModels, EndpointModels, FleetModels, Models, SeveralModels
 from batch_assets.api.settings import ApiSettings

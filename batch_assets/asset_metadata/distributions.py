@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_assets.publishing.published_table import PublishedTable
-from batch_assets.publishing.table_scan import table_batches
+from batch_assets.publishing.published_table import PublishedTable, table_batches
 from resources.store.dataset_store import DatasetStore
 
 MOST_BINS = 24

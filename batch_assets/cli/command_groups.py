@@ -56,7 +56,7 @@ def kubernetes_check(
 ) -> None:
     """Whether the service account of this process has the rights that it needs there. Changes nothing."""
     with user_errors():
-        from batch_assets.cli.fleet_commands.kubernetes_check import show_rights
+        from batch_assets.cli.fleet_commands.fleet_check import show_rights
 
         raise typer.Exit(show_rights(account, namespace, as_json=as_json))
 

@@ -8,35 +8,123 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batch_assets.durations import duration
-from batch_assets.generation.engine_session import (
-    CONTINUE,
-    DONE,
-    WAITS,
-    EngineSession,
-    LeaveKind,
-    LeaveReason,
-    StepResult,
-    failed,
-)
-from batch_assets.generation.loop_thread import LoopThread, Running
-from batch_assets.generation.pending_lease import BackgroundTask, PendingLease
+from batch_assets.generation.loop_thread import BackgroundTask, LoopThread, Running
 from batch_assets.generation.progress_report import late_words
 from batch_assets.generation.range_run import RangeRun
-from gpu_runner.client.engine_client import EngineLost, EngineRefused
+from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.fleet_database.database import FleetDatabaseError, RunEnded
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.fleet_database.wait_reason import RequestFailure, WaitKind, WaitReason
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.reachability import Reachability
 from resources.fleet.client import FleetClient, NoInstanceStarted, ProvisioningFailed
+from resources.fleet.leased_engine import LeaseSignals
 from resources.fleet.migration import Migration
 from resources.fleet.resource import EngineStartError, FleetConfigError, LeasedEngine, Requirement
 from resources.objects.store_health import GIVE_UP_SILENT_SECONDS, RELEASE_SILENT_SECONDS, SAY_SILENT_SECONDS
+
+WAITS = "waits for batches that another run works on"
+UNREACHABLE_SECONDS = 3.0  # a way that is broken for less is not worth a word
+
+
+class LeaveKind(enum.Enum):
+    """Why an engine takes no more rows of a run."""
+
+    OTHER_RUN = "other_run"  # what is left is another run's to make
+    MIGRATION = "migration"  # another instance takes its place
+    PREEMPTION_NOTICE = "preemption_notice"  # its provider takes it away
+    RETIRED = "retired"  # the fleet gives it up
+    BUDGET = "budget"  # it is paid by the token, and the budget pays for no further row
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveReason:
+    """`detail`: of a migration the decision, of a retired instance why the fleet gives it up; sentences for people.
+
+    `notice_seconds`: with PREEMPTION_NOTICE, until it is taken away; `detail` then has its provider's words for why.
+    """
+
+    kind: LeaveKind
+    detail: str = ""
+    notice_seconds: float = 0.0
+
+    def describe(self) -> str:
+        """For people."""
+        if self.kind is LeaveKind.OTHER_RUN:
+            return WAITS
+        if self.kind is LeaveKind.BUDGET:
+            return "the budget pays for no further row"
+        if self.kind is LeaveKind.PREEMPTION_NOTICE:
+            return f"it will be taken away in {self.notice_seconds:.0f} s" + (f": {self.detail}" if self.detail else "")
+        return self.detail
+
+
+class StepKind(enum.Enum):
+    """What a look of the supervisor comes to."""
+
+    CONTINUE = "continue"
+    DONE = "done"  # nothing is left to do
+    FAILED = "failed"  # the run cannot go on
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`failure`: why the run cannot go on, for people; "" otherwise. `refused`: the engine refuses every request."""
+
+    kind: StepKind
+    failure: str = ""
+    refused: bool = False
+
+
+CONTINUE = StepResult(StepKind.CONTINUE)
+DONE = StepResult(StepKind.DONE)
+
+
+def failed(why: object) -> StepResult:
+    """The run cannot go on."""
+    return StepResult(StepKind.FAILED, str(why), refused=isinstance(why, EngineRefused))
+
+
+@dataclass(eq=False)
+class EngineSession:
+    """One engine at work. `leaving`: why it takes no more rows; `handing_on`: telling that others may have it.
+
+    `looking`: what its instance's row says, asked for now and then. `succeeded`: another run has it already.
+    `unreachable`: the way to it is being made anew, and has been for UNREACHABLE_SECONDS.
+    """
+
+    leased: LeasedEngine
+    serving: Running[None]
+    stop: asyncio.Event
+    leaving: LeaveReason | None = None
+    retire: bool = False
+    handing_on: BackgroundTask[bool] | None = None
+    looking: BackgroundTask[LeaseSignals] | None = None
+    look_at: float = 0.0
+    succeeded: bool = False
+    began: float = field(default_factory=time.monotonic)
+    unreachable: bool = False
+    broken_at: float | None = None
+
+    def reachability_changed(self, now: float) -> bool:
+        """Look at the way to it; whether `unreachable` is another one now. `now`: by the clock of all looks."""
+        if self.leased.reachability() is not Reachability.RESTORING:
+            self.broken_at = None
+        elif self.broken_at is None:
+            self.broken_at = now
+        before, self.unreachable = (
+            self.unreachable,
+            self.broken_at is not None and now - self.broken_at >= UNREACHABLE_SECONDS,
+        )
+        return before != self.unreachable
+
 
 WAIT_SECONDS = 0.2
 CANCEL_SECONDS = 2.0
@@ -49,6 +137,61 @@ FAILING_SECONDS = 10.0  # without one request that is answered, before that is s
 WHY_SECONDS = 2.0  # a lost engine's provider may take so long to say what has become of it
 FAILED_MOVE_SECONDS = 15.0
 LONGEST_DRAIN = 300.0
+
+
+class GivenUp(Exception):
+    """Nobody waits for this lease any more."""
+
+
+class PendingLease:
+    """A lease that is being asked for. `drop` gives back one that nobody takes any more."""
+
+    def __init__(
+        self,
+        ask: Callable[[Callable[[float], None]], LeasedEngine],
+        drop: Callable[[LeasedEngine], None],
+    ) -> None:
+        self.leased: LeasedEngine | None = None
+        self._ask, self._drop = ask, drop
+        self._given_up = threading.Event()
+        self._guard = threading.Lock()
+        self._task = BackgroundTask(self._run)
+
+    def _run(self) -> None:
+        try:
+            leased = self._ask(self._pause)
+        except GivenUp:
+            return
+        with self._guard:
+            if not self._given_up.is_set():
+                self.leased = leased
+                return
+        self._drop(leased)
+
+    def _pause(self, seconds: float) -> None:
+        if self._given_up.wait(seconds):
+            raise GivenUp
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has its lease, or an error, or was given up."""
+        return self._task.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there is no lease."""
+        return self._task.error
+
+    def wait(self, seconds: float) -> bool:
+        """True when done within this time."""
+        return self._task.wait(seconds)
+
+    def cancel(self) -> LeasedEngine | None:
+        """Give it up. Returns the lease if it was there already; a later one is given back by itself."""
+        with self._guard:
+            self._given_up.set()
+            leased, self.leased = self.leased, None
+        return leased
 
 
 @dataclass(frozen=True, eq=False)

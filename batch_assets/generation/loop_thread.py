@@ -1,4 +1,5 @@
-"""The one place that owns an event loop: a thread of its own, so that the op's main thread stays interruptible.
+"""What must not block a thread: work done in another one, and the event loop, in a thread of its own, so that the op's
+main thread stays interruptible.
 
 Dagster turns a cancel into an exception in the main thread. Under `asyncio.run` in a busy main thread that exception
 lands in a random task and is lost; with the loop elsewhere it arrives within one short wait.
@@ -12,6 +13,33 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Self, TypeVar
 
 Result = TypeVar("Result")
+
+
+class BackgroundTask(Generic[Result]):
+    """Something that may take long, done in a thread that ends with the process."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.result: Result | None = None
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="background-task", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether the task has its result or an error."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """True when done within this time."""
+        self._thread.join(seconds)
+        return self.done
 
 
 class Running(Generic[Result]):

@@ -18,13 +18,11 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
-from batch_assets.generation.engine_session import DONE, WAITS, StepKind, StepResult, failed
-from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.engine_supervisor import DONE, WAITS, EngineSupervisor, StepKind, StepResult, failed
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.progress_report import ProgressReport, RunProgress
 from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunClaims, RunIdentity, plan_range
-from batch_assets.generation.store_reads import StoreReads
-from batch_assets.generation.store_wait import silence, while_store_answers
+from batch_assets.generation.store_reads import StoreReads, silence, while_store_answers
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates

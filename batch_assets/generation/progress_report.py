@@ -40,7 +40,7 @@ class RunProgress:
 
 
 def late_words(late: int) -> str:
-    """What a run says of so many rows that take far longer than others did (gpu_runner/inference/hedging)."""
+    """What a run says of so many rows that take far longer than others did (gpu_runner/inference/late_rows)."""
     if not late:
         return ""
     rows = "1 row is late and is" if late == 1 else f"{late:,} rows are late and are"

@@ -1,21 +1,50 @@
 """One range of a dataset's batches as a job: what is left of it, its journal, its committed objects, its claims.
 
-A batch is a part: it is committed as one object. Rows come from `range_source`, outcomes from the `JobWorker`.
+A batch is a part: it is committed as one object. Rows come from `range_run`, outcomes from the `JobWorker`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
 
-from batch_assets.generation.range_claims import RunClaims
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
+from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
 from gpu_runner.rows import Outcome
 from resources.objects.opening import StoreError, self_test
 from resources.objects.store_health import StoreHealth, is_store_trouble
 from resources.store.dataset_store import BatchFooter, BatchObject, DatasetStore, SnapshotManifest
+
+log = logging.getLogger(__name__)
+
+
+class RunClaims:
+    """One run's claims in the fleet's database: they keep two runs of one range from asking for the same rows.
+
+    `silent`: seconds without a heartbeat after which a run is dead.
+    """
+
+    def __init__(self, fleet_db: FleetDatabase, run_id: str, dataset: str, silent: float) -> None:
+        self._book, self._run_id, self._dataset, self._silent = fleet_db, run_id, dataset, silent
+
+    def take(self, objects: Sequence[str]) -> Claim:
+        """Claim one of these; none while the fleet's database does not answer."""
+        try:
+            return self._book.claim(self._run_id, self._dataset, objects, self._silent)
+        except FleetDatabaseError as error:
+            log.warning("run %s: no batch claimed: %s", self._run_id, type(error).__name__)
+            return Claim()
+
+    def release(self, objects: Sequence[str]) -> bool:
+        """Give claims up. False while the fleet's database does not answer."""
+        try:
+            self._book.release_claims(self._run_id, self._dataset, objects)
+        except FleetDatabaseError:
+            return False
+        return True
 
 
 class RangeJob:

@@ -6,28 +6,290 @@ No Dagster here. The op (`op.py`) owns the lease and the ledger; this owns what 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
+import logging
 import queue
 import random
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from batch_assets import settings
-from batch_assets.generation.mixed_rows import mixed
-from batch_assets.generation.range_claims import RunClaims
-from batch_assets.generation.range_job import RangeJob
-from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, plan_range
-from batch_assets.generation.range_source import RangeSource
-from batch_assets.generation.vector_length import vector_length
-from batch_assets.worker.job_worker import JobWorker
-from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused, TimeOuts
+from batch_assets.generation.range_job import RangeJob, RunClaims
+from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, mixed, plan_range, vector_length
+from batch_assets.generation.store_reads import StoreReads
+from batch_assets.worker.job_worker import JobWorker, client_of
+from gpu_runner.client.engine_client import EngineClient, EngineInfo, EngineLost, EngineRefused
 from gpu_runner.client.vector_length import VectorLength
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import FeedPolicy, FeedProgress
-from gpu_runner.rows import SIMULATED, Origin
+from gpu_runner.rows import SIMULATED, Batch, Outcome, Row
 from resources.fleet.resource import LeasedEngine
+from resources.objects.opening import CorruptObject
 from resources.objects.store_health import StoreHealth
-from resources.store.dataset_store import BatchFooter, DatasetStore, SnapshotManifest
+from resources.store.dataset_store import (
+    BatchEntry,
+    BatchFooter,
+    BatchObject,
+    DatasetStore,
+    SnapshotManifest,
+    check_object,
+)
+from resources.store.outcome_tables import outcomes_from
+from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
+from resources.store.row_condition import RowCondition
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+
+class Claimed(enum.Enum):
+    """What a run's try to claim a batch came to."""
+
+    MINE = "mine"
+    MINE_AND_MORE_KNOWN = "mine_and_more_known"  # the journal was read meanwhile: more may be known of its rows
+    NOT_NOW = "not_now"  # another run has done it or holds it: it comes later, or not at all
+
+
+class RangeSource:
+    """The batches of a range as the feed takes them. `batches` is run in one thread; the rest is for several.
+
+    Two runs may have the same range. A run asks for the rows of a batch only while it has an engine and holds the claim
+    on the batch (`fleet_database.claims`); batches that another living run holds come last, when that run has
+    committed them or is gone. Once another run is seen, every batch is looked up in the store before it is asked for.
+    Segments of the job's journal that other writers have left are taken in. Without claims the run is alone. `reuse`:
+    True, or the datasets whose answers are taken, where some lie beside the snapshot. While the store is away,
+    everything that is read from it is waited for. `simulated`: whose rows are taken where some are known, an engine
+    simulator's or a model's; None: both.
+    """
+
+    def __init__(self, job: RangeJob, *, reuse: bool | Sequence[str] = False, simulated: bool | None = None) -> None:
+        self._job, self._simulated = job, simulated
+        self._store, self._manifest, self._works = job.store, job.manifest, job.works
+        self._reads = StoreReads(job.health, job.store_is_there)
+        self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        self._answers = ReusableAnswers(job.store.objects, job.store.dataset, reuse) if reuse else None
+        self._reusable: Mapping[str, ReusableBatch] = {}
+        self._gone: frozenset[str] = frozenset()
+        self._aside: dict[str, Work] = {}
+        self._engines = 0
+        self._engine_there = threading.Event()
+        self._closed = threading.Event()
+        self._guard = threading.Lock()
+        self.wants_engine = threading.Event()
+        self._waiting_since: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """For how many seconds there has been nothing to open, because other runs hold what is left."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def engine_comes(self) -> None:
+        """Rows may be asked for."""
+        with self._guard:
+            self._engines += 1
+            self._engine_there.set()
+
+    def engine_goes(self) -> None:
+        """The counterpart of `engine_comes`."""
+        with self._guard:
+            self._engines -= 1
+            if not self._engines:
+                self._engine_there.clear()
+
+    def close(self) -> None:
+        """No batch is opened any more; a thread that waits in `batches` ends."""
+        self._closed.set()
+        self._reads.close()
+        self._engine_there.set()
+
+    def batches(self) -> Iterator[Batch]:
+        """Every batch that this run has to do; with claims, those that need an engine only while there is one."""
+        self._read_journal()
+        self._find_reusable()
+        for entry, rows in self._rows():
+            work = self._works[entry.key]
+            batch = self._batch(work, rows)
+            known = len(batch.known) == len(rows)
+            mine = Claimed.MINE if known or self._job.claims is None else self._claim(work, self._job.claims)
+            if self._closed.is_set():
+                return
+            if mine is not Claimed.NOT_NOW:
+                yield self._batch(work, rows) if mine is Claimed.MINE_AND_MORE_KNOWN else batch
+                self._journaled.pop(entry.key, None)
+
+    def _rows(self) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
+        """The rows of the batches in order."""
+        seed = self._manifest.settings().sampling.get("seed")
+        wanted: list[BatchEntry] = []
+        given = iter(wanted.pop, None)  # one at a time, so that waiting for the next one is no call of the store
+        found = self._store.rows(self._manifest, given)
+
+        def rows_of(entry: BatchEntry) -> tuple[BatchEntry, tuple[Row, ...]]:
+            nonlocal found
+            wanted[:] = [entry]
+            try:
+                return next(found)
+            except Exception:  # ends the generator
+                found = self._store.rows(self._manifest, given)
+                raise
+
+        for entry in self._in_order():
+            found_entry, rows = self._reads.read(partial(rows_of, entry))
+            yield found_entry, tuple(row.seeded(seed) for row in rows) if seed is not None else rows
+
+    def _in_order(self) -> Iterator[BatchEntry]:
+        """In key order, then those that other runs held, as they become free."""
+        yield from [work.entry for work in self._works.values()]
+        while self._aside and not self._closed.is_set():
+            assert self._job.claims is not None
+            free = self._job.claims.take(list(self._aside)).object
+            if free is not None:
+                self._waiting_since = None
+                yield self._aside.pop(free).entry
+                continue
+            if self._waiting_since is None:
+                self._waiting_since = time.monotonic()
+            self._closed.wait(POLL_SECONDS)
+
+    def _claim(self, work: Work, claims: RunClaims) -> Claimed:
+        """Whether its rows are ours to ask for, with an engine there."""
+        name, journal_read = self._name(work), False
+        while not self._closed.is_set():
+            claim = claims.take([name])
+            if claim.object is None:
+                self._aside[name] = work
+                return Claimed.NOT_NOW
+            if claim.rivals and self._done_by_another(work):
+                claims.release([name])
+                return Claimed.NOT_NOW
+            if self._engine_there.is_set() and not claim.gone <= self._gone:
+                self._read_journal()
+                self._gone |= claim.gone
+                journal_read = True
+            if self._engine_there.is_set():  # still: the store may have been waited for
+                return Claimed.MINE_AND_MORE_KNOWN if journal_read else Claimed.MINE
+            claims.release([name])  # who has no engine keeps nobody off
+            self.wants_engine.set()
+            self._engine_there.wait()
+            self.wants_engine.clear()
+        return Claimed.NOT_NOW
+
+    def _done_by_another(self, work: Work) -> bool:
+        """Adopt what another run has committed. A damaged object is replaced by the next generation, later."""
+        newest = self._reads.look(lambda: self._newest(work))
+        if newest is None:
+            return False
+        try:
+            footer = self._reads.read(lambda: check_object(self._store, work.entry, newest))
+        except (CorruptObject, FileNotFoundError):
+            again = replace(work, generation=newest.generation + 1)
+            self._works[work.entry.key] = self._aside[self._name(again)] = again
+            return True
+        self._journaled.pop(work.entry.key, None)
+        self._job.adopt(work, footer)
+        return True
+
+    def _newest(self, work: Work) -> BatchObject | None:
+        """The highest generation in the store, from the one on that this run was to write."""
+        newest, batch = None, self._job.object_of(work)
+        while self._store.objects.exists(self._store.batch_path(batch)):
+            newest, batch = batch, replace(batch, generation=batch.generation + 1)
+        return newest
+
+    def _name(self, work: Work) -> str:
+        return self._job.object_of(work).name
+
+    def _batch(self, work: Work, rows: tuple[Row, ...]) -> Batch:
+        keys = {row.row_id: row.row_key for row in rows}
+
+        def of_this_batch(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:
+            own = (one for one in outcomes if keys.get(one.row_id) == one.row_key)
+            return {one.row_id: one for one in own if self._simulated in (None, one.origin.simulated)}
+
+        elsewhere = {} if work.anew else self._reusable_outcomes(work.entry, rows)
+        kept = of_this_batch(elsewhere.values()) | of_this_batch(self.kept(work))
+        journaled = of_this_batch(self._new_in_journal(work))
+        self._job.reused[work.entry.key] = len(kept.keys() - journaled.keys())
+        return Batch(work.entry.key, rows, kept | journaled, job=self._job.name)
+
+    def _new_in_journal(self, work: Work) -> Iterable[Outcome]:
+        """What the journal has of a batch: where it is made anew, nothing that its former object has, too."""
+        found = self._journaled.get(work.entry.key, {}).values()
+        former = work.anew
+        if former is None or not found:
+            return found
+        try:
+            outcomes = self._reads.read(lambda: self._store.outcomes(former))
+        except (CorruptObject, FileNotFoundError):
+            return found
+        newest = max(outcome.started_at for outcome in outcomes)
+        return [outcome for outcome in found if outcome.started_at > newest]
+
+    def _find_reusable(self) -> None:
+        """Which batches have answers of other datasets beside the snapshot. A regenerate asks for all rows."""
+        answers, works = self._answers, list(self._works)
+        if answers is not None and works and not self._job.identity.intent.regenerate:
+            snapshot = self._manifest.snapshot
+            self._reusable = self._reads.look(lambda: answers.of_snapshot(snapshot, works[0], works[-1]))
+
+    def _reusable_outcomes(self, entry: BatchEntry, rows: tuple[Row, ...]) -> dict[str, Outcome]:
+        """Answers of other datasets by row id; what is gone or damaged is generated."""
+        answers, batch = self._answers, self._reusable.get(entry.key)
+        if answers is None or batch is None:
+            return {}
+        try:
+            alike = [row for row in rows if row.seed is None or not row.asks_again]  # another seed, another request
+            return self._reads.read(lambda: answers.read(batch, alike))
+        except (CorruptObject, FileNotFoundError) as error:
+            log.warning("%s: %s; its rows are generated", batch.path, type(error).__name__)
+            return {}
+
+    def kept(self, work: Work) -> Iterator[Outcome]:
+        """Outcomes of earlier objects: of one row a completion wins over a dead letter, then the newest one."""
+        if work.anew is not None:
+            yield from self._kept_beside(work.anew, work.where)
+            return
+        outcomes: list[Outcome] = []
+        for batch in work.keep:
+            try:
+                outcomes += self._reads.read(partial(self._store.outcomes, batch))
+            except (CorruptObject, FileNotFoundError):
+                continue  # verify names it; its rows are generated again
+        kept = (outcome for outcome in outcomes if work.keeps(outcome))
+        yield from sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at))
+
+    def _kept_beside(self, former: BatchObject, where: str) -> Iterator[Outcome]:
+        """Return, of a batch that is made anew, the outcomes of rows that are not asked again."""
+        if not where:
+            return
+        with contextlib.suppress(CorruptObject, FileNotFoundError):
+            table = self._reads.read(partial(self._store.batch_table, former))
+            asked = RowCondition(where).rows(table)
+            yield from (outcome for outcome in outcomes_from(table) if outcome.row_id not in asked)
+
+    def _read_journal(self) -> None:
+        """Read the segments that were not read before: of runs before this one, and of rivals that are gone."""
+        for path in self._reads.look(self._job.journal.unread):
+            outcomes = self._segment(path)
+            self._job.journal.take_in(path, outcomes)
+            for key, rows in outcomes.items():
+                if key in self._works:
+                    self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
+
+    def _segment(self, path: str) -> dict[str, list[Outcome]]:
+        try:
+            return self._reads.read(partial(self._store.journal.read, path))
+        except (CorruptObject, FileNotFoundError):  # deleted by the run that committed its batches
+            return {}
+
 
 __all__ = ["Intent", "RangePlan", "RangeRun", "RunClaims", "RunIdentity", "Work", "plan_range"]
 
@@ -154,16 +416,7 @@ class RangeRun:
         Raises EngineLost, and may be called again with the next engine, or with two at once: they share the rows.
         """
         self._job.epoch = leased.epoch
-        time_outs = TimeOuts(request=leased.limits.request_seconds)
-        async with EngineClient(
-            leased.endpoint,
-            self.generation,
-            api_key=leased.api_key,
-            time_outs=time_outs,
-            answer_bytes=self._answer_bytes,
-            reachability=leased.reachability,
-            tls=leased.tls,
-        ) as engine:
+        async with client_of(leased, EngineClient, self.generation, answer_bytes=self._answer_bytes) as engine:
             try:
                 info = await engine.info()
             except EngineLost as error:
@@ -171,18 +424,13 @@ class RangeRun:
                 raise
             self._check_context(info)
             self._check_alike(info)
-            origin = Origin(
-                model=f"{info.model} ({SIMULATED})" if info.simulated else info.model,
-                engine=info.version,
-                provider=leased.provider,
-                instance_type=leased.instance_type,
-                spot=leased.spot,
-                run_id=self.identity.run_id,
-            )
+            model = f"{info.model} ({SIMULATED})" if info.simulated else info.model
             flushing = asyncio.create_task(self._worker.flush_often(self._journal_seconds))
             self.source.engine_comes()
             try:
-                await self._worker.serve(engine, origin, leased, stop=stop)
+                await self._worker.serve(
+                    engine, leased, model=model, version=info.version, run_id=self.identity.run_id, stop=stop
+                )
             finally:
                 self.source.engine_goes()
                 flushing.cancel()

@@ -22,8 +22,8 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.generation.op import RowsConfig, generate_rows
-from batch_assets.generation.store_wait import while_store_answers
-from batch_assets.generation.vector_length import vector_length
+from batch_assets.generation.range_plan import vector_length
+from batch_assets.generation.store_reads import while_store_answers
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.asset_checks import check_results, check_specs
 from batch_assets.orchestration.freshness import freshness

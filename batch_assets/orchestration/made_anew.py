@@ -13,7 +13,7 @@ import dagster as dg
 
 from batch_assets.catalog.catalog_reader import BatchReport, Catalog, current_reports
 from batch_assets.catalog.ledger import anew_event
-from batch_assets.generation.mixed_rows import mixed
+from batch_assets.generation.range_plan import mixed
 from batch_assets.snapshot.source.errors import SourceError
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 from resources.store.row_condition import RowCondition

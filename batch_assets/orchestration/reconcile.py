@@ -21,8 +21,7 @@ from batch_assets.orchestration.store_check import object_infos, snapshot_proble
 from batch_assets.publishing.published_table import published_table, table_versions
 from batch_assets.tags import PUBLISH_VOID_TAG
 from resources.objects.opening import CorruptObject, ObjectInfo, StoreError
-from resources.store.batch_check import check_object
-from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore
+from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, check_object
 
 SLICE_BATCHES = 10_000
 CHECKS = 50  # objects read whole per slice

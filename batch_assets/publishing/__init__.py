@@ -15,6 +15,5 @@ __all__ = [
     "publish",
     "published_table",
     "quality",
-    "table_scan",
     "verify",
 ]

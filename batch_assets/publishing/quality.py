@@ -14,8 +14,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_assets.publishing.published_table import PublishedTable
-from batch_assets.publishing.table_scan import Hashes, repeated_ids, table_batches
+from batch_assets.publishing.published_table import Hashes, PublishedTable, repeated_ids, table_batches
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 SCHEMA_SAMPLE = 100_000

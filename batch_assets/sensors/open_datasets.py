@@ -9,7 +9,7 @@ import dagster as dg
 
 from batch_assets.catalog.backfills import datasets_with_backfills
 from batch_assets.orchestration.active_request import ActiveDataset, WorkWatcher
-from batch_assets.sensors.round_robin import Turns
+from batch_assets.sensors.many_datasets import Turns
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin

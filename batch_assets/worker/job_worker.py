@@ -14,14 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
-from gpu_runner.client.protocol import EngineLost
+from gpu_runner.client.engine_client import EngineClient, EngineLost, TimeOuts
 from gpu_runner.client.vector_length import VectorLength
-from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.feed import Engine, Feed, FeedPolicy, FeedProgress, RequestContext
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
-from gpu_runner.request_limits import RequestLimits
-from gpu_runner.rows import Batch, Origin, Outcome, Urgency
+from gpu_runner.rows import Batch, Generation, Origin, Outcome, Urgency
+from resources.fleet.leased_engine import KnownEngine
 from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchFooter
 
@@ -62,23 +61,29 @@ class Job(Protocol):
         """Delete what committed parts need no more, and give up the right to them. Blocks."""
 
 
-class EngineTerms(Protocol):
-    """What is said of an engine besides who answers there. `spending` prices rows; see `Feed.serve`."""
-
-    @property
-    def max_num_seqs(self) -> int | None:
-        """Its slots, where they are known."""
-
-    @property
-    def spending(self) -> CostMeter:
-        """Keeps the fleet's database of its time."""
-
-    @property
-    def limits(self) -> RequestLimits:
-        """Of requests to it."""
-
-
 J = TypeVar("J", bound=Job)
+Client = TypeVar("Client", bound=EngineClient)
+
+
+def client_of(
+    engine: KnownEngine,
+    kind: type[Client],
+    generation: Generation,
+    *,
+    answer_bytes: int | None = None,
+    priority: int | None = None,
+) -> Client:
+    """A client of this engine, to be entered. Raises TlsFilesError."""
+    return kind(
+        engine.endpoint,
+        generation,
+        api_key=engine.api_key,
+        time_outs=TimeOuts(request=engine.limits.request_seconds),
+        answer_bytes=answer_bytes,
+        reachability=engine.reachability,
+        priority=priority,
+        tls=engine.tls,
+    )
 
 
 class JobWorker(Generic[J]):
@@ -149,22 +154,27 @@ class JobWorker(Generic[J]):
     async def serve(
         self,
         client: Engine,
-        origin: Origin,
-        terms: EngineTerms,
+        engine: KnownEngine,
         *,
+        model: str,
+        version: str,
+        run_id: str,
         stop: asyncio.Event | None = None,
         share: InteractiveShare | None = None,
         context: RequestContext | None = None,
     ) -> None:
-        """Generate on one engine, see `Feed.serve`. Journals are written by `flush_often` meanwhile."""
+        """Generate on one engine, see `Feed.serve`; rows say that `model` on `version` of it has answered `run_id`.
+
+        Journals are written by `flush_often` meanwhile.
+        """
         await self._feed.serve(
             client,
-            origin,
-            terms.max_num_seqs,
+            Origin(model, version, engine.provider, engine.instance_type, engine.spot, run_id),
+            engine.max_num_seqs,
             stop=stop,
-            spending=terms.spending,
+            spending=engine.spending,
             share=share,
-            limits=terms.limits,
+            limits=engine.limits,
             context=context,
         )
 

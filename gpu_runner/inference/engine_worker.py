@@ -3,9 +3,8 @@
 A freed slot takes its next row at once, in the task that freed it. Where the engine takes lists, a slot takes several
 rows for one request; they are counted, judged and kept one by one. A list that is refused is cut in halves until the
 rows at fault are alone (micro_batches/bisection.py). Rows that are late are asked for once more, here or elsewhere
-(second_requests.py). What becomes of rows: row_outcomes.py of those that were
-answered, failed_requests.py of those whose request failed, engine_death.py of those that the engine still had at its
-end.
+(second_requests.py). What becomes of rows: row_outcomes.py of those that were answered, or that the engine still had at
+its end; failed_requests.py of those whose request failed.
 """
 
 from __future__ import annotations
@@ -29,18 +28,15 @@ from gpu_runner.client.protocol import (
     Transient,
 )
 from gpu_runner.cost_meter import CostMeter
-from gpu_runner.inference.engine_death import return_rows
 from gpu_runner.inference.engine_liveness import EngineLiveness
 from gpu_runner.inference.engine_monitor import Engine, ListEngine, Watchdog
 from gpu_runner.inference.failed_requests import FailedRequests
-from gpu_runner.inference.hedging.late_rows import LateRequest, late_requests
-from gpu_runner.inference.hedging.request_durations import RequestDurations
+from gpu_runner.inference.late_rows import LateRequest, RequestDurations, late_requests
 from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
-from gpu_runner.inference.row_outcomes import RowOutcomes
+from gpu_runner.inference.row_outcomes import RowOutcomes, return_rows
 from gpu_runner.inference.row_queue import Work, end_tasks
-from gpu_runner.inference.row_request import Request, RequestContext
-from gpu_runner.inference.row_state import Item, RowState
+from gpu_runner.inference.row_state import Item, Request, RequestContext, RowState
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.rate_limit import RateLimit
 from gpu_runner.inference.worker_state import WorkerLife

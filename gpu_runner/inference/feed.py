@@ -28,8 +28,7 @@ from gpu_runner.inference.engine_worker import EngineWorker
 from gpu_runner.inference.failures.failing_requests import FailingRequests
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Counts, Work, end_tasks
-from gpu_runner.inference.row_request import RequestContext
-from gpu_runner.inference.row_state import OpenBatch
+from gpu_runner.inference.row_state import OpenBatch, RequestContext
 from gpu_runner.inference.second_requests import SecondRequests
 from gpu_runner.inference.windows.concurrency_window import Window
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
@@ -80,7 +79,7 @@ class Feed:
     """Brings every row of `batches` to exactly one outcome.
 
     `batches` is read in a thread, only as far ahead as the windows need. Rows that are ready go in the order of their
-    batches' urgency (`ready_rows.py`), so those of a batch that is read later may go before them. `next_urgency()`, on
+    batches' urgency (`row_queue.py`), so those of a batch that is read later may go before them. `next_urgency()`, on
     the loop, is that of the batch which `batches` gives next, where it knows: it is read while few ready rows go before
     its rows.
 

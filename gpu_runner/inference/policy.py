@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpu_runner.inference.failures.retry import RetryPolicy
-from gpu_runner.inference.hedging.request_durations import HedgePolicy
+from gpu_runner.inference.late_rows import HedgePolicy
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 

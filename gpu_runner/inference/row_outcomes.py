@@ -2,13 +2,16 @@
 
 An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text has the form
 that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
-One that was cut at the token limit is asked again with a higher limit, or is a dead letter, where that is wanted.
+
+Rows that an engine still had when it ended go back into the queue. Those that it may have worked on bear its death: at
+several deaths they become suspects (poison_rows.py), which are tried in groups, and a row that ends engines while it is
+alone in flight becomes a dead letter.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from sys import getsizeof
@@ -20,6 +23,7 @@ from gpu_runner.client.protocol import (
     FILTERED,
     TRUNCATED,
     Completion,
+    EngineLost,
     EngineRefused,
     Repair,
     RowRejected,
@@ -27,6 +31,8 @@ from gpu_runner.client.protocol import (
 from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.cost_meter import CostMeter
 from gpu_runner.inference.answer_memory import bytes_of
+from gpu_runner.inference.poison_rows import Group
+from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
 from gpu_runner.rows import Generation, Origin, Outcome, Output
@@ -189,3 +195,51 @@ class RowOutcomes:
 
 # Answers of one model share their origin.
 _answered_as = lru_cache(maxsize=256)(Origin.answered_as)
+
+
+def return_rows(
+    work: Work,
+    policy: FeedPolicy,
+    outcomes: RowOutcomes,
+    error: BaseException | None,
+    group: Group[Item] | None,
+    held: Sequence[Item],
+    taken: list[Item],
+) -> None:
+    """Gives `held` back. `error`: why the engine ended; `group`: the suspects that it was trying.
+
+    `taken`: those of `held` that the engine may have worked on.
+    """
+    blamed: list[Item] = []
+    if isinstance(error, EngineLost):
+        work.count_engine_death()
+        blamed = taken
+    if group is not None:
+        _return_group(work, policy, outcomes, error, group, held, blamed)
+        return
+    suspects = {item for item in blamed if item.add_death() >= policy.suspect_deaths}
+    work.suspect(suspects)
+    work.give_back(item for item in held if item not in suspects)
+
+
+def _return_group(
+    work: Work,
+    policy: FeedPolicy,
+    outcomes: RowOutcomes,
+    error: BaseException | None,
+    group: Group[Item],
+    held: Sequence[Item],
+    blamed: list[Item],
+) -> None:
+    guilty = set(blamed)
+    rest = [item for item in held if item not in guilty] + work.leave_group(group)
+    if not blamed:
+        work.put_back_group(group, rest)
+        return
+    if len(blamed) == 1:
+        item = blamed[0]
+        if item.add_alone_death() >= policy.alone_deaths:
+            blamed = []
+            message = f"alone in flight at {item.alone_deaths} engine deaths, the last: {error}"
+            work.settle(item, outcomes.dead(item, "engine_killed", message, item.alone_deaths))
+    work.group_died(group, blamed, rest)

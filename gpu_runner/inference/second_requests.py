@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpu_runner.client.protocol import EngineError, EngineLost, EngineRefused, RequestDenied
 from gpu_runner.inference.engine_worker import EngineWorker
-from gpu_runner.inference.hedging.late_rows import LateRequest
+from gpu_runner.inference.late_rows import LateRequest
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item, RowState
 

@@ -4,7 +4,7 @@
     engine.py     the model driven by the wall clock
     text.py       deterministic outputs; schema.py and pattern.py make JSON that fits a schema
     requests.py   OpenAI request bodies, read and checked as vLLM does, those of /v1/responses as chats
-    replies.py    the answers; chunks.py and responses.py stream them
+    replies.py    the answers; pieces.py and responses.py stream them
     faults.py     scripted failures
     metrics.py    vLLM's metric names; request_log.py the engine's own log of what it was asked
     server.py     the HTTP face

@@ -19,8 +19,8 @@ import orjson
 from aiohttp import web
 
 from gpu_runner.simulator import replies, vllm_metrics
-from gpu_runner.simulator.chunks import Chunks, Stream
 from gpu_runner.simulator.engine import Engine, EngineDead
+from gpu_runner.simulator.pieces import Chunks, Stream
 from gpu_runner.simulator.replies import ResponseGenerator
 from gpu_runner.simulator.request_bodies import Endpoint, Request, parse, too_long
 from gpu_runner.simulator.request_errors import ApiError

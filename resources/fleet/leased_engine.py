@@ -58,16 +58,14 @@ class Requirement:
 
 
 @dataclass(slots=True, eq=False)
-class LeasedEngine:
-    """An engine that is ours now. The lease's epoch fences everything written in its name.
+class KnownEngine:
+    """An engine that requests may be sent to. `max_num_seqs`: its slots, where they are known.
 
-    `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `own`: it is a process of
-    this run and ends with it. `why`: one sentence on why it was chosen. Prices are per real second.
-    `reachability`: of the way to it. `tls`: certificates for an engine of https, None: those of the system.
-    `region`: where it is; empty: nobody says.
+    `spending` prices rows, and keeps the fleet's database of its time. `own`: it is a process of ours and ends with it.
+    `reachability`: of the way to it. `tls`: certificates for an engine of https, None: those of the system. `region`:
+    where it is; empty: nobody says.
     """
 
-    lease: Lease
     endpoint: str
     api_key: str | None = field(repr=False)
     max_num_seqs: int | None
@@ -75,15 +73,26 @@ class LeasedEngine:
     instance_type: str
     spot: bool = False
     limits: RequestLimits = NO_LIMITS
-    offer: Offer | None = None
-    clock: float = 1.0
     spending: CostMeter = field(default_factory=CostMeter)
     own: bool = False
-    why: str = ""
-    close: Callable[[], None] = lambda: None
     reachability: Callable[[], Reachability] = always_open
     tls: TlsFiles | None = None
     region: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class LeasedEngine(KnownEngine):
+    """An engine that is ours now. The lease's epoch fences everything written in its name.
+
+    `offer`: as what the instance is rented; None for an engine that stands in fleet.yaml. `why`: one sentence on why it
+    was chosen. Prices are per real second.
+    """
+
+    lease: Lease = field(kw_only=True)
+    offer: Offer | None = None
+    clock: float = 1.0
+    why: str = ""
+    close: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:

@@ -1,14 +1,13 @@
 """One dataset in the store: snapshots, batch objects, journal and published tables, in `resources.objects`.
 
-`dataset_store` is where to begin; `snapshot_manifest` says what a snapshot is, `batch_objects` what a committed batch
-is and `batch_check` whether one is whole; `journal` keeps finished rows of batches that are still open;
-`object_integrity` holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables,
-`outcome_columns` the names of their columns, `row_condition` which of them meet a condition; `reusable_answers` are
-those of other datasets beside a snapshot.
+`dataset_store` is where to begin, and says what a committed batch is; `snapshot_manifest` says what a snapshot is;
+`journal` keeps finished rows of batches that are still open; `integrity`
+holds checksums and sealed manifests; `outcome_tables` are outcomes as Arrow tables, `outcome_columns` the names of
+their columns, `row_condition` which of them meet a condition; `reusable_answers` are those of other datasets beside a
+snapshot.
 """
 
 __all__ = [
-    "batch_check",
     "dataset_store",
     "journal",
     "object_integrity",

@@ -71,7 +71,7 @@ class FleetClient:
         name = f"i{self.asked}"
         lease = Lease(name, 1, "run", "d")
         reachability = lambda: self.reachability  # noqa: E731
-        return LeasedEngine(lease, engine.url, None, 8, "sim", "h100", offer=OFFER, reachability=reachability)
+        return LeasedEngine(engine.url, None, 8, "sim", "h100", lease=lease, offer=OFFER, reachability=reachability)
 
     def move(self, need: Requirement, leased: LeasedEngine, decision: Migration, **more: Any) -> LeasedEngine:
         return self.acquire(need, say=more["say"], pause=more["pause"], replaces=leased)

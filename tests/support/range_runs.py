@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from batch_assets.generation.engine_session import StepKind
-from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.engine_supervisor import EngineSupervisor, StepKind
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet_database.database import Lease
 from resources.fleet.resource import LeasedEngine
@@ -16,7 +15,7 @@ from support.timing import PATIENCE
 
 
 def leased(url: str) -> LeasedEngine:
-    return LeasedEngine(Lease("e", 7, "run", "d"), url, None, 64, "simulated", "simulated-h200")
+    return LeasedEngine(url, None, 64, "simulated", "simulated-h200", lease=Lease("e", 7, "run", "d"))
 
 
 def journaled(store: DatasetStore) -> set[str]:

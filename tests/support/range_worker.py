@@ -48,7 +48,7 @@ def main(root: str, database: str, url: str, run_id: str) -> None:
             )
             heartbeat.rows_done = lambda: run.progress().rows_done
             with contextlib.closing(run):
-                asyncio.run(work(run, LeasedEngine(Lease("e", 1, run_id, "d"), url, None, SLOTS, "sim", "h100")))
+                asyncio.run(work(run, LeasedEngine(url, None, SLOTS, "sim", "h100", lease=Lease("e", 1, run_id, "d"))))
                 assert run.missing() == []
 
 

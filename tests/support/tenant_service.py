@@ -22,7 +22,7 @@ from batch_assets.api.access.authentication import JwtSettings
 from batch_assets.api.access.jwt_tokens import JwtPolicy
 from batch_assets.api.access.key_store import KeyStore
 from batch_assets.api.execution import worker
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited
 from batch_assets.api.front_door import build_front_door
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.settings import ApiLimits, ApiSettings

@@ -20,20 +20,22 @@ from batch_assets.api.execution.batch_queue import BatchQueue
 from batch_assets.api.execution.batch_run import BatchRun
 from batch_assets.api.execution.engines.engine_slots import EngineSlot, EngineSlots
 from batch_assets.api.execution.engines.engine_supply import (
+    Awaited,
     EngineAway,
     EngineSupply,
+    EngineWait,
     NobodyWaits,
     NoFurtherEngine,
     ServingEngine,
+    Waiting,
 )
-from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
-from batch_assets.api.execution.storage.local_journal import LocalJournal
+from batch_assets.api.execution.local_journal import LocalJournal
 from batch_assets.api.telemetry.tracing import NO_SPANS, SpanKind, Spans, engine_call, sent_in
-from batch_assets.worker.job_worker import JobWorker
+from batch_assets.worker.job_worker import JobWorker, client_of
 from gpu_runner.bounded_http.tls_files import TlsFilesError
-from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused, TimeOuts
+from gpu_runner.client.engine_client import BATCH_PRIORITY, EngineLost, EngineRefused
 from gpu_runner.client.verbatim_client import VerbatimClient
-from gpu_runner.rows import Generation, Origin, Task
+from gpu_runner.rows import Generation, Task
 from resources.store.dataset_store import BatchFooter
 
 log = logging.getLogger(__name__)
@@ -201,20 +203,10 @@ class ModelFeed:
         return sent_in(self._spans.begin(said, SpanKind.CLIENT, trace, attributes))
 
     async def _on_engine(self, engine: ServingEngine, slot: EngineSlot) -> None:
-        client = VerbatimClient(
-            engine.endpoint,
-            Generation(self.task, self.model),
-            api_key=engine.api_key,
-            time_outs=TimeOuts(request=engine.limits.request_seconds),
-            answer_bytes=ANSWER_BYTES,
-            reachability=engine.reachability,
-            priority=BATCH_PRIORITY,
-            tls=engine.tls,
-        )
+        generation = Generation(self.task, self.model)
+        client = client_of(engine, VerbatimClient, generation, answer_bytes=ANSWER_BYTES, priority=BATCH_PRIORITY)
         async with client:
             info = await client.info()
-            version = info.version or "unknown"
-            origin = Origin(self.model, version, engine.provider, engine.instance_type, engine.spot, "api")
             if self._draining:
                 return
             stop = asyncio.Event()
@@ -224,8 +216,10 @@ class ModelFeed:
                 with self._wait.serving():
                     await self._worker.serve(
                         client,
-                        origin,
                         engine,
+                        model=self.model,
+                        version=info.version or "unknown",
+                        run_id="api",
                         stop=stop,
                         share=engine.share,
                         context=partial(self._call_span, endpoint=engine.endpoint) if self._spans.active else None,

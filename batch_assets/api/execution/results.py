@@ -20,9 +20,9 @@ from batch_assets.api.billing.answer_usage import answer_usage
 from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.api.database.file_records import FileRecord, Purpose, content_path
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.storage.read_ahead import read_ahead
 from batch_assets.api.requests.error_answers import MESSAGE_LENGTH, envelope, error_type
 from gpu_runner.rows import Outcome
+from resources.objects.object_read_ahead import read_ahead
 from resources.objects.opening import temporary_folder
 
 _WORDS = ("message", "param", "code")

@@ -21,10 +21,9 @@ from batch_assets.api.billing.spending import Spending
 from batch_assets.api.database.batch_records import BatchRecord, OpenBatch
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Capacity, Carried, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited
+from batch_assets.api.execution.local_journal import LeftRows, LocalJournal, gone, own_name
 from batch_assets.api.execution.model_feed import ModelFeed
-from batch_assets.api.execution.storage.holders import gone, own_name
-from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
 from batch_assets.api.execution.sweeper import Sweeper
 from batch_assets.api.models import known_contexts
 from batch_assets.api.telemetry.tracing import batch_span

@@ -20,9 +20,9 @@ import orjson
 from prometheus_client import Gauge, Histogram
 
 from batch_assets.api.access.request_access import RequestAccess
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import InteractiveRequest, RequestSize
-from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError

@@ -6,25 +6,69 @@ spread by their own windows, and the router sees them in the engines' reports.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import Counter, Histogram
+
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import EnginePoller, EngineReading, LoadReader, ReadLoad
 from batch_assets.api.interactive.request_body import InteractiveRequest
-from batch_assets.api.interactive.routing_figures import SHED, RoutingFigures
 from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.settings import REGION_WORDS, is_region
-from batch_assets.api.telemetry.metrics import Sample
+from batch_assets.api.telemetry.metrics import Gauges, Sample, ServiceMetrics
 from batch_assets.settings import SettingError
 from gpu_runner.routing.engine_view import EngineReport, Routed
 from gpu_runner.routing.latency_target import LatencyTarget
 from gpu_runner.routing.output_length import OutputLengths
 from gpu_runner.routing.prefix_index import block_keys
 from gpu_runner.routing.router import RoutedRequest, Router, RoutingPolicy, Rule, TargetUnmet
+
+SHED = "shed"  # beside the words of Reason
+_SECONDS = (20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 5e-3)
+
+
+class RoutingFigures:
+    """The figures of one process."""
+
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        name = "batch_assets_routing_"
+        self._metrics = metrics
+        self._choices = Counter(
+            f"{name}choices_total", "Requests by why their engine was chosen.", ["reason"], registry=metrics.registry
+        )
+        self._regions = Counter(
+            f"{name}region_choices_total",
+            "Requests by the region of their engine; empty: it is not named.",
+            ["region"],
+            registry=metrics.registry,
+        )
+        self._seconds = Histogram(
+            f"{name}decision_seconds", "Of one choice.", registry=metrics.registry, buckets=_SECONDS
+        )
+
+        # Labels are bounded, and looked up for each request.
+        self._reason = functools.cache(self._choices.labels)
+        self._region = functools.cache(self._regions.labels)
+
+    def chosen(self, reason: str, region: str) -> None:
+        """One of the words of Reason, or `shed`."""
+        self._reason(reason).inc()
+        if reason != SHED:
+            self._region(region).inc()
+
+    def decided(self, seconds: float) -> None:
+        """A choice took so long."""
+        self._seconds.observe(seconds)
+
+    def read(self, gauges: Gauges) -> None:
+        """Figures that are read when somebody looks."""
+        self._metrics.add_gauges(gauges)
+
 
 ROUTING, UNMET, REGION = "BATCH_ASSETS_ROUTING", "BATCH_ASSETS_ROUTING_UNMET", "BATCH_ASSETS_REGION"
 LONGEST_RETRY = 60  # seconds that a caller is told to wait whose target cannot be met

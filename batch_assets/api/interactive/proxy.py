@@ -39,9 +39,9 @@ from batch_assets.api.interactive.engine_errors import (
     no_route,
     read_error,
 )
+from batch_assets.api.interactive.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
-from batch_assets.api.interactive.streams.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.requests.error_answers import ApiError, envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call

@@ -17,10 +17,9 @@ from batch_assets.api.billing.usage import Kind, Tokens
 from batch_assets.api.interactive.boot_wait import patience
 from batch_assets.api.interactive.embedding_lists import PATH as EMBEDDINGS
 from batch_assets.api.interactive.embedding_lists import EmbeddingLists, read_input
+from batch_assets.api.interactive.event_stream import EventStream, ResponseStream, StreamReader, Usage
 from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disconnected
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
-from batch_assets.api.interactive.streams.event_stream import EventStream, StreamReader, Usage
-from batch_assets.api.interactive.streams.response_stream import ResponseStream
 from batch_assets.api.requests.callers import Caller, caller, caller_with
 from batch_assets.api.requests.callers import Scope as KeyScope
 from batch_assets.api.requests.direct_routes import DirectRoute

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from batch_assets.api.execution.engines.engine_supply import EngineSupply, ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, EngineSupply, ServingEngine, Waits, for_ever
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.settings import SettingError

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from batch_assets.api.interactive.streams.event_stream import Usage
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.online.answers.collapse import CollapsedRequests
 from batch_assets.api.online.cancellation import raise_if_cancelled
 from batch_assets.api.online.dispatcher import DispatchFailed, DispatchRequest, Failure

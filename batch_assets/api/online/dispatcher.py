@@ -14,9 +14,9 @@ from typing import Protocol
 import orjson
 
 from batch_assets.api.access.request_access import RequestAccess, continued_trace
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
-from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.queues.tasks import TaskKind
 from batch_assets.api.online.request import ReadAnswer
 from batch_assets.api.requests.callers import Caller

@@ -19,8 +19,8 @@ from batch_assets.api.interactive.embedding_lists import (
     EngineRefusal,
     read_inputs,
 )
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.request_body import InteractiveRequest, size_of
-from batch_assets.api.interactive.streams.event_stream import Usage
 from batch_assets.api.online.dispatcher import DispatchAnswer, Dispatcher, DispatchRequest, failure_of
 from batch_assets.api.online.queues.tasks import TaskKind
 from batch_assets.api.requests.error_answers import ApiError

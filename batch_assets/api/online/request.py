@@ -13,8 +13,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from batch_assets.api.batches.lines import ENGINE_FIELDS
+from batch_assets.api.interactive.event_stream import Usage, read_usage
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, read_request
-from batch_assets.api.interactive.streams.event_stream import Usage, read_usage
 from batch_assets.api.online.queues.tasks import TaskKind
 from batch_assets.api.requests.error_answers import ApiError
 

@@ -1,7 +1,7 @@
 """The service's description of itself: OpenAPI and the page `/docs`.
 
-`documented_objects` are the shapes of answers, `openapi_document` puts them and the errors into the document, and
-`docs_page` shows it without anything from elsewhere.
+`openapi_document` puts the shapes of answers and the errors into the document, and `docs_page` shows it without
+anything from elsewhere.
 """
 
-__all__ = ["docs_page", "documented_objects", "openapi_document"]
+__all__ = ["docs_page", "openapi_document"]

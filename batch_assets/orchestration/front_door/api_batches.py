@@ -7,20 +7,37 @@ ends; the service's workers generate it.
 No postponed annotations here: Dagster reads the classes of resources.
 """
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import sqlalchemy as sa
 
 from batch_assets.api.batches.redrive import BatchRedrive, Redrive, RedriveRefused
 from batch_assets.api.database.batch_records import BatchRecords
 from batch_assets.api.database.file_records import FileRecords
+from batch_assets.api.database.service_database import Records
 from batch_assets.api.execution.catalog import KEY, PARTITIONS, part_metadata, part_of, partition_of
-from batch_assets.orchestration.front_door.api_records import opened_records
+from batch_assets.api.settings import records_database
 from resources.objects.opening import CorruptObject, open_objects
 from resources.store.dataset_store import BatchStore
+
+
+@contextlib.contextmanager
+def opened_records() -> Iterator[Records | None]:
+    """The front door's records of this DAGSTER_HOME; None where none was ever started."""
+    database = records_database()
+    url = sa.make_url(database)
+    if url.get_backend_name() == "sqlite" and not (url.database and Path(url.database).exists()):
+        yield None
+        return
+    with contextlib.closing(Records(database)) as records:
+        yield records
+
 
 MOST_SHOWN = 5
 

@@ -19,7 +19,7 @@ from batch_assets.api.billing.margin import Margin, MarginLine, by_class, engine
 from batch_assets.api.billing.usage import Used
 from batch_assets.api.billing.usage_ledger import LedgerTotals, UsageLedger, UsageLine
 from batch_assets.orchestration.cost_report import DIGITS, SPEND_KEY, put_table, table_metadata
-from batch_assets.orchestration.front_door.api_records import opened_records
+from batch_assets.orchestration.front_door.api_batches import opened_records
 from gpu_runner.fleet_database.accounting.charges import SpendLine, by_day
 from gpu_runner.money import format_usd
 from resources.fleet.resource import GpuFleet

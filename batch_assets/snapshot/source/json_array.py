@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from batch_assets.snapshot.source.encoding import first_read
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.files import first_read
 
 # One item is bounded as a line of JSONL is.
 MAX_ITEM = 16 << 20

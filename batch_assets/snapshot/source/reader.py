@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.derived import columns_in_file, derived
-from batch_assets.snapshot.source.encoding import in_utf8
 from batch_assets.snapshot.source.errors import SourceError, Unseen, no_column
-from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
+from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, in_utf8, unpacked
 from batch_assets.spec.source import GridColumn, SourceSpec
 
 if TYPE_CHECKING:

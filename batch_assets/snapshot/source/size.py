@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from batch_assets.snapshot.source.encoding import in_utf8
 from batch_assets.snapshot.source.errors import SourceError
-from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, unpacked
+from batch_assets.snapshot.source.files import SourceFile, find_files, format_of, in_utf8, unpacked
 from batch_assets.snapshot.source.json_array import JsonArray
 from batch_assets.spec.source import SourceSpec
 

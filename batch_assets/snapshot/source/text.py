@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
-from batch_assets.snapshot.source.encoding import first_read
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen, no_column, shown
+from batch_assets.snapshot.source.files import first_read
 from batch_assets.snapshot.source.json_array import MAX_ITEM, JsonArray, refuse_swallowed
 
 MAX_LINE = 16 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_assets.generation.engine_session import WAITS, LeaveKind, LeaveReason
+from batch_assets.generation.engine_supervisor import WAITS, LeaveKind, LeaveReason
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.snapshots import questions, write_snapshot
 from support.timing import PATIENCE
 
-from batch_assets.generation import engine_session
-from batch_assets.generation.engine_session import StepKind
-from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation import engine_supervisor
+from batch_assets.generation.engine_supervisor import EngineSupervisor, StepKind
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet_database.wait_reason import RequestFailure, WaitKind, WaitReason
@@ -288,7 +287,7 @@ def test_a_lost_lease_is_given_up_and_another_one_asked_for(tmp_path: Path):
 def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_supervisor, "UNREACHABLE_SECONDS", 0.1)
     with engines(1) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
         client.why["i1"] = "the API server does not answer"
@@ -305,7 +304,7 @@ def test_an_engine_that_cannot_be_reached_for_a_while_is_waited_for_and_named(
 def test_an_engine_that_is_lost_after_it_could_not_be_reached_is_not_told_to_be_reached_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_session, "UNREACHABLE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_supervisor, "UNREACHABLE_SECONDS", 0.1)
     with engines(2) as found, a_job(tmp_path, client := FleetClient(*found)) as job:
         job.work(until=lambda: job.run.progress().rows_done > 5)
         client.reachability = Reachability.RESTORING

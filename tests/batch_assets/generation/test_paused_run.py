@@ -12,8 +12,7 @@ from support.machines import ended_machines
 from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
-from batch_assets.generation.engine_session import StepKind
-from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.engine_supervisor import EngineSupervisor, StepKind
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from gpu_runner.fleet_database.accounting.request_budget import END_SECONDS

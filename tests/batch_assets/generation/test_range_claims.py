@@ -17,8 +17,7 @@ from support.snapshots import MODEL, questions, write_snapshot
 from support.timing import PATIENCE
 
 from batch_assets.generation import range_run
-from batch_assets.generation.engine_session import WAITS
-from batch_assets.generation.engine_supervisor import EngineSupervisor
+from batch_assets.generation.engine_supervisor import WAITS, EngineSupervisor
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.range_run import Intent, RangeRun, RunClaims, RunIdentity, plan_range
 from gpu_runner.fleet_database.database import FleetDatabase

@@ -14,9 +14,9 @@ from support.simulated_engine import SimulatedEngine, simulated_engine
 from support.timing import PATIENCE
 
 import batch_assets.generation.op
-from batch_assets.generation import store_wait
+from batch_assets.generation import store_reads
 from batch_assets.generation.range_run import RangeRun
-from batch_assets.generation.store_wait import while_store_answers
+from batch_assets.generation.store_reads import while_store_answers
 from batch_assets.orchestration.reconcile import Reconciler
 from resources.objects import store_health
 from resources.objects.opening import LocalObjects, StoreError
@@ -33,9 +33,9 @@ def engine() -> Iterator[SimulatedEngine]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetProject]:
-    monkeypatch.setattr(store_wait, "SAY_SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 2.0)
-    monkeypatch.setattr(store_wait, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(store_reads, "SAY_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(store_reads, "GIVE_UP_SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(store_reads, "ASK_SECONDS", 0.1)
     with dataset_project(tmp_path) as site:
         site.source(QUESTIONS)
         assert site.materialize("prompts").success
@@ -106,7 +106,7 @@ def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
 
     monkeypatch.setattr(LocalObjects, "exists", hangs)
     monkeypatch.setattr(store_health, "PATIENCE_SECONDS", 0.5)  # after which a call is unanswered
-    monkeypatch.setattr(store_wait, "GIVE_UP_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(store_reads, "GIVE_UP_SILENT_SECONDS", 1.0)
     monkeypatch.setattr(batch_assets.orchestration.assets, "self_test", lambda objects: answers.wait(60))
     try:
         assert not site.materialize("prompts").success
@@ -116,15 +116,15 @@ def test_the_source_is_not_read_for_ever_beside_a_store_that_hangs(
 
 
 def test_what_the_work_returns_or_raises_is_passed_on_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store_wait, "ASK_SECONDS", 1e4)  # who waited for the next question would not end
+    monkeypatch.setattr(store_reads, "ASK_SECONDS", 1e4)  # who waited for the next question would not end
     assert while_store_answers(lambda: 7, lambda: True, note=print) == 7
     with pytest.raises(ValueError, match="x"):
         while_store_answers(lambda: int("x"), lambda: True, note=print)
 
 
 def test_silence_is_noted_and_its_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store_wait, "SAY_SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(store_wait, "ASK_SECONDS", 0.02)
+    monkeypatch.setattr(store_reads, "SAY_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(store_reads, "ASK_SECONDS", 0.02)
     there, noted = threading.Event(), list[str]()
 
     def ask() -> bool:
@@ -144,10 +144,10 @@ def test_silence_is_noted_and_its_end(monkeypatch: pytest.MonkeyPatch):
 
 def test_silence_that_is_too_long_is_an_error():
     now = [0.0]
-    store_health = StoreHealth(lambda: now[0])
-    with pytest.raises(StoreAway, match="start it again"), store_health.call("read"):
-        now[0] = store_wait.GIVE_UP_SILENT_SECONDS
-        store_wait.silence(store_health)
+    health = StoreHealth(lambda: now[0])
+    with pytest.raises(StoreAway, match="start it again"), health.call("read"):
+        now[0] = store_reads.GIVE_UP_SILENT_SECONDS
+        store_reads.silence(health)
 
 
 def test_a_store_that_goes_away_while_it_is_compared_makes_no_batch_void(

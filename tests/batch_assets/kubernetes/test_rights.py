@@ -10,8 +10,8 @@ import pytest
 import yaml
 from support.fake_kubernetes import FakeCluster, fake_cluster, write_kubeconfig
 
-from batch_assets.cli.fleet_commands import kubernetes_check
-from batch_assets.cli.fleet_commands.kubernetes_check import UnknownAccount, show_rights
+from batch_assets.cli.fleet_commands import fleet_check
+from batch_assets.cli.fleet_commands.fleet_check import UnknownAccount, show_rights
 from batch_assets.kubernetes.rights import RIGHTS, Account, Cluster, check_rights
 from gpu_runner.providers.checks import CheckOutcome
 from gpu_runner.providers.kubernetes.api import ClusterApi
@@ -54,7 +54,7 @@ def test_an_api_server_that_is_away_is_one_failure(cluster: FakeCluster, api: Cl
 def test_the_command_says_what_to_allow_in_one_line(
     cluster: FakeCluster, api: ClusterApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(kubernetes_check, "ClusterApi", lambda address: api)
+    monkeypatch.setattr(fleet_check, "ClusterApi", lambda address: api)
     assert show_rights("webserver", "runs", as_json=False) == 0
     capsys.readouterr()
     cluster.forbidden = {("delete", "pods"), ("list", "pods")}

@@ -12,13 +12,12 @@ import pyarrow as pa
 import pytest
 from support.snapshots import commit, overwrite, questions, write_snapshot
 
+from batch_assets.publishing import published_table
 from batch_assets.publishing import quality as quality_module
-from batch_assets.publishing import table_scan
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
-from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.publishing.published_table import Hashes, PublishedTable, repeated_ids
 from batch_assets.publishing.quality import CHECKS, CheckFigure, Counted, Thresholds, quality
-from batch_assets.publishing.table_scan import Hashes, repeated_ids
 from gpu_runner.rows import Row
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
@@ -129,7 +128,7 @@ def test_a_large_table_is_held_against_the_schema_in_a_stated_sample(
     local_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality_module, "SCHEMA_SAMPLE", 10)
-    monkeypatch.setattr(table_scan, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(published_table, "_BATCH_ROWS", 7)
     seen: list[str] = []
     real = quality_module._validator
 
@@ -191,7 +190,7 @@ def test_a_line_with_neither_output_nor_error_fails(local_objects: Objects) -> N
 
 
 def test_repeated_values_are_found_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_scan, "_RUN_ROWS", 3)
+    monkeypatch.setattr(published_table, "_RUN_ROWS", 3)
     rng = np.random.default_rng(7)
     for _ in range(50):
         values = rng.integers(0, 12, rng.integers(1, 40)).astype(str)
@@ -208,7 +207,7 @@ def test_ids_that_only_hash_alike_are_not_called_repeated(
     local_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, table, _ = build(local_objects, tmp_path)
-    monkeypatch.setattr(table_scan, "value_hashes", lambda column: np.zeros(len(column), np.uint64))
+    monkeypatch.setattr(published_table, "value_hashes", lambda column: np.zeros(len(column), np.uint64))
     hashes = Hashes(40)
     hashes.add(pa.array([f"id-{i}" for i in range(40)]))
     assert hashes.repeated() == {0}

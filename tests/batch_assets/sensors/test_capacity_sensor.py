@@ -30,7 +30,7 @@ from batch_assets.orchestration.request_summary import request_status
 from batch_assets.request_status.dataset_status import Observer, dataset_status
 from batch_assets.request_status.display import request_lines
 from batch_assets.sensors import capacity_sensor as sensor_module
-from batch_assets.sensors import round_robin
+from batch_assets.sensors import many_datasets
 from batch_assets.sensors.capacity_sensor import capacity_sensor, slots_for
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import load_spec
@@ -654,7 +654,7 @@ def test_a_dataset_that_could_not_be_looked_at_is_tried_again_later_and_not_at_e
     site.store.set_current_snapshot("gone")
     assert "d could not be looked at" in site.reason("capacity")
     assert "d could not be looked at" not in site.reason("capacity")
-    monkeypatch.setattr(round_robin, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(many_datasets, "RETRY_SECONDS", 0.0)
     assert "d could not be looked at" in site.reason("capacity")
 
 

@@ -21,7 +21,7 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
 from batch_assets.definitions import platform
 from batch_assets.orchestration.reconcile import Findings, Reconciler
-from batch_assets.sensors import catalog_changes, many_datasets, round_robin
+from batch_assets.sensors import catalog_changes, many_datasets
 from batch_assets.spec.discovery import declarations, known_datasets
 from batch_assets.spec.last_known import keep
 from batch_assets.tags import CANCELED_TAG, PUBLISH_TAG, RANGE_END_TAG, RANGE_START_TAG, REFRESH_TAG, REQUEST_TAG
@@ -238,7 +238,7 @@ def test_a_damaged_store_is_named_and_stops_no_other_dataset(site: SensorDataset
     assert "d0: could not be looked at: CorruptObject: d0/snapshots" in (site.tick("launcher", kept).skip_message or "")
     assert good is not None
     store(site, "d0").set_current_snapshot(good)
-    monkeypatch.setattr(round_robin, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(many_datasets, "RETRY_SECONDS", 0.0)
     assert datasets(site.tick("launcher", kept)) >= {"d0"}
 
 
@@ -257,7 +257,7 @@ def test_a_store_that_was_restored_without_an_event_is_seen_in_time(
     launched(site, kept)
     store(site, "d1").set_current_snapshot(first)
     assert first not in (site.tick("launcher", kept).skip_message or "")
-    monkeypatch.setattr(round_robin, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(many_datasets, "AGAIN_SECONDS", 0.0)
     said = [site.tick("launcher", kept).skip_message or "" for _ in NAMES]
     assert any(f"d1: snapshot {first}" in one for one in said)
 

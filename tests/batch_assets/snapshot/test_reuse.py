@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.snapshots import SourceRow, commit, current_path, overwrite, questions, write_snapshot
 
-from batch_assets.generation.vector_length import vector_length
+from batch_assets.generation.range_plan import vector_length
 from batch_assets.snapshot import reuse as reuse_module
 from batch_assets.snapshot.reuse import ReusableRows, dataset_names, find_reusable
 from gpu_runner.rows import Outcome, Row

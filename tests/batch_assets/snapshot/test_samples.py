@@ -19,8 +19,8 @@ from batch_assets.capacity_planning.workload_estimate import work_of_source
 from batch_assets.component import spec_version
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
+from batch_assets.publishing.published_table import table_batches
 from batch_assets.publishing.quality import Thresholds, quality
-from batch_assets.publishing.table_scan import table_batches
 from batch_assets.publishing.verify import verify
 from batch_assets.snapshot.builder import build_snapshot, rows_to_ask
 from batch_assets.snapshot.reuse import find_reusable

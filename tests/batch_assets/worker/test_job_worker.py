@@ -13,9 +13,8 @@ from support.fake_engine import ORIGIN, FakeEngine, batches
 
 from batch_assets.worker import job_worker
 from batch_assets.worker.job_worker import JobWorker
-from gpu_runner.cost_meter import CostMeter
-from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Batch, Outcome
+from resources.fleet.leased_engine import KnownEngine
 from resources.store.dataset_store import BatchEntry, BatchFooter
 
 
@@ -58,10 +57,7 @@ class Memory:
         self.calls["tidy"] += 1
 
 
-class Terms:
-    max_num_seqs: int | None = 8
-    spending: CostMeter = CostMeter()
-    limits: RequestLimits = NO_LIMITS
+ENGINE = KnownEngine("http://e", None, 8, ORIGIN.provider, ORIGIN.instance_type)
 
 
 def of(job: Memory, parts: list[Batch]) -> Iterator[Batch]:
@@ -72,7 +68,7 @@ async def served(worker: JobWorker[Memory], *jobs: Memory) -> None:
     for job in jobs:
         worker.add(job)
     async with asyncio.timeout(60):
-        await worker.serve(FakeEngine(seconds=0.001), ORIGIN, Terms())
+        await worker.serve(FakeEngine(seconds=0.001), ENGINE, model="m", version="1", run_id="r")
 
 
 def test_a_part_is_committed_again_until_the_store_answers_and_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from gpu_runner.bounded_http.bounded_read import FREE_BYTES
 from gpu_runner.client.protocol import Completion, EngineLost, RequestDenied, RowRejected, Transient
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.inference.hedging.request_durations import HedgePolicy
+from gpu_runner.inference.late_rows import HedgePolicy
 from gpu_runner.micro_batches.list_limits import ListLimits
 from gpu_runner.rows import Batch, Outcome
 from gpu_runner.token_price import TokenPrice

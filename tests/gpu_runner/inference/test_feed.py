@@ -16,7 +16,7 @@ from support.virtual_time import run
 
 from gpu_runner.client.protocol import EngineLost, EngineRefused
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.inference.ready_rows import ROWS_IN_TURN
+from gpu_runner.inference.row_queue import ROWS_IN_TURN
 from gpu_runner.inference.row_state import Item
 from gpu_runner.inference.windows.concurrency_window import WindowPolicy
 from gpu_runner.rows import Batch, Outcome, Urgency

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runner.inference.answer_memory import AnswerMemory
-from gpu_runner.inference.ready_rows import ROWS_IN_TURN, ReadyRows
+from gpu_runner.inference.row_queue import ROWS_IN_TURN, ReadyRows
 from gpu_runner.inference.row_state import Item, OpenBatch
 from gpu_runner.rows import ALIKE, Row, Urgency
 

@@ -12,8 +12,7 @@ from support.snapshots import commit, current_path, overwrite, questions, write_
 from support.timing import SOAK
 
 from resources.objects.opening import CorruptObject, Objects
-from resources.store.batch_check import check_object
-from resources.store.dataset_store import FOOTER_KEY, BatchEntry, BatchFooter, BatchObject, DatasetStore
+from resources.store.dataset_store import FOOTER_KEY, BatchEntry, BatchFooter, BatchObject, DatasetStore, check_object
 
 
 class Stored:

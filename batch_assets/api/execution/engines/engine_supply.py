@@ -4,19 +4,88 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from batch_assets.api.execution.engines.engine_wait import Awaited
 from batch_assets.api.models import Models, known_models
 from gpu_runner.bounded_http.tls_files import TlsFiles
-from gpu_runner.cost_meter import CostMeter
+from gpu_runner.fleet_database.wait_reason import WaitKind
 from gpu_runner.inference.windows.first_token_window import InteractiveShare
-from gpu_runner.reachability import Reachability, always_open
-from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 from gpu_runner.rows import Task
+from resources.fleet.leased_engine import KnownEngine
+
+
+class Awaited(enum.StrEnum):
+    """What is waited for. The values are what clients read."""
+
+    ENGINE = "an engine that serves the model"
+    BOOT = "an engine that is being started"
+    ANSWER = "the engine that serves the model: it does not answer"
+    ACCEPTANCE = "the engine that serves the model: it refuses all requests"
+    FREE_ENGINE = "an engine: all that serve the model are in use"
+    PLAN = "an engine: the plan of the fleet has none for this model now"
+    BUDGET = "an engine: a budget of the fleet allows none now"
+    FLEET_LIMIT = "an engine: the fleet has as many instances as it may have"
+    OFFER = "an engine: nothing that is offered now can serve the model"
+    START = "an engine: those that were started did not come up"
+    SETTINGS = "an engine: fleet.yaml has none for this model, or cannot be used"
+
+
+OF_KIND = {
+    WaitKind.CAPACITY: Awaited.PLAN,
+    WaitKind.PAUSED: Awaited.BUDGET,
+    WaitKind.BUDGET: Awaited.BUDGET,
+    WaitKind.DATASET_LIMIT: Awaited.FREE_ENGINE,
+    WaitKind.FLEET_LIMIT: Awaited.FLEET_LIMIT,
+    WaitKind.ENGINES_HELD: Awaited.FREE_ENGINE,
+    WaitKind.NO_OFFER: Awaited.OFFER,
+    WaitKind.OFFERS_FAILED: Awaited.START,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What is waited for, since when: Unix seconds."""
+
+    what: Awaited
+    since: float
+
+
+class EngineWait:
+    """The wait of one feed. `clock`: Unix seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._serving = 0
+        self._since: float | None = None
+        self._what = Awaited.ENGINE
+
+    def begin(self) -> None:
+        """One of the feed's loops wants an engine."""
+        if not self._serving and self._since is None:
+            self._since = self._clock()
+
+    def failed(self, what: Awaited) -> None:
+        """There was none, for this reason."""
+        self._what = what
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """An engine has answered, and gets rows while the body runs."""
+        self._serving += 1
+        self._since, self._what = None, Awaited.ENGINE
+        try:
+            yield
+        finally:
+            self._serving -= 1
+
+    def look(self, now: Awaited | None) -> Waiting | None:
+        """None: an engine serves, or none is wanted. `now`: what is waited for at this moment, where that is known."""
+        return None if self._serving or self._since is None else Waiting(now or self._what, self._since)
 
 
 class EngineAway(Exception):
@@ -35,33 +104,20 @@ class NoFurtherEngine(EngineAway):
     """Those there are of this model are in use by the same feed."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ServingEngine:
-    """An engine to send to. `max_num_seqs`: its slots, where they are known.
+@dataclass(slots=True, eq=False)
+class ServingEngine(KnownEngine):
+    """An engine that serves a model. `ending` is set when it takes no new rows.
 
-    `ending` is set when it takes no new rows. `leased`: it is to be given back when there is no work. `share`:
-    interactive requests on it, to which rows give way. `reachability`: of the way to it. `tls`: certificates of ours
-    and of authorities. `region`: where it is; empty: nobody says. `name`: in the fleet; empty: it is not of the fleet.
-    `shared` is set while other replicas send interactive requests there. `own`: a process of ours, that ends with it.
+    `leased`: it is to be given back when there is no work. `share`: interactive requests on it, to which rows give way.
+    `name`: in the fleet; empty: it is not of the fleet. `shared` is set while other replicas send interactive requests
+    there.
     """
 
-    endpoint: str
-    api_key: str | None = field(repr=False)
-    max_num_seqs: int | None
-    provider: str
-    instance_type: str
-    spot: bool = False
-    limits: RequestLimits = NO_LIMITS
-    spending: CostMeter = field(default_factory=CostMeter)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     leased: bool = False
     share: InteractiveShare | None = None
-    reachability: Callable[[], Reachability] = always_open
-    tls: TlsFiles | None = None
-    region: str = ""
     name: str = ""
     shared: threading.Event = field(default_factory=threading.Event)
-    own: bool = False
 
 
 Waits = Callable[[], bool]

@@ -16,16 +16,24 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from batch_assets.api.billing.margin import fleet_name
-from batch_assets.api.execution.engines.engine_supply import EngineAway, NobodyWaits, ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import OF_KIND, Awaited
+from batch_assets.api.execution.engines.engine_supply import (
+    OF_KIND,
+    Awaited,
+    EngineAway,
+    NobodyWaits,
+    ServingEngine,
+    Waits,
+    for_ever,
+)
 from batch_assets.api.models import EndpointModels, Models, known_models
 from gpu_runner.cost_meter import CostMeter, SharedMeter
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError, RunEnded
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.rows import Task
+from resources.fleet.leased_engine import KnownEngine
 from resources.fleet.resource import (
     EngineStartError,
     FleetConfigError,
@@ -274,20 +282,5 @@ def _mark(event: threading.Event, true: bool) -> None:
 
 def serving(leased: LeasedEngine) -> ServingEngine:
     """A leased engine as the feed of a model takes it."""
-    return ServingEngine(
-        leased.endpoint,
-        leased.api_key,
-        leased.max_num_seqs,
-        leased.provider,
-        leased.instance_type,
-        leased.spot,
-        leased.limits,
-        leased.spending,
-        asyncio.Event(),
-        leased=True,
-        reachability=leased.reachability,
-        tls=leased.tls,
-        region=leased.region,
-        name=leased.name,
-        own=leased.own,
-    )
+    known = {one.name: getattr(leased, one.name) for one in fields(KnownEngine)}
+    return ServingEngine(**known, leased=True, name=leased.name)

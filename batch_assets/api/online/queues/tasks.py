@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from batch_assets.api.interactive.streams.event_stream import Usage
+from batch_assets.api.interactive.event_stream import Usage
 
 log = logging.getLogger(__name__)
 

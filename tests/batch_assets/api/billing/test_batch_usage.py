@@ -25,7 +25,7 @@ from batch_assets.api.execution.results import write_results
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Origin, Outcome
 from resources.objects.opening import LocalObjects
-from resources.store.batch_objects import BatchFooter
+from resources.store.dataset_store import BatchFooter
 
 PRICES = PriceList.model_validate({"default": {"batch": [{"input": 1, "cached_input": 0.1, "output": 2}]}})
 MICRO = 10**6
@@ -138,7 +138,7 @@ def test_objects_of_an_earlier_version_are_read_for_their_cached_tokens(
 ) -> None:
     record, held = site.batch(250)
     with monkeypatch.context() as patch:
-        patch.setattr("batch_assets.api.execution.storage.kept_rows.BatchFooter", _EarlierFooter)
+        patch.setattr("batch_assets.api.execution.batch_run.BatchFooter", _EarlierFooter)
         footer = committed(site.run(record, held))
     assert footer.cached_tokens is None
     taken = site.batches.claim(record.id, "other", 1e10, 5.0)

@@ -30,7 +30,7 @@ from batch_assets.api.database.states import (
     BatchStatus,
 )
 from batch_assets.api.database.tables import BATCHES
-from batch_assets.api.execution.storage.holders import began, gone, own_name
+from batch_assets.api.execution.local_journal import began, gone, own_name
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

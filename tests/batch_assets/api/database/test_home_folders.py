@@ -16,9 +16,8 @@ from batch_assets.api.billing.usage_journal import UsageJournal, apply_left_behi
 from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.home_folders import NOTE, own_folder
 from batch_assets.api.database.service_database import Records
-from batch_assets.api.execution.storage import local_journal
-from batch_assets.api.execution.storage.holders import began, own_name
-from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
+from batch_assets.api.execution import local_journal
+from batch_assets.api.execution.local_journal import LeftRows, LocalJournal, began, own_name
 from gpu_runner.rows import Origin, Outcome
 
 DEAD = own_name().replace(f"/{began(os.getpid())}/", "/1/")  # of a process that is no more

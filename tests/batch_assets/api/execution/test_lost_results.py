@@ -25,11 +25,10 @@ from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.states import ACCEPT
 from batch_assets.api.execution import batch_lifecycle, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, WorkerContext
-from batch_assets.api.execution.batch_run import BatchRun
+from batch_assets.api.execution.batch_run import GENERATIONS, BatchRun
 from batch_assets.api.execution.catalog import missing
 from batch_assets.api.execution.engines.engine_supply import EndpointSupply
 from batch_assets.api.execution.results import ResultsLost, write_results
-from batch_assets.api.execution.storage.kept_rows import GENERATIONS
 from batch_assets.api.execution.worker import Worker
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch

@@ -31,8 +31,8 @@ from batch_assets.api.execution.engines.engine_supply import (
     Waits,
     for_ever,
 )
+from batch_assets.api.execution.local_journal import LocalJournal
 from batch_assets.api.execution.model_feed import ModelFeed
-from batch_assets.api.execution.storage.local_journal import LocalJournal
 from batch_assets.api.settings import ApiLimits
 from gpu_runner.rows import Batch, Origin, Outcome, Task
 from resources.objects.opening import LocalObjects, StoreError

@@ -19,7 +19,7 @@ from support.timing import PATIENCE
 from batch_assets.api.capacity.never_served import KEPT_SECONDS, NeverServed
 from batch_assets.api.execution import worker
 from batch_assets.api.execution.engines import fleet_engines
-from batch_assets.api.execution.engines.engine_wait import Awaited, EngineWait, Waiting
+from batch_assets.api.execution.engines.engine_supply import Awaited, EngineWait, Waiting
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from gpu_runner.offers.offer import Offer
 from gpu_runner.offers.speed import LengthMix

@@ -34,8 +34,7 @@ from batch_assets.api.database.tables import BATCHES
 from batch_assets.api.execution import batch_lifecycle, model_feed, worker
 from batch_assets.api.execution.batch_lifecycle import BatchLifecycle, Carried, InputAway, WorkerContext
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.execution.engines.engine_supply import EndpointSupply, ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, EndpointSupply, ServingEngine, Waits, for_ever
 from batch_assets.api.execution.engines.fleet_engines import FleetSupply
 from batch_assets.api.execution.results import Results
 from batch_assets.api.execution.worker import Worker

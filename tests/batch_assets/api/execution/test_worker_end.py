@@ -14,8 +14,7 @@ from support.api_service import jsonl, line
 from support.timing import PATIENCE
 
 from batch_assets.api.execution import worker as worker_module
-from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, ServingEngine, Waits, for_ever
 from batch_assets.api.execution.model_feed import ModelFeed
 from batch_assets.api.execution.worker import Worker
 from gpu_runner.rows import Task

@@ -15,7 +15,7 @@ from support.front_doors import front_door_alone
 from support.http_server import http_server, status
 from support.timing import PATIENCE
 
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive import boot_wait
 from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds, patience

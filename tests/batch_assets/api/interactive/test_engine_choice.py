@@ -11,15 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, ServingEngine, Waits, for_ever
 from batch_assets.api.execution.engines.fleet_engines import serving
-from batch_assets.api.interactive.engine_choice import EngineChoice, routing_policy
+from batch_assets.api.interactive.engine_choice import EngineChoice, RoutingFigures, routing_policy
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import EngineReading
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
-from batch_assets.api.interactive.routing_figures import RoutingFigures
 from batch_assets.api.interactive.shared_supply import SharedSupply
 from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.settings import split_endpoint
@@ -344,7 +342,9 @@ def test_a_leased_engine_is_announced_with_the_region_of_its_offer() -> None:
         @contextlib.asynccontextmanager
         async def engine(self, model: str, task: Task, waits: Waits = for_ever) -> AsyncIterator[ServingEngine]:
             yield serving(
-                LeasedEngine(Lease("e", 1, "r", "d"), "http://leased/v1", None, 8, "ec2", "g5", region="eu-west-1")
+                LeasedEngine(
+                    "http://leased/v1", None, 8, "ec2", "g5", region="eu-west-1", lease=Lease("e", 1, "r", "d")
+                )
             )
 
         def running(self, model: str) -> Sequence[ServingEngine]:

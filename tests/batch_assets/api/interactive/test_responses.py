@@ -21,8 +21,7 @@ from batch_assets.api.billing.usage_ledger import UsageLedger
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.interactive.streams.event_stream import Usage
-from batch_assets.api.interactive.streams.response_stream import ResponseStream
+from batch_assets.api.interactive.event_stream import ResponseStream, Usage
 from batch_assets.api.settings import ApiSettings, ModelSettings
 
 RESPONSES = "/v1/responses"

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 from support.timing import PATIENCE
 
-from batch_assets.api.execution.engines.engine_supply import ServingEngine, Waits, for_ever
-from batch_assets.api.execution.engines.engine_wait import Awaited
+from batch_assets.api.execution.engines.engine_supply import Awaited, ServingEngine, Waits, for_ever
 from batch_assets.api.interactive import shared_supply
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.first_tokens import FirstTokens

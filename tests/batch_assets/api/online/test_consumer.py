@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.timing import PATIENCE
 
-from batch_assets.api.interactive.streams.event_stream import Usage
+from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.online import consumer as consumers
 from batch_assets.api.online.consumer import Consumer
 from batch_assets.api.online.dispatcher import DispatchAnswer, DispatchFailed, Failure

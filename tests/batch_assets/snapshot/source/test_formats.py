@@ -12,7 +12,7 @@ import pytest
 
 from batch_assets.api.batches.snapshot import numbered_lines
 from batch_assets.capacity_planning.preview_rows import first_rows
-from batch_assets.snapshot.source import encoding, json_array
+from batch_assets.snapshot.source import files, json_array
 from batch_assets.snapshot.source.errors import Reject, SourceError
 from batch_assets.snapshot.source.json_array import JsonArray
 from batch_assets.snapshot.source.reader import read_source
@@ -316,5 +316,5 @@ def test_the_first_bytes_may_come_one_at_a_time() -> None:
         def read(self, size: int | None = -1) -> bytes:
             return super().read(1)
 
-    stream = encoding.in_utf8(Slow("é\n".encode("utf-16")), "utf-16", "a.csv")
+    stream = files.in_utf8(Slow("é\n".encode("utf-16")), "utf-16", "a.csv")
     assert b"".join(iter(lambda: stream.read(10), b"")).decode() == "\ufeffé\n"

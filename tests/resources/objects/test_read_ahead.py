@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.timing import PATIENCE
 
-from batch_assets.api.execution.storage.read_ahead import read_ahead
+from resources.objects.object_read_ahead import read_ahead
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 50])
@@ -27,7 +27,7 @@ def test_as_many_reads_as_said_are_under_way_at_once() -> None:
 
 def test_it_reads_no_further_than_that() -> None:
     begun: list[int] = []
-    results = read_ahead(lambda item: begun.append(item) or item, range(100), 4)
+    results = read_ahead(lambda item: begun.append(item) or item, range(100), 2)
     assert next(results) == 0
     results.close()
     assert len(begun) <= 5

@@ -20,8 +20,8 @@ from gpu_runner.client.protocol import EngineLost, RowRejected, Transient
 from gpu_runner.cost_meter import TokenMeter
 from gpu_runner.inference.answer_memory import ROW_BYTES, AnswerMemory
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.inference.hedging.late_rows import LateRequest
-from gpu_runner.inference.row_request import Request
+from gpu_runner.inference.late_rows import LateRequest
+from gpu_runner.inference.row_state import Request
 from gpu_runner.inference.second_requests import SecondRequests, _Second
 from gpu_runner.rows import Batch
 from gpu_runner.token_price import TokenPrice

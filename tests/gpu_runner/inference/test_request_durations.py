@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpu_runner.inference.hedging.request_durations import FORGET_AT, HedgePolicy, RequestDurations
+from gpu_runner.inference.late_rows import FORGET_AT, HedgePolicy, RequestDurations
 
 POLICY = HedgePolicy()
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from support.open_batch import KEY, answered, run_of
 
-from batch_assets.api.execution.storage.holders import began, own_name
-from batch_assets.api.execution.storage.local_journal import LeftRows, LocalJournal
+from batch_assets.api.execution.local_journal import LeftRows, LocalJournal, began, own_name
 from gpu_runner.rows import Outcome
 from resources.objects.opening import LocalObjects
 

@@ -15,7 +15,7 @@ from support.timing import PATIENCE
 
 from gpu_runner.client.engine_client import EngineClient
 from gpu_runner.inference.feed import Feed, FeedPolicy
-from gpu_runner.inference.hedging.request_durations import HedgePolicy
+from gpu_runner.inference.late_rows import HedgePolicy
 from gpu_runner.rows import Batch, Generation, Row
 
 ROWS = 40

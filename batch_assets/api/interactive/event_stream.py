@@ -2,6 +2,9 @@
 
 Bytes go through as they are, whole events at a time. One event is held back: the usage at the end, where we asked for
 it and the caller did not. Source of the format: the HTML standard, section 9.2, and OpenAI's chunks.
+
+Source of the events of `/v1/responses`: openai-python 3.54, `types/responses`: `response.output_text.delta` and others
+with a `delta`, then one of `response.completed`, `response.incomplete`, `response.failed`, with `response.usage`.
 """
 
 from __future__ import annotations
@@ -155,3 +158,24 @@ def _has_token(choices: Any) -> bool:
         if any(parts):
             return True
     return False
+
+
+_LAST = (b'"response.completed"', b'"response.incomplete"', b'"response.failed"')
+_DELTA = re.compile(rb'"type"\s*:\s*"response\.[a-z_.]+\.delta"')
+
+
+class ResponseStream(StreamReader):
+    """One response on its way; all bytes go through."""
+
+    def __init__(self, *, on_usage: Callable[[Usage], None] | None = None) -> None:
+        super().__init__(on_usage)
+
+    def _passes(self, event: bytes) -> bool:
+        self.generating = self.generating or _DELTA.search(event) is not None
+        found = event_object(event) if any(name in event for name in _LAST) else None
+        kind = None if found is None else found.get("type")
+        if found is not None and isinstance(kind, str) and f'"{kind}"'.encode() in _LAST:
+            self.done = self.generating = True
+            self.usage = read_usage(found.get("response"))
+            self._tell(self.usage)
+        return True

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_assets.api.interactive.streams.event_stream import MOST_HELD, EventStream, Usage, read_usage
+from batch_assets.api.interactive.event_stream import MOST_HELD, EventStream, Usage, read_usage
 
 
 def event(**fields: object) -> bytes:
