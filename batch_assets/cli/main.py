@@ -367,6 +367,12 @@ def export(
     split_by: Annotated[
         str | None, typer.Option(help="Column whose equal values stay on one side; the prompt without.")
     ] = None,
+    group_by: Annotated[
+        str | None, typer.Option(help="preference: column whose equal values are answers to one question.")
+    ] = None,
+    rank_by: Annotated[
+        str | None, typer.Option(help="preference: numbers; of a group the highest is chosen, the lowest rejected.")
+    ] = None,
     part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
     as_json: Json = False,
 ) -> None:
@@ -389,6 +395,8 @@ def export(
             validation=validation,
             split_by=split_by,
             part_rows=part_rows,
+            group_by=group_by,
+            rank_by=rank_by,
         )
         export_table(
             name, to, version, lambda table: options_of([column.name for column in table.columns]), as_json=as_json

@@ -7,6 +7,7 @@ where it is larger), whatever the size of the table.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 
 from batch_assets.exports.file_writers import FileWriter, JsonLines, ParquetLines, PartFiles
 from batch_assets.exports.options import TRAIN, VALIDATION, ExportError, ExportOptions, Format, is_validation
+from batch_assets.exports.ranked_pairs import RankedPairs
 from batch_assets.exports.record import NAME, ExportedFile, ExportRecord, begun_record
 from batch_assets.exports.training_formats import LeftOut, record_of
 from batch_assets.publishing.published_table import PublishedTable
@@ -48,9 +50,10 @@ def export(
     with temporary_folder() as folder:
         part: _Part | None = None
         number = record.next_group
+        staged = _Staged(source, table, options, folder)
         try:
-            for number, lines in _row_groups(source, table, _columns(table, options), record.next_group):
-                part = part or _Part(options, folder, record.parts)
+            for number, lines in staged.groups(record.next_group):
+                part = part or _Part(staged.options, folder, record.parts)
                 part.add(lines)
                 if part.lines >= options.part_rows or part.files.bytes >= PART_BYTES:
                     record, part = _committed(target, record, part, number + 1), None
@@ -60,10 +63,41 @@ def export(
                 part.files.close()
         if part is not None:
             record = _committed(target, record, part, number + 1)
-        record = record.model_copy(update={"complete": True})
+        left_out = dict(sorted((Counter(record.left_out) + staged.left_out).items()))
+        record = record.model_copy(update={"complete": True, "lines": table.rows, "left_out": left_out})
         target.put(NAME, record.to_json())
     told(record)
     return record
+
+
+class _Staged:
+    """What records are made of: row groups of the table or, where lines are ranked, pairs of lines, which are made
+    anew after a kill. `options`: how records are made of that. `left_out`: lines that are in no pair.
+    """
+
+    def __init__(self, source: Objects, table: PublishedTable, options: ExportOptions, folder: Path) -> None:
+        self._source, self._table, self._of_table, self._folder = source, table, options, folder
+        self.left_out: Counter[str] = Counter()
+        self.options = options
+        if options.group_by is not None:
+            self.options = dataclasses.replace(
+                options, columns={name: name for name in ("prompt", "chosen", "rejected")}, where=None
+            )
+
+    def groups(self, first: int) -> Iterator[tuple[int, pa.Table]]:
+        """Tables of lines, or of pairs, with their numbers, from `first` on."""
+        columns = _columns(self._table, self._of_table)
+        if self._of_table.group_by is None:
+            yield from _row_groups(self._source, self._table, columns, first)
+            return
+        pairs = RankedPairs(self._of_table, self._folder)
+        for _, lines in _row_groups(self._source, self._table, columns, 0):
+            pairs.add(_chosen(lines, self._of_table, self.left_out))
+        for number, found in enumerate(pairs.tables()):
+            if number >= first:
+                yield number, found.append_column("error", pa.nulls(found.num_rows, pa.string()))
+        if unpaired := pairs.lines - 2 * pairs.pairs:
+            self.left_out["unpaired"] += unpaired
 
 
 def _columns(table: PublishedTable, options: ExportOptions) -> list[str]:
@@ -92,6 +126,33 @@ def _row_groups(
                 raise CorruptObject(f"{path}: cannot be read ({error})") from error
 
 
+def _chosen(lines: pa.Table, options: ExportOptions, left_out: Counter[str]) -> pa.Table:
+    """Lines with a completion for which `where` is true; others are counted."""
+    answered = lines.filter(pc.is_null(lines.column("error")))
+    _count(left_out, "error", lines.num_rows - answered.num_rows)
+    if options.where is None or not answered.num_rows:
+        return answered
+    expression = pl.sql_expr(options.where)
+    frame = pl.DataFrame(pl.from_arrow(answered.select(expression.meta.root_names() or ["error"])))
+    try:
+        mask = frame.select(expression).to_series()
+    except pl.exceptions.PolarsError as error:
+        said = (str(error).splitlines() or [""])[0].partition(" for ")[0][:200]
+        raise ExportError(f"--where: does not fit the columns: {said}") from None
+    if mask.dtype not in (pl.Boolean, pl.Null):
+        raise ExportError(f"--where: expected a condition (true or false), found values of type {mask.dtype}")
+    if len(mask) == 1:  # a constant
+        mask = mask.extend_constant(mask[0], answered.num_rows - 1)
+    passed = answered.filter(mask.cast(pl.Boolean).to_arrow())
+    _count(left_out, "where", answered.num_rows - passed.num_rows)
+    return passed
+
+
+def _count(left_out: Counter[str], reason: str, rows: int) -> None:
+    if rows:
+        left_out[reason] += rows
+
+
 @dataclass
 class _Part:
     """One part while it is written. `lines`: of the table that were looked at."""
@@ -116,7 +177,7 @@ class _Part:
     def add(self, lines: pa.Table) -> None:
         """Write a row group."""
         self.lines += lines.num_rows
-        kept = self._chosen(lines)
+        kept = _chosen(lines, self.options, self.left_out)
         if self.options.format is Format.PARQUET:
             self._add_lines(kept)  # one row group, as it was
             return
@@ -127,33 +188,12 @@ class _Part:
             else:
                 self._add_lines(rows)
 
-    def _chosen(self, lines: pa.Table) -> pa.Table:
-        """Lines with a completion for which `where` is true."""
-        answered = lines.filter(pc.is_null(lines.column("error")))
-        self._count("error", lines.num_rows - answered.num_rows)
-        if self.options.where is None or not answered.num_rows:
-            return answered
-        expression = pl.sql_expr(self.options.where)
-        frame = pl.DataFrame(pl.from_arrow(answered.select(expression.meta.root_names() or ["error"])))
-        try:
-            mask = frame.select(expression).to_series()
-        except pl.exceptions.PolarsError as error:
-            said = (str(error).splitlines() or [""])[0].partition(" for ")[0][:200]
-            raise ExportError(f"--where: does not fit the columns: {said}") from None
-        if mask.dtype not in (pl.Boolean, pl.Null):
-            raise ExportError(f"--where: expected a condition (true or false), found values of type {mask.dtype}")
-        if len(mask) == 1:  # a constant
-            mask = mask.extend_constant(mask[0], answered.num_rows - 1)
-        passed = answered.filter(mask.cast(pl.Boolean).to_arrow())
-        self._count("where", answered.num_rows - passed.num_rows)
-        return passed
-
     def _add_records(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
             try:
                 record = record_of(line, self.options)
             except LeftOut as reason:
-                self._count(str(reason), 1)
+                _count(self.left_out, str(reason), 1)
                 continue
             self.files.of(self._split(line)).write((record,))
 
@@ -172,10 +212,6 @@ class _Part:
     def _split(self, line: dict[str, Any]) -> str:
         by = self.options.split_by
         return VALIDATION if by is not None and is_validation(line[by], self.options.validation) else TRAIN
-
-    def _count(self, reason: str, rows: int) -> None:
-        if rows:
-            self.left_out[reason] += rows
 
 
 def _committed(target: Objects, record: ExportRecord, part: _Part, next_group: int) -> ExportRecord:

@@ -46,6 +46,7 @@ _FIELDS: Mapping[Format, Mapping[str, str | None]] = {
     Format.JSONL: {},
     Format.PARQUET: {},
 }
+_RANKED: Mapping[str, str | None] = {"prompt": "prompt", "completion": "output"}  # preference of ranked lines
 _OPTIONAL = frozenset({"reasoning"})
 
 
@@ -55,7 +56,8 @@ class ExportOptions:
     of `jsonl` and `parquet` the columns of the file; () there: all. `system`: with system messages; `reasoning`: with
     the model's reasoning, as `<think>` before the answer. `where`: SQL condition on the table's columns.
     `validation`: share of the values of `split_by` whose lines are for validation. `part_rows`: lines of the table of
-    which a part is made, at least.
+    which a part is made, at least. `group_by`, `rank_by`: of `preference`, whose pairs are the lines with the highest
+    and the lowest rank of each group.
     """
 
     format: Format
@@ -67,17 +69,20 @@ class ExportOptions:
     validation: float = 0.0
     split_by: str | None = None
     part_rows: int = 100_000
+    group_by: str | None = None
+    rank_by: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, of which the same export has the same ones."""
         names = ("kept", "system", "reasoning", "where", "validation", "split_by", "part_rows")
         said = {name: getattr(self, name) for name in names}
+        said |= {name: value for name in ("group_by", "rank_by") if (value := getattr(self, name)) is not None}
         return said | {"format": self.format.value, "columns": dict(sorted(self.columns.items())), "kept": [*self.kept]}
 
     def read_columns(self, known: Sequence[str]) -> list[str]:
         """Columns of the table that have to be read, besides those of `where`."""
         always = [name for name in ("error", "finish_reason", "tool_calls") if name in known]
-        split = [self.split_by] if self.split_by is not None else []
+        split = [name for name in (self.split_by, self.group_by, self.rank_by) if name is not None]
         kept = self.kept if self.format.is_training or self.kept else known
         return list(dict.fromkeys([*always, *self.columns.values(), *split, *kept]))
 
@@ -94,12 +99,15 @@ def checked_options(
     validation: float = 0.0,
     split_by: str | None = None,
     part_rows: int = 100_000,
+    group_by: str | None = None,
+    rank_by: str | None = None,
 ) -> ExportOptions:
     """The options for a table with these columns. `mapping`: `field=column`. Raises ExportError."""
     if form not in [*Format]:
         raise ExportError(f"--format: expected one of {', '.join(Format)}, found {form[:80]!r}")
     kind = Format(form)
-    columns = _mapped(kind, mapping, known)
+    _check_ranks(kind, group_by, rank_by, known)
+    columns = _mapped(_FIELDS[kind] if group_by is None else _RANKED, kind, mapping, known)
     if not reasoning:
         columns.pop("reasoning", None)
     for name in (*kept, *([split_by] if split_by is not None else [])):
@@ -113,12 +121,32 @@ def checked_options(
     if where is not None:
         _check_condition(where, known)
     return ExportOptions(
-        kind, columns, tuple(dict.fromkeys(kept)), system, reasoning, where, validation, split_by, part_rows
+        kind,
+        columns,
+        tuple(dict.fromkeys(kept)),
+        system,
+        reasoning,
+        where,
+        validation,
+        split_by,
+        part_rows,
+        group_by,
+        rank_by,
     )
 
 
-def _mapped(kind: Format, mapping: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    fields = _FIELDS[kind]
+def _check_ranks(kind: Format, group_by: str | None, rank_by: str | None, known: Sequence[str]) -> None:
+    if group_by is None and rank_by is None:
+        return
+    if kind is not Format.PREFERENCE or group_by is None or rank_by is None:
+        raise ExportError("--group-by and --rank-by: expected both, with --format preference")
+    _known(group_by, known, "--group-by")
+    _known(rank_by, known, "--rank-by")
+
+
+def _mapped(
+    fields: Mapping[str, str | None], kind: Format, mapping: Iterable[str], known: Sequence[str]
+) -> dict[str, str]:
     columns = {field: column for field, column in fields.items() if column is not None}
     for text in mapping:
         field, found, column = text.partition("=")
@@ -132,9 +160,10 @@ def _mapped(kind: Format, mapping: Iterable[str], known: Sequence[str]) -> dict[
             if field in _OPTIONAL:
                 columns.pop(field, None)
                 continue
+            ranked = ", or pair ranked rows by --group-by and --rank-by" if field in ("chosen", "rejected") else ""
             raise ExportError(
-                f"--format {kind.value}: expected a column for {field}, found none; name it: --map {field}=COLUMN. "
-                f"Columns: {', '.join(known)}"
+                f"--format {kind.value}: expected a column for {field}, found none; name it: --map {field}=COLUMN"
+                f"{ranked}. Columns: {', '.join(known)}"
             )
     return columns
 

@@ -1,0 +1,119 @@
+"""Preference pairs out of ranked lines: the best and the worst of each group, wherever they lie in the table."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.snapshots import SourceRow, commit, write_snapshot
+
+from batch_assets.exports import ranked_pairs
+from batch_assets.exports.export import export
+from batch_assets.exports.options import ExportError, checked_options
+from batch_assets.exports.record import ExportRecord
+from batch_assets.publishing import table_files
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.publishing.published_table import PublishedTable
+from resources.objects.opening import Objects, open_objects
+from resources.store.dataset_store import DatasetStore
+
+
+def ranked(
+    objects: Objects, tmp_path: Path, ranks: list[tuple[str, Any]], dead: tuple[str, ...] = ()
+) -> PublishedTable:
+    """A table of one line for each (group, rank)."""
+    rows = [
+        SourceRow(f"id-{number:06d}", f"What of {group}?", {"asked": group, "score": score})
+        for number, (group, score) in enumerate(ranks)
+    ]
+    store = DatasetStore(objects, "sums")
+    manifest = write_snapshot(store, rows)
+    commit(store, manifest, dead=dead, answer=lambda row, number: f"answer {number}")
+    return publish(store, manifest, card=Card(), now=0.0, workdir=tmp_path, part_rows=50)
+
+
+def pairs(objects: Objects, table: PublishedTable, to: Path, **options: Any) -> tuple[ExportRecord, list[Any]]:
+    known = [column.name for column in table.columns]
+    wanted = checked_options(known, "preference", group_by="asked", rank_by="score", **options)
+    record = export(objects, table, open_objects(str(to)), wanted)
+    lines = [line for file in record.files for line in (to / file.name).read_text().splitlines()]
+    return record, [json.loads(line) for line in lines]
+
+
+def answers(line: Any) -> tuple[str, str]:
+    """The chosen and the rejected answer."""
+    return line["chosen"][0]["content"], line["rejected"][0]["content"]
+
+
+def test_the_best_and_the_worst_of_each_group_are_a_pair(
+    any_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_files, "_GROUP_ROWS", 10)
+    monkeypatch.setattr(ranked_pairs, "PAIRS_AT_ONCE", 3)
+    draw = random.Random(7)
+    ranks = [(f"q{number % 20}", float(draw.randrange(6))) for number in range(200)]
+    draw.shuffle(ranks)
+    by_group = defaultdict(list)
+    for number, (group, rank) in enumerate(ranks):
+        by_group[group].append((rank, number))
+    expected = {}
+    for group, found in by_group.items():
+        best = min(found, key=lambda one: (-one[0], one[1]))
+        worst = min(found, key=lambda one: (one[0], one[1]))
+        if best[0] > worst[0]:
+            expected[f"What of {group}?"] = (f"answer {best[1]}", f"answer {worst[1]}")
+    table = ranked(any_objects, tmp_path, ranks)
+    record, lines = pairs(any_objects, table, tmp_path / "export", kept=["asked"], part_rows=5)
+    made = {
+        line["prompt"][0]["content"]: (line["chosen"][0]["content"], line["rejected"][0]["content"]) for line in lines
+    }
+    assert made == expected and len(lines) == len(expected) == record.rows["train"]
+    assert record.left_out == {"unpaired": 200 - 2 * len(expected)} and record.lines == 200
+    assert [line["asked"] for line in lines] == [line["prompt"][0]["content"][8:-1] for line in lines]
+
+
+def test_groups_that_say_nothing_and_rows_without_an_answer_make_no_pair(
+    local_objects: Objects, tmp_path: Path
+) -> None:
+    ranks: list[tuple[str, Any]] = [("a", 1.0), ("a", 1.0), ("b", 2.0), ("c", 1.0), ("c", float("nan")), ("d", 1.0)]
+    ranks += [("d", 9.0), ("d", 5.0), ("d", None)]
+    table = ranked(local_objects, tmp_path, ranks, dead=("id-000006",))
+    record, lines = pairs(local_objects, table, tmp_path / "export")
+    assert [(line["chosen"][0]["content"], line["rejected"][0]["content"]) for line in lines] == [
+        ("answer 7", "answer 5")
+    ]
+    assert record.left_out == {"error": 1, "unpaired": 6}
+
+
+def test_a_rank_may_be_a_text_that_is_a_number(local_objects: Objects, tmp_path: Path) -> None:
+    table = ranked(local_objects, tmp_path, [("a", " 10 "), ("a", "9.5")])
+    _, lines = pairs(local_objects, table, tmp_path / "export")
+    assert lines[0]["chosen"][0]["content"] == "answer 0"
+    other = ranked(open_objects(str(tmp_path / "other")), tmp_path, [("a", "good"), ("a", "bad")])
+    with pytest.raises(ExportError, match="--rank-by score: expected numbers") as error:
+        pairs(open_objects(str(tmp_path / "other")), other, tmp_path / "export-2")
+    assert "good" not in str(error.value)
+
+
+def test_after_a_kill_the_pairs_are_the_same(
+    local_objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranked_pairs, "PAIRS_AT_ONCE", 3)
+    table = ranked(local_objects, tmp_path, [(f"q{number % 15}", float(number)) for number in range(60)])
+    whole, lines = pairs(local_objects, table, tmp_path / "whole", part_rows=3, validation=0.3)
+    assert {line["prompt"][0]["content"] for line in lines} == {f"What of q{n}?" for n in range(15)}
+
+    def killed(record: ExportRecord) -> None:
+        if record.parts == 2:
+            raise KeyboardInterrupt
+
+    known = [column.name for column in table.columns]
+    wanted = checked_options(known, "preference", group_by="asked", rank_by="score", part_rows=3, validation=0.3)
+    with pytest.raises(KeyboardInterrupt):
+        export(local_objects, table, open_objects(str(tmp_path / "killed")), wanted, told=killed)
+    assert pairs(local_objects, table, tmp_path / "killed", part_rows=3, validation=0.3) == (whole, lines)
