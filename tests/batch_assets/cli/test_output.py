@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from support.capacity_fleet import SPEC, fleet_yaml
 from typer.testing import CliRunner
 
 from batch_assets.cli.main import app
-from batch_assets.cli.output import output_console
+from batch_assets.cli.output import output_console, print_json
 
 NAME = "a_dataset_with_a_name_that_is_as_long_as_it_may_be"
 
@@ -34,6 +35,14 @@ def test_a_long_line_of_a_table_or_a_sentence_is_one_line_in_a_pipe(capsys: pyte
     path = f"/data/{'folder/' * 60}file.parquet"
     output_console().print(f"wrote {path}", highlight=False)
     assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_nothing_in_json_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"output": "\x1b[2J\x9b2J\x7f\u202eabc\u2066\u2028 é 東 \\u009b"}
+    print_json(value)
+    said = capsys.readouterr().out
+    assert said[:-1].isprintable() and "é 東" in said
+    assert json.loads(said) == value
 
 
 @pytest.mark.parametrize("columns", [None, "40"])
