@@ -14,6 +14,7 @@ from batch_assets.from_python.python_spec import dataset_spec
 from batch_assets.orchestration.source_assets import files_assets
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.table_access.asset_inputs import IO_MANAGER, table_reader
 from resources.fleet.resource import GpuFleet
 from resources.store.dataset_store import BatchStore
 
@@ -31,7 +32,8 @@ def generated_datasets(
 ) -> dg.Definitions:
     """Datasets as a code location, with the sensors that launch and publish them, the store and the fleet.
 
-    To be merged with definitions of your own. Store and fleet are those of the settings unless others are given.
+    To be merged with definitions of your own, whose assets take the tables by `table_input`. Store and fleet are those
+    of the settings unless others are given.
     Raises SpecError where two datasets have one name.
     """
     names = Counter(spec.name for spec in specs)
@@ -41,6 +43,8 @@ def generated_datasets(
     parts = [dataset_definitions(spec, folder) for spec, folder in found.values()]
     taken = {key for part in parts for asset in part.assets or () for key in _keys(asset)}
     parts.append(dg.Definitions(assets=files_assets(found, taken)))
+    reader = table_reader(None if store is None else store.root)
+    parts.append(dg.Definitions(resources={IO_MANAGER: reader}))
     datasets = dg.Definitions.merge(*parts)
     return dg.Definitions.merge(datasets, platform(datasets, found, store, fleet, known=lambda: found))
 

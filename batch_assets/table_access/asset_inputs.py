@@ -3,6 +3,7 @@
 No postponed annotations: Dagster reads those of resources.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def published_tables(*names: str, store: str | None = None) -> dg.Definitions:
     platform is another code location, both are one asset, with one lineage. `store`: as of `PublishedTables`.
     """
     tables = [dg.AssetSpec(table_key(name), kinds={"parquet", "table"}) for name in names]
-    return dg.Definitions(assets=tables, resources={IO_MANAGER: PublishedTables(store=store)})
+    return dg.Definitions(assets=tables, resources={IO_MANAGER: table_reader(store)})
 
 
 def table_input(name: str) -> dg.AssetIn:
@@ -70,6 +71,12 @@ class PublishedTables(dg.ConfigurableIOManager):
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
         """Raises dg.Failure."""
         raise dg.Failure(f"{IO_MANAGER} reads tables; give this asset another IO manager", allow_retries=False)
+
+
+@functools.cache
+def table_reader(store: str | None = None) -> PublishedTables:
+    """The reader of a store: the same object each time, as Dagster merges definitions only where it is."""
+    return PublishedTables(store=store)
 
 
 def _materialized(context: dg.InputContext) -> str | None:

@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_engine import simulated_engine
 
-from batch_assets import dataset_spec, generated_dataset, generated_datasets, preview
+from batch_assets import (
+    dataset_spec,
+    generated_dataset,
+    generated_datasets,
+    preview,
+    published_tables,
+    table_input,
+)
 from batch_assets.from_python.frame_files import KEPT, write_frame
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
@@ -124,8 +131,13 @@ def test_a_refresh_sees_what_changed_in_a_frame(instance: dg.DagsterInstance) ->
 
 def test_a_code_location_has_all_that_its_datasets_need() -> None:
     other = dataset_spec("rivers", {"grid": {"river": ["Nile"]}}, "Where is the {{ river }}?", "tiny")
-    mine = dg.Definitions(assets=[dg.AssetSpec("mine", deps=[dg.AssetKey(["rivers", "dataset"])])])
-    defs = dg.Definitions.merge(generated_datasets(cities(), other), mine)
+
+    @dg.asset(ins={"rivers": table_input("rivers"), "others": table_input("others")})
+    def mine(rivers: pl.LazyFrame, others: pl.LazyFrame) -> None: ...
+
+    defs = dg.Definitions.merge(
+        generated_datasets(cities(), other), published_tables("others"), dg.Definitions(assets=[mine])
+    )
     dg.Definitions.validate_loadable(defs)
     names = {sensor.name for sensor in defs.sensors or ()}
     assert {"launcher", "publisher", "capacity", "reaper", "watchdog", "reconcile"} <= names

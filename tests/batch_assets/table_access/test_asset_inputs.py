@@ -106,3 +106,8 @@ def test_a_version_that_is_gone_and_another_annotation_are_said(
     reported(instance, "0" * 16)
     with pytest.raises(AssertionError, match=f"expected version 0000000000000000, found {there}"):
         taken(instance, local_objects.root, pl.LazyFrame)
+
+
+def test_tables_of_two_modules_can_be_merged() -> None:
+    defs = dg.Definitions.merge(published_tables("sums"), published_tables("others"))
+    assert {"sums/dataset", "others/dataset"} == {key.to_user_string() for key in defs.resolve_all_asset_keys()}
