@@ -11,7 +11,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_runner.providers.engine_process import free_port
 
 START_SECONDS = 30.0
 USER = "postgres"
@@ -69,7 +70,7 @@ def postgres(*, durable: bool = True) -> Iterator[PostgresServer]:
     folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # short: a socket's path holds 107 characters
     process: subprocess.Popen[bytes] | None = None
     try:
-        password, port = secrets.token_hex(16), _free_port()
+        password, port = secrets.token_hex(16), free_port()
         _create(folder, password, authentication="scram-sha-256" if durable else "md5")
         options = ["-D", str(folder / "data"), "-p", str(port), "-c", "listen_addresses=127.0.0.1"]
         options += ["-c", f"unix_socket_directories={folder}"]
@@ -129,9 +130,3 @@ def _version(folder: Path) -> tuple[int, ...]:
     """Of `/usr/lib/postgresql/15/bin`: (15,). Of another folder: ()."""
     name = folder.parent.name
     return tuple(int(part) for part in name.split(".")) if name.replace(".", "").isdigit() else ()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu_runner.money import format_usd
-from gpu_runner.offers.speed import Basis, LengthMix, ModelFacts, NoSpeed, Speed, Throughput
+from gpu_runner.offers.speed import Basis, NoSpeed, Speed
 
 Objective = Literal["cheapest", "fastest", "efficient"]
 
@@ -225,11 +225,6 @@ class Ranking:
 
 
 SpeedOf = Callable[[Offer], Speed | NoSpeed]
-
-
-def speed_of(throughput: Throughput, facts: ModelFacts, mix: LengthMix) -> SpeedOf:
-    """The speed of any offer for this model and length mix."""
-    return lambda offer: throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
 
 
 def rank(

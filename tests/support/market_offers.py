@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpu_runner.offers.offer import Offer
+from gpu_runner.offers.offer import Offer, SpeedOf
+from gpu_runner.offers.speed import LengthMix, ModelFacts, Throughput
 from gpu_runner.providers.base import EngineOrder, Machine
 
 NOW = 1_900_000_000.0
@@ -51,3 +52,8 @@ class FakeProvider:
 
     def terminate(self, name: str) -> None:
         raise AssertionError("the market ends nothing")
+
+
+def speed_of(throughput: Throughput, facts: ModelFacts, mix: LengthMix) -> SpeedOf:
+    """The speed of any offer for this model and length mix."""
+    return lambda offer: throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.market_offers import speed_of
 
 from gpu_runner.offers.offer import (
     DAY,
@@ -20,7 +21,6 @@ from gpu_runner.offers.offer import (
     objective_value,
     rank,
     screen,
-    speed_of,
 )
 from gpu_runner.offers.speed import LengthMix, Measurement, ModelFacts, NoSpeed, Speed, Throughput
 

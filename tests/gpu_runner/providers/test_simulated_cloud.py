@@ -15,10 +15,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from support.machines import H100, ORDER, ended_machines, eventually, first_offer, get, processes, simulated_cloud
+from support.market_offers import speed_of
 from support.timing import PATIENCE
 
 from gpu_runner.offers.gpus import find_sheet
-from gpu_runner.offers.offer import Offer, rank, screen, speed_of
+from gpu_runner.offers.offer import Offer, rank, screen
 from gpu_runner.offers.speed import LengthMix, Speed, Throughput, estimate_speed
 from gpu_runner.providers.base import EngineOrder, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.engine_process import EngineStartError

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.market_offers import speed_of
 
-from gpu_runner.offers.offer import BELIEVABLE, DAY, Offer, OfferFilter, Refusal, Sanity, rank, screen, speed_of
+from gpu_runner.offers.offer import BELIEVABLE, DAY, Offer, OfferFilter, Refusal, Sanity, rank, screen
 from gpu_runner.offers.speed import LengthMix, ModelFacts, Throughput
 from resources.pricing.price_files import PricingError
 from resources.pricing.sources import (
