@@ -12,13 +12,15 @@ import os
 import secrets
 from pathlib import Path
 
+from gpu_runner.providers.base import ProviderError
+
 VARIABLE = "BATCH_ASSETS_ENGINE_SECRET"
 SHORTEST = 32  # characters
 _FILE = "engine-secret"
 
 
-class EngineSecretError(ValueError):
-    """The secret is unusable: says where it was looked for."""
+class EngineSecretError(ProviderError):
+    """The secret is unusable: says where it was looked for, and what was found or why it cannot be read."""
 
 
 def engine_key(secret: str, name: str) -> str:
@@ -34,9 +36,17 @@ def engine_secret(home: Path) -> str:
     if (given := os.environ.get(VARIABLE)) is not None:
         return _checked(given, VARIABLE)
     path = Path(home) / _FILE
+    try:
+        return _kept(path)
+    except OSError as error:
+        raise EngineSecretError(f"{path}: the secret of the engines' keys cannot be used: {error}") from error
+
+
+def _kept(path: Path) -> str:
+    """The secret in this file, which is made when it is not there. Raises EngineSecretError and OSError."""
     with contextlib.suppress(FileNotFoundError):
         return _checked(_read(path), str(path))
-    Path(home).mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_name(f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

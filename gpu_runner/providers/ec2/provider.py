@@ -32,7 +32,7 @@ from gpu_runner.providers.ec2.machines import Vm, endpoint, machine, rebalance_r
 from gpu_runner.providers.ec2.prices import Price, Prices, listed_prices, make_offers
 from gpu_runner.providers.ec2.ssh_keys import ssh_keys
 from gpu_runner.providers.ec2.user_data import Boot, user_data
-from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
+from gpu_runner.providers.engine_keys import engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError, answers
 
 CALL_SECONDS = 4.5  # of one call of ours; each request has at most 4
@@ -153,7 +153,7 @@ class Ec2Provider:
 
     def user_data_of(self, name: str, order: EngineOrder) -> str:
         """What the VM of this name does when it starts. Raises ProviderError."""
-        secret = self._secret()
+        secret = engine_secret(self._home)
         boot = Boot(
             image=self.config.engine_image,
             words=container_words(self.config.engine_words, order),
@@ -162,12 +162,6 @@ class Ec2Provider:
             orphan_seconds=self.config.orphan_minutes * 60,
         )
         return user_data(boot)
-
-    def _secret(self) -> str:
-        try:
-            return engine_secret(self._home)
-        except EngineSecretError as error:
-            raise ProviderError(str(error)) from error
 
     def _zones(self, region: Ec2RegionConfig, name: str) -> tuple[str | None, ...]:
         """Subnets to try: first the one where an earlier order of this name may have been taken."""
@@ -252,7 +246,7 @@ class Ec2Provider:
     def access(self, name: str, endpoint: str) -> EngineAccess:
         """A tunnel to the engine. Only a host with the key that we gave it is talked to."""
         tunnel = self._open(name, endpoint)
-        key = engine_key(self._secret(), name)
+        key = engine_key(engine_secret(self._home), name)
         return EngineAccess(tunnel.endpoint, key, tunnel.close, lambda: tunnel.reachability)
 
     def _open(self, name: str, endpoint: str) -> Tunnel:
@@ -267,7 +261,7 @@ class Ec2Provider:
             parts, port, engine_port = urlsplit(""), None, 0
         if parts.scheme != "ssh" or not parts.hostname or not parts.username or port is None:
             raise ProviderError(f"{name}: expected ssh://user@host:port/engine port as its address, found another one")
-        keys = ssh_keys(self._secret(), name)
+        keys = ssh_keys(engine_secret(self._home), name)
         return TunnelTarget(parts.hostname, port, parts.username, keys.host.public, keys.client.private, engine_port)
 
     def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:

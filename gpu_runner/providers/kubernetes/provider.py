@@ -17,7 +17,7 @@ from gpu_runner.providers.base import (
     ProviderUnclear,
 )
 from gpu_runner.providers.checks import CheckResult
-from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
+from gpu_runner.providers.engine_keys import engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.kubernetes.api import ApiAway, ApiRefused, CredentialsError, Json, Verb, inside
 from gpu_runner.providers.kubernetes.config import DNS_LABEL, KubernetesOffer, KubernetesProviderConfig
@@ -160,10 +160,7 @@ class KubernetesProvider:
         return None if known is None or known.end is None else known.uid
 
     def _key(self, name: str) -> str:
-        try:
-            return engine_key(engine_secret(self._home), name)
-        except (EngineSecretError, OSError) as error:
-            raise ProviderError(f"{self.name}: the secret of the engines' keys cannot be used: {error}") from error
+        return engine_key(engine_secret(self._home), name)
 
     def _existing(self, name: str) -> Json:
         """The pod of this name, which was there before. A pod that is not ours is never touched."""

@@ -24,7 +24,7 @@ from gpu_runner.providers.cloud.listed_machine import listed_machine
 from gpu_runner.providers.cloud.machine_names import check_machine_name, may_begin_a_name
 from gpu_runner.providers.cloud.ordered_once import OrderBook
 from gpu_runner.providers.cloud.same_name import one_of_each_name, settle
-from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
+from gpu_runner.providers.engine_keys import engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError, answers
 from gpu_runner.providers.runpod.api import RunPodApi
 from gpu_runner.providers.runpod.checks import check_account
@@ -116,7 +116,7 @@ class RunPodProvider:
         if (known := self._book.get(name).id) is not None:
             return known
         gpu = self._had(offer)
-        secret = self._secret()
+        secret = engine_secret(self._home)
         environment = container_environment(self.config.environment, self.config.environment_from, secret, name)
         words = container_words(self.config.engine_words, order)
         body = pod_order(self.config, gpu, name, words, environment, order.max_num_seqs)
@@ -148,12 +148,6 @@ class RunPodProvider:
                 raise ProviderUnclear(f"{pod.id} costs more than its offer, and was not ended: {error}") from error
             raise NoCapacity(f"{offer.name}: costs {pod.usd_per_hour:.4g} $/h now, {offer.price_per_hour:.4g} expected")
         return pod.id
-
-    def _secret(self) -> str:
-        try:
-            return engine_secret(self._home)
-        except EngineSecretError as error:
-            raise ProviderError(str(error)) from error
 
     def _pods(self, tag: str) -> list[Pod]:
         answer = self._api.call("GET", "/pods", seconds=LIST_SECONDS)
@@ -240,7 +234,7 @@ class RunPodProvider:
 
     def access(self, name: str, endpoint: str) -> EngineAccess:
         """The engine's address as it stands, and its key."""
-        return EngineAccess(endpoint, engine_key(self._secret(), name))
+        return EngineAccess(endpoint, engine_key(engine_secret(self._home), name))
 
     def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:
         """Wait until the engine answers."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
-from gpu_runner.providers.engine_keys import EngineSecretError, engine_key, engine_secret
+from gpu_runner.providers.engine_keys import engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.ssh import host_requests
 from gpu_runner.providers.ssh.config import SshHostConfig, SshProviderConfig
@@ -119,10 +119,7 @@ class SshProvider:
         )
 
     def _key(self, name: str) -> str:
-        try:
-            return engine_key(engine_secret(self._home), name)
-        except (EngineSecretError, OSError) as error:
-            raise ProviderError(f"{self.name}: no key can be made for {name}: {error}") from error
+        return engine_key(engine_secret(self._home), name)
 
     def wait_ready(self, name: str, seconds: float, pause: Callable[[float], None]) -> Machine:
         """Wait for the engine; a host that is silent for LOST_SECONDS has ended it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runner.providers.base import ProviderError
 from gpu_runner.providers.engine_keys import VARIABLE, EngineSecretError, engine_key, engine_secret
 
 
@@ -38,6 +39,12 @@ def test_a_short_secret_is_refused_without_showing_it(tmp_path: Path, monkeypatc
     monkeypatch.delenv(VARIABLE)
     (tmp_path / "engine-secret").write_text(short)
     with pytest.raises(EngineSecretError, match="expected at least 32"):
+        engine_secret(tmp_path)
+
+
+def test_a_secret_that_cannot_be_read_is_an_error_of_the_provider_and_says_where_it_lies(tmp_path: Path):
+    (tmp_path / "engine-secret").mkdir()
+    with pytest.raises(ProviderError, match="engine-secret: the secret of the engines' keys cannot be used"):
         engine_secret(tmp_path)
 
 
