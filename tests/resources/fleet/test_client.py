@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.machines import H100, ended_machines, processes, simulated_cloud
+from support.machines import H100, ended_machines, part, processes, simulated_cloud
 from support.processes import command_line
 from support.timing import PATIENCE
 
@@ -28,12 +28,14 @@ from gpu_runner.providers.base import EngineAccess, Machine, Provider, ProviderU
 from gpu_runner.providers.engine_process import EngineStartError
 from gpu_runner.providers.simulated.cloud import SimulatedCloud
 from gpu_runner.providers.simulated.config import FaultRule
+from resources.engine_options import EngineOptions
 from resources.fleet.client import FAILED_STARTS, FleetClient, NoInstanceStarted, ProvisioningFailed
 from resources.fleet.fleet_config import FleetConfig
 from resources.fleet.leased_engine import LeasedEngine, LeaseSignals
 from resources.fleet.resource import GpuFleet, Requirement
 from resources.fleet.warm_instances import RETRY_SECONDS
 from resources.pricing.market import Market
+from resources.pricing.model_catalog import DeclaredModel
 
 TTL = 10.0
 WORK = Workload(100_000, 100_000, LengthMix(200, 200), 2_000, "measured", "measured")
@@ -110,6 +112,25 @@ def offers_are_always_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def site(tmp_path: Path) -> Iterator[FleetRuns]:
     with a_site(tmp_path, offers=[H100, CHEAP]) as found:
         yield found
+
+
+def test_an_instance_is_handed_on_only_to_who_needs_an_engine_that_was_started_so(site: FleetRuns):
+    a, b = ({"name": name, "path": f"/{name}"} for name in "ab")
+    plain = {"reasoning_parser": "qwen3", "max_num_seqs": 4}
+    one = EngineOptions.model_validate({**plain, "lora": a, "lora_modules": [b]})
+    other = EngineOptions.model_validate({**plain, "lora": b, "lora_modules": [a]})
+    need = replace(NEED, engine=one, declared=DeclaredModel(None, served=one.served))
+    first = site.client("one")
+    leased = site.acquire(first, need)
+    (machine,) = site.cloud.providers["sim-a"].list("")
+    line = part(machine.id, "gpu_runner.simulator").cmdline()
+    assert tuple(line[-len(one.arguments()) :]) == one.arguments() and leased.max_num_seqs == 4
+    first.release(leased)
+    second = site.client("two")
+    again = site.acquire(second, replace(need, engine=other))
+    assert again.name == leased.name, "the adapter that is asked is in it"
+    second.release(again)
+    assert site.acquire(site.client("three")).name != leased.name
 
 
 def test_the_cheapest_offer_is_rented_and_the_next_run_gets_it_warm_without_a_second_boot(site: FleetRuns):
