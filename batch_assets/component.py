@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import dagster as dg
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
+from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
 from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, table_asset
+from batch_assets.orchestration.automation import refresh_automation
 from batch_assets.orchestration.source_assets import source_asset
+from batch_assets.spec.chain import ChainError, steps_to
 from batch_assets.spec.defs_files import file_in
 from batch_assets.spec.discovery import external_defs, spec_in
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, OutputSpec, load_spec
-from batch_assets.spec.scaffold import first_attributes
-from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG
+from batch_assets.spec.scaffold import chain_attributes, document_text, first_attributes
+from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG, UPSTREAM_TAG
 
 
 class Attributes(BaseModel):
@@ -49,10 +54,20 @@ def without_null(schema: Any) -> Any:
     return {key: without_null(value) for key, value in schema.items()}
 
 
-class Scaffolder(dg.Scaffolder[Any]):
+class ScaffoldParams(BaseModel):
+    """Options of `dg scaffold defs batch_assets.GeneratedDataset NAME`."""
+
+    chain: bool = Field(default=False, description="Three datasets in one file, each of which reads the one before.")
+
+
+class Scaffolder(dg.Scaffolder[ScaffoldParams]):
     """Writes a defs.yaml that loads. `dg` knows the project's own folder alone."""
 
-    def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
+    @classmethod
+    def get_scaffold_params(cls) -> type[ScaffoldParams]:
+        return ScaffoldParams
+
+    def scaffold(self, request: dg.ScaffoldRequest[ScaffoldParams]) -> None:
         if (folder := external_defs()) is not None:
             with contextlib.suppress(OSError):
                 Path(request.target_path).rmdir()  # `dg` has made it
@@ -61,7 +76,10 @@ class Scaffolder(dg.Scaffolder[Any]):
                 "`batch-assets new NAME` writes there"
             )
         name = "".join(c if c.isalnum() else "_" for c in Path(request.target_path).name.lower())
-        dg.scaffold_component(request, first_attributes(name))
+        if request.params.chain:
+            (Path(request.target_path) / "defs.yaml").write_text(document_text(chain_attributes(name)))
+        else:
+            dg.scaffold_component(request, first_attributes(name))
 
 
 @dg.scaffold_with(Scaffolder)
@@ -131,7 +149,32 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
         assets=[source_asset(spec, folder), prompts, rows, table, dead],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
+        sensors=refresh_automation(spec),
     )
+
+
+def chain_jobs(specs: Mapping[str, GeneratedDatasetSpec]) -> list[UnresolvedAssetJobDefinition]:
+    """For each dataset that reads the table of another one, the job that brings it and all before it up to date.
+
+    `specs`: all datasets; where they read each other in a circle there is none.
+    """
+    found = []
+    for name in sorted(specs):
+        try:
+            first, *others = steps_to(specs, name)
+        except ChainError:
+            continue
+        if others:
+            found.append(
+                dg.define_asset_job(
+                    f"{name}_refresh_upstream",
+                    selection=dg.AssetSelection.assets(ledger.prompts_key(first)),
+                    tags={REFRESH_TAG: first, UPSTREAM_TAG: name},
+                    description=f"Refresh {', '.join([first, *others])}, one after the other: each when the table that "
+                    "it reads is published. Tags say deadline and budget of the whole.",
+                )
+            )
+    return found
 
 
 def spec_version(spec: GeneratedDatasetSpec) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from batch_assets.component import dataset_definitions
+from batch_assets.component import chain_jobs, dataset_definitions
 from batch_assets.dagster_internals.code_server import leave_out_component_types
 from batch_assets.dagster_internals.component_folders import leave_out_folders
 from batch_assets.orchestration.broken_files import broken_definitions
@@ -71,6 +71,7 @@ def load_datasets() -> LoadedDatasets:
         loaded.add(spec, broken.place, broken.error)
         going_on[broken.name].append(spec.name)
     loaded.parts.append(broken_definitions(loaded.broken, going_on))
+    loaded.parts.append(dg.Definitions(jobs=chain_jobs({name: spec for name, (spec, _) in loaded.datasets.items()})))
     loaded.parts.append(dg.Definitions(assets=files_assets(loaded.datasets, _keys(loaded.parts))))
     return loaded
 

@@ -19,12 +19,14 @@ from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.front_door.api_batches import api_batches
 from batch_assets.orchestration.front_door.billing_report import billing, billing_report_sensor
 from batch_assets.sensors.capacity_sensor import capacity_sensor
+from batch_assets.sensors.chain_sensor import chain_sensor
 from batch_assets.sensors.launcher_sensor import launcher_sensor
 from batch_assets.sensors.liveness_sensor import watchdog_sensor
 from batch_assets.sensors.open_datasets import Datasets
 from batch_assets.sensors.publisher_sensor import publisher_sensor
 from batch_assets.sensors.reaper_sensor import reaper_sensor
 from batch_assets.sensors.reconcile_sensor import reconcile_sensor
+from batch_assets.spec.chain import upstream_of
 from batch_assets.spec.discovery import known_datasets
 from resources.fleet.resource import GpuFleet
 from resources.objects.opening import checked_root
@@ -81,6 +83,8 @@ def platform(
     launcher = launcher_sensor(specs, store, fleet, workers)
     own = [launcher, publisher_sensor(publishing, store, expecting_news=awaited)]
     looked_after = known or known_datasets
+    chained = {name: jobs[f"{name}_refresh"] for name, spec in specs.items() if upstream_of(spec, specs)}
+    own += [chain_sensor(specs, chained, store)] if chained else []
     return dg.Definitions(
         assets=[] if known else [spend, api_batches, billing],
         sensors=[

@@ -18,6 +18,14 @@ ROWS_TAG = "batch/rows"  # of a trial: how many rows it is to make, in whole bat
 REFUSED_TAG = "batch/refused"  # on a run whose engine refuses every request: its own run id, as retries copy tags
 LAUNCH_TAG = "batch/launch"  # of one launch, to know its run by
 
+# A chain: refreshes of one dataset after the other, down to the one that was asked for, each with a share of the whole.
+UPSTREAM_TAG = "batch/upstream"  # on each of them: the dataset that is brought up to date, with all that it reads
+AUTOMATIC_TAG = "batch/automatic"  # on a refresh that Dagster's automation has started, because a table was published
+CHAIN_TAG = "batch/chain"  # the run that began the chain
+CHAIN_SINCE_TAG = "batch/chain_since"  # Unix seconds by the fleet's database
+CHAIN_DEADLINE_TAG = "batch/chain_deadline"  # of the whole, a moment
+CHAIN_BUDGET_TAG = "batch/chain_budget_usd"  # of the whole
+
 # What a run may ask of the endpoint.
 TIMEOUT_TAG = "batch/timeout"
 CONCURRENCY_TAG = "batch/concurrency"

@@ -62,6 +62,14 @@ def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
     return found.datasets[name]
 
 
+def chain_to(name: str) -> list[str]:
+    """The datasets that are made before one, and it itself. Raises ChainError, and SpecError for a broken file."""
+    from batch_assets.spec.chain import steps_to
+    from batch_assets.spec.discovery import declared_specs
+
+    return steps_to(declared_specs(), name)
+
+
 def readable(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:
     """The spec with the place of the table that it reads, of an asset or of a dataset. Raises SourceError."""
     if spec.source.asset is None and spec.source.dataset is None:

@@ -22,6 +22,7 @@ from batch_assets.cli.arguments import (
     Timeout,
     TokenPrices,
     TokensPerMinute,
+    chain_to,
     check_endpoint,
     check_model,
     declared_dataset,
@@ -36,6 +37,8 @@ from batch_assets.cli.user_errors import CommandError, error_console, user_error
 from gpu_runner.request_limits import RequestLimits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batch_assets.cli.dataset_commands.run import Request
 
 app = typer.Typer(
@@ -78,12 +81,17 @@ def main() -> NoReturn:
 
 
 @app.command()
-def new(name: Name) -> None:
+def new(
+    name: Name,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="Three datasets in one file, each of which reads the one before.")
+    ] = False,
+) -> None:
     """Write the file of a new dataset, which can be run as it is, into the folder of the datasets."""
     with user_errors():
         from batch_assets.cli.dataset_commands.declare import write_new
 
-        write_new(name)
+        write_new(name, chain=chain)
 
 
 @app.command()
@@ -116,6 +124,10 @@ def run(
     budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
     objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
     max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
+    upstream: Annotated[
+        bool,
+        typer.Option("--upstream", help="First the datasets whose tables it reads; one deadline and budget for all."),
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="At the end read everything again, or compare names and sizes.")
     ] = True,
@@ -158,7 +170,18 @@ def run(
             asked = _regenerating(asked, where, endpoint or of_environment, yes=yes)
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
+        if upstream:
+            raise typer.Exit(_with_upstream(asked, as_json=as_json, progress=progress))
         raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
+
+
+def _with_upstream(asked: Request, *, as_json: bool, progress: bool) -> int:
+    """Run the datasets that the request's one reads, and it itself; returns the exit status."""
+    if asked.rows is not None or asked.regenerate is not None or asked.model is not None:
+        raise CommandError("--upstream: expected without --rows, --regenerate and --model: they are of one dataset")
+    from batch_assets.cli.dataset_commands.run_chain import carry_out_chain
+
+    return carry_out_chain(chain_to(asked.dataset), asked, as_json=as_json, progress=progress)
 
 
 def _regenerating(asked: Request, where: str | None, address: str | None, *, yes: bool) -> Request:
@@ -222,14 +245,17 @@ def status(
 
             show_model_status(name, watch=watch, as_json=as_json)
             return
+        from batch_assets.spec.chain import in_tree, upstream_of
         from batch_assets.spec.discovery import declarations, known_datasets
 
         declared = declared_dataset(name) if name is not None else None
-        names = [declared[0].name] if declared is not None else sorted(known_datasets())
+        known = {one: spec for one, (spec, _) in known_datasets().items()}
+        tree = dict(in_tree(known)) if declared is None else {declared[0].name: 0}
         broken = declarations().broken if name is None else ()
         from batch_assets.cli.dataset_commands.status_command import show_status
 
-        show_status(names, broken, declared=declared, watch=watch, as_json=as_json)
+        upstream = {one: upstream_of(known[one], known) for one in tree if one in known}
+        show_status(tree, upstream, broken, declared=declared, watch=watch, as_json=as_json)
 
 
 @app.command()
@@ -258,17 +284,32 @@ def plan(
     budget_usd: Annotated[float | None, typer.Option(help="Most US dollars, in place of the dataset's.")] = None,
     objective: Annotated[str | None, typer.Option(help="cheapest, fastest or efficient.")] = None,
     max_instances: Annotated[int | None, typer.Option(help="Most instances at once.")] = None,
+    upstream: Annotated[
+        bool, typer.Option("--upstream", help="Rows that `run --upstream` would ask, of each step, and why.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What to rent for the work that is left, when it is done, for how much. Rents nothing; status 1: infeasible."""
     with user_errors():
         spec, folder = declared_dataset(name)
         wished_options(spec, deadline, budget_usd, objective, max_instances)
+        if upstream:
+            raise typer.Exit(_plan_upstream(name, [deadline, budget_usd, objective, max_instances], as_json=as_json))
         from batch_assets.cli.dataset_commands.plan import show_plan
         from batch_assets.spec.request_options import tags_of
 
         tags = tags_of(deadline, budget_usd, objective, max_instances)
         raise typer.Exit(show_plan(spec, folder, tags, json=as_json))
+
+
+def _plan_upstream(name: str, options: Sequence[object], *, as_json: bool) -> int:
+    """Show what each step of a chain would ask; returns the exit status."""
+    if any(one is not None for one in options):
+        raise CommandError("--upstream: expected without other options: it counts rows, `plan NAME` plans one dataset")
+    from batch_assets.cli.dataset_commands.plan_chain import show_chain_plan
+    from batch_assets.spec.discovery import declared
+
+    return show_chain_plan(declared(), chain_to(name), json=as_json)
 
 
 @app.command()

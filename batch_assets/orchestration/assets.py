@@ -7,7 +7,7 @@ import functools
 import operator
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.asset_checks import check_results, check_specs
+from batch_assets.orchestration.automation import refresh_condition
+from batch_assets.orchestration.chain_shares import step_tags
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
@@ -37,11 +39,12 @@ from batch_assets.publishing.publish import IncompleteSnapshot, publish
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.discovery import known_datasets
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
-from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG
+from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, UPSTREAM_TAG
 from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
@@ -94,6 +97,7 @@ def prompts_asset(
         key=ledger.prompts_key(spec.name),
         deps=[dg.AssetKey([spec.name, "source"])],
         code_version=code_version,
+        automation_condition=refresh_condition(spec),
         **_about(
             spec, "The source, rendered into prompts and cut into batches. Costs no GPU time.", {"parquet", "jinja"}
         ),
@@ -137,27 +141,40 @@ def read_source(
 
     Raises SourceError, InvalidTag, FleetConfigError.
     """
-    spec = at_its_place(spec, context.instance, store.objects)
+    spec, tags = at_its_place(spec, context.instance, store.objects), dict(context.run.tags)
     refuse_empty_store(context.instance, store)  # before anything is written there
     self_test(store.objects)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:
-        if endpoint := context.run.tags.get(ENDPOINT_TAG):
+        if endpoint := tags.get(ENDPOINT_TAG):
             fleet.config().engines_for(spec.model, endpoint, spec.engine)  # refused here, before anything is begun
-        if REFRESH_TAG in context.run.tags:
-            trial_rows(context.run.tags)  # refused here, before anything is begun
-            endpoint_limits(context.run.tags)
+        if REFRESH_TAG in tags:
+            trial_rows(tags)  # refused here, before anything is begun
+            endpoint_limits(tags)
+            if UPSTREAM_TAG in tags:
+                tags |= _share_of_chain(context, spec.name, store, fleet_db)
             busy = request_under_way(context.instance, fleet_db, spec, store, base) is not None
-            (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, context.run.tags)
+            (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, tags)
         manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
             context.log.warning(sentence)
-        if REFRESH_TAG in context.run.tags:
+        if REFRESH_TAG in tags:
             settle_engine(context, spec, store, fleet, manifest)
         ensure_pool(context.instance, spec.name, fleet_db.instances(spec.name) + 1)
-        planned = plan_metadata(context, spec, base, store, fleet, fleet_db)
+        planned = plan_metadata(context, spec, base, store, fleet, fleet_db, tags)
         return manifest, planned | ({} if found is None else reuse_metadata(found))
+
+
+def _share_of_chain(
+    context: dg.AssetExecutionContext, name: str, store: DatasetStore, fleet_db: FleetDatabase
+) -> dict[str, str]:
+    """Tags of a run that is a step of a chain, with its deadline and its budget. Its range runs get them from it."""
+    found = step_tags(
+        context.instance, fleet_db, context.run, name, known_datasets(), lambda one: DatasetStore(store.objects, one)
+    )
+    context.instance.add_run_tags(context.run.run_id, found)
+    return found
 
 
 def settle_engine(
@@ -214,6 +231,7 @@ def plan_metadata(
     store: DatasetStore,
     fleet: GpuFleet,
     fleet_db: FleetDatabase,
+    tags: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the rows that are missing now would cost, and by when they would be there: before anything is rented.
 
@@ -224,9 +242,9 @@ def plan_metadata(
         work = WorkloadEstimator(spec, store, folder).look([key for key, found in versions.items() if found.anew])
         if not work.rows:
             return {"plan": "nothing is missing"}
-        wished = {tag: context.run.tags[tag] for tag in OPTION_TAGS if tag in context.run.tags}
+        wished = {tag: tags[tag] for tag in OPTION_TAGS if tag in tags}
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
-        if REFRESH_TAG in context.run.tags:  # `read_source` has settled what is under way before it began
+        if REFRESH_TAG in tags:  # `read_source` has settled what is under way before it began
             request = fleet_db.target(spec.name)
         else:
             request = request_under_way(context.instance, fleet_db, spec, store, folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
@@ -141,11 +142,17 @@ def counts_line(counts: Figures, rate: float) -> str:
 SHOWN_PROBLEMS = 3
 
 
-def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: float) -> Group:
-    """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds."""
+def status_table(
+    statuses: list[DatasetStatus], *, dagster_runs: bool, now: float, depths: Mapping[str, int] = MappingProxyType({})
+) -> Group:
+    """The datasets as a table, what is wanted of them and their unfinished runs below. `now`: Unix seconds.
+
+    `depths`: of the datasets in their chains. Where there are chains, they are a tree, with what each step cost.
+    """
+    chains = any(depths.values())
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("dataset", no_wrap=True)
-    for name in ("rows", "ok", "dead", "batches", "rows/s", "ETA"):
+    for name in ("rows", "ok", "dead", "batches", "rows/s", "ETA", *(["$"] if chains else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("table", overflow="fold")
     lines: list[Text] = []
@@ -155,7 +162,8 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
         working = status.rows_per_second > 0
         rate, eta = (f"{status.rows_per_second:,.1f}", duration(status.eta_seconds)) if working else ("", "")
         counts = (f"{number:,}" for number in (status.rows, status.ok, status.dead))
-        table.add_row(status.dataset, *counts, batches, rate, eta, table_words(status))
+        money = [format_usd(status.request.usd_total)] if chains else []
+        table.add_row(_branch(status.dataset, depths), *counts, batches, rate, eta, *money, table_words(status))
         waiting = waiting or bool(status.runs)
         found = [*problem_lines(status), *left_out_lines(status), *failure_lines(status)]
         told = [*found, *_request_lines(status, now), *run_lines(status)]
@@ -163,6 +171,11 @@ def status_table(statuses: list[DatasetStatus], *, dagster_runs: bool, now: floa
     if waiting and not dagster_runs:
         lines.append(Text("  Dagster is not running here: these runs wait until `batch-assets ui` or `run` starts it."))
     return Group(table, *lines)
+
+
+def _branch(name: str, depths: Mapping[str, int]) -> str:
+    depth = depths.get(name, 0)
+    return f"{'  ' * (depth - 1)}└ {name}" if depth else name
 
 
 def table_words(status: DatasetStatus) -> str:

@@ -109,8 +109,14 @@ def _has_seed(spec: GeneratedDatasetSpec) -> bool:
 
 
 def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> int | None:
-    """Rows that a refresh would find new or changed: the file of the dataset and its source as they are now, held
-    against the current snapshot. None before the first snapshot.
+    """Rows that a refresh would find new or changed, as `changed_rows` counts them."""
+    counts = changed_rows(spec, store, workdir=workdir, base=base)
+    return None if counts is None else counts.rows - counts.unchanged
+
+
+def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Path, base: Path) -> Counts | None:
+    """What a refresh would do to the rows: the file of the dataset and its source as they are now, held against the
+    current snapshot. None before the first snapshot.
 
     Reads the whole source and writes nothing but temporary files into `workdir`, an empty folder. Raises SourceError.
     """
@@ -130,8 +136,7 @@ def rows_to_ask(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pat
         workdir, read.index, with_id=with_id, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
     ) as placement:
         _refuse_repeated_ids(read, placement)
-        counts = placement.place(rows_before)
-    return counts.rows - counts.unchanged
+        return placement.place(rows_before)
 
 
 def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:

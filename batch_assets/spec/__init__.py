@@ -7,6 +7,7 @@ new one. Nothing here reads a row or asks Dagster anything.
 """
 
 __all__ = [
+    "chain",
     "deadline",
     "defs_files",
     "discovery",

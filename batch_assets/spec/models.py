@@ -41,7 +41,7 @@ from batch_assets.spec.fields import (
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import NUMBERS
-from batch_assets.spec.source import SourceSpec
+from batch_assets.spec.source import SourceSpec, table_read_by
 from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.client.protocol import CONTINUES_ANSWER
 from gpu_runner.models.facts import AS_IT_IS
@@ -363,6 +363,11 @@ class GeneratedDatasetSpec(Strict):
         description="On how many kinds of instances speeds may be measured at first, where that is worth its boot.",
     )
     schedule: Cron | None = Field(default=None, description="Cron schedule of the refresh, in `timezone`.")
+    refresh: Literal["when_upstream_changes"] | None = Field(
+        default=None,
+        description="when_upstream_changes: each new version of the table that it reads starts a refresh, by Dagster's "
+        "automation. Default: none does.",
+    )
     timezone: TimeZone = Field(
         default="UTC",
         description="Time zone of `schedule`, and of a deadline that is a cron schedule: a name like Europe/Paris.",
@@ -381,6 +386,7 @@ class GeneratedDatasetSpec(Strict):
         _check_labels(self)
         _check_reuse(self)
         _check_adapter(self)
+        _check_refresh(self)
         _check_samples(self)
         _check_output_columns(self)
         return self
@@ -621,6 +627,12 @@ def _check_samples(spec: GeneratedDatasetSpec) -> None:
 def _check_adapter(spec: GeneratedDatasetSpec) -> None:
     if spec.model in [one.name for one in spec.engine.adapters]:
         raise Unusable("another name than the model's for each adapter", show(spec.model), key="engine")
+
+
+def _check_refresh(spec: GeneratedDatasetSpec) -> None:
+    if spec.refresh is not None and table_read_by(spec.source) is None:
+        hint = "Dagster knows of no new version of files; a schedule looks for them."
+        raise Unusable("a source that is the table of another dataset or asset", "another source", hint, key="refresh")
 
 
 def _check_labels(spec: GeneratedDatasetSpec) -> None:

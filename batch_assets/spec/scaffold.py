@@ -1,8 +1,9 @@
-"""A new dataset: a file that can be run as it is, to be changed into what is needed."""
+"""A new dataset, or a chain of them: a file that can be run as it is, to be changed into what is needed."""
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,71 @@ def first_attributes(name: str) -> dict[str, Any]:
     }
 
 
-def write_dataset(name: str) -> Path:
-    """Write `NAME/defs.yaml` into the folder of the datasets; returns its path. Raises SpecError, and OSError."""
+def chain_attributes(name: str) -> list[dict[str, Any]]:
+    """The attributes of a new chain, one dataset a step: questions on topics, an answer to each, and the best answer of
+    each topic. The last one has the name."""
+    schema = {
+        "type": "object",
+        "properties": {"questions": {"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}},
+        "required": ["questions"],
+        "additionalProperties": False,
+    }
+    shared = {"model": "Qwen/Qwen3-0.6B", "sampling": {"temperature": 0.7, "max_tokens": 256}}
+    questions, answers = f"{name}_questions", f"{name}_answers"
+    return [
+        {
+            "name": questions,
+            "description": "Two questions on each topic.",
+            "source": {"grid": {"topic": ["rain", "rivers"]}},
+            "id": "topic",
+            "prompt": {"user": "Two questions about {{ topic }}, as JSON."},
+            "output": {"json_schema": schema},
+            "keep_columns": ["topic"],
+            **shared,
+        },
+        {
+            "name": answers,
+            "description": "An answer to each question.",
+            "source": {"dataset": questions, "explode": "output.questions"},
+            "prompt": {"user": "{{ questions }}"},
+            "keep_columns": ["topic", "questions"],
+            **shared,
+        },
+        {
+            "name": name,
+            "description": "The best answer of each topic.",
+            "source": {"dataset": answers, "rename": {"output": "answer"}, "group_by": ["topic"]},
+            "prompt": {
+                "user": "Which answer is best?\n"
+                "{% for one in answer %}\n"
+                "{{ loop.index }}. {{ questions[loop.index0] }} {{ one }}\n"
+                "{% endfor %}"
+            },
+            "keep_columns": ["answer"],
+            **shared,
+        },
+    ]
+
+
+def document_text(declared: Sequence[Mapping[str, Any]]) -> str:
+    """A file that declares these datasets, in documents that `---` divides."""
+    return "---\n".join(dump({"type": COMPONENT, "attributes": dict(one)}) for one in declared)
+
+
+def write_dataset(name: str, *, chain: bool = False) -> Path:
+    """Write `NAME/defs.yaml`, with `chain` of three datasets, into the folder of the datasets; returns its path.
+
+    Raises SpecError, and OSError.
+    """
     file = defs_folder() / name / "defs.yaml"
-    attributes = first_attributes(name)
-    load_spec(attributes, file)
-    if taken := declarations().datasets.get(name):
-        raise SpecError(file, [Problem("name", "one that no dataset has", f"{name!r}, which lies in {taken[1]}")])
-    document = {"type": COMPONENT, "attributes": attributes}
-    text = dump(document)
+    declared = chain_attributes(name) if chain else [first_attributes(name)]
+    known = declarations().datasets
+    for attributes in declared:
+        spec = load_spec(attributes, file)
+        if taken := known.get(spec.name):
+            found = f"{spec.name!r}, which lies in {taken[1]}"
+            raise SpecError(file, [Problem("name", "one that no dataset has", found)])
+    text = document_text(declared)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x") as new:

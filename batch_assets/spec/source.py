@@ -22,6 +22,7 @@ from batch_assets.spec.fields import (
 
 Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
 _KINDS = ("path", "asset", "dataset", "grid")
+TABLE = "dataset"  # last part of the asset key of the table of a dataset
 _NEWER = ("asset", "dataset", "include_errors", "rename", "explode", "group_by", "min_group")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
@@ -189,3 +190,8 @@ class SourceSpec(Strict):
     def name_here(self, name: str) -> str:
         """What a column of the files is called here."""
         return (self.rename or {}).get(name, name)
+
+
+def table_read_by(source: SourceSpec) -> str | None:
+    """Asset key of the table that a source is, with / between its parts; None for files and grids."""
+    return f"{source.dataset}/{TABLE}" if source.dataset is not None else source.asset

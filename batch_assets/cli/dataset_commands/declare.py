@@ -13,12 +13,11 @@ from batch_assets.spec.scaffold import write_dataset
 from gpu_runner.errors import ExitStatus
 
 
-def write_new(name: str) -> None:
-    """Write a dataset that can be run as it is, and say where."""
-    file = write_dataset(name)
-    sys.stdout.write(
-        f"{file}\nMake of it what you need; then `batch-assets check {name}`, `batch-assets preview {name}`.\n"
-    )
+def write_new(name: str, *, chain: bool = False) -> None:
+    """Write a dataset, or a chain of three, that can be run as it is, and say where."""
+    file = write_dataset(name, chain=chain)
+    after = f"run {name} --upstream" if chain else f"preview {name}"
+    sys.stdout.write(f"{file}\nMake of it what you need; then `batch-assets check {name}`, `batch-assets {after}`.\n")
 
 
 def show_check(asked: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ ALIVE_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 PAGE_SECONDS = 15.0  # after the launch the webserver is started at the latest
 TAKEOVERS = 5
+TAKEN_OVER = "The Dagster that this command used has ended; going on with one of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Request:
     `redrive_error`: only dead letters are tried again, those of this error, or with "" all.
     `regenerate`: which rows are asked again, as the tag batch/regenerate says it.
     `waits`: what its budget pauses is waited for. `limits`: what the endpoint may be asked.
+    `upstream`: it is a step of a chain, which ends with this dataset.
     """
 
     dataset: str
@@ -54,6 +56,7 @@ class Request:
     regenerate: str | None = None
     waits: bool = False
     limits: RequestLimits = NO_LIMITS
+    upstream: str | None = None
 
     @property
     def job(self) -> str:
@@ -63,12 +66,13 @@ class Request:
     def tags(self) -> dict[str, str]:
         """Run tags of the launch."""
         from batch_assets.spec.endpoint_limits import limit_tags
-        from batch_assets.tags import REDRIVE_ERROR_TAG, REGENERATE_TAG, ROWS_TAG, SIMULATE_TAG
+        from batch_assets.tags import REDRIVE_ERROR_TAG, REGENERATE_TAG, ROWS_TAG, SIMULATE_TAG, UPSTREAM_TAG
 
         trial = {ROWS_TAG: str(self.rows)} if self.rows is not None else {}
         trial |= {SIMULATE_TAG: "true"} if self.simulate else {}
         trial |= {REDRIVE_ERROR_TAG: self.redrive_error} if self.redrive_error else {}
         trial |= {REGENERATE_TAG: self.regenerate} if self.regenerate else {}
+        trial |= {UPSTREAM_TAG: self.upstream} if self.upstream else {}
         endpoint = {ENDPOINT_TAG: self.endpoint} if self.endpoint else {}
         return {**self.request_options, **trial, **endpoint, **limit_tags(self.limits)}
 
@@ -103,20 +107,24 @@ class Runner:
         """From launch to end. Raises Interrupted after a signal, StackError and LaunchError when nothing can start."""
         home = prepare_home()
         for _ in range(TAKEOVERS):
-            attached = running_stack(home) is not None
-            self.display.say(_attaching(home) if attached else f"Starting Dagster on {home}")
-            with stack(_import_the_rest) as (address, own), _observing(self.request.dataset) as seen:
-                self.url, self.own, self._stack, self._page_said = address.url, own is not None, own, False
-                if own is not None:
-                    own.wait_definitions()
-                with self.signals.deferred():
-                    ending = self._carry_out(address, seen)
+            self.display.say(starting(home))
+            with stack(import_the_rest) as (address, own):
+                ending = self.run_in(address, own)
             if ending is not None:
                 return ending
-            self.display.say("The Dagster that this command used has ended; going on with one of its own")
+            self.display.say(TAKEN_OVER)
         from batch_assets.request_status.request_monitor import RunResult
 
         return RunResult(False, f"Dagster ended {TAKEOVERS} times before the work did")
+
+    def run_in(self, address: StackAddress, own: Stack | None) -> RunResult | None:
+        """The same in a Dagster that runs. None when it is not ours (`own`) and has ended."""
+        with observing_one(self.request.dataset) as seen:
+            self.url, self.own, self._stack, self._page_said = address.url, own is not None, own, False
+            if own is not None:
+                own.wait_definitions()
+            with self.signals.deferred():
+                return self._carry_out(address, seen)
 
     def _carry_out(self, address: StackAddress, seen: Observer) -> RunResult | None:
         """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
@@ -282,17 +290,22 @@ def _machines_left(seen: Observer, *, own: bool) -> list[str]:
     )
 
 
-def _import_the_rest() -> None:
+def import_the_rest() -> None:
     """What following a request needs takes a second to import: done while the stack starts."""
     import batch_assets.request_status.request_monitor  # noqa: F401 - for its time, not its names
 
 
 @contextlib.contextmanager
-def _observing(dataset: str) -> Iterator[Observer]:
+def observing_one(dataset: str) -> Iterator[Observer]:
     from batch_assets.request_status.dataset_status import observing
 
     with observing([dataset]) as (seen,):
         yield seen
+
+
+def starting(home: Path) -> str:
+    """What is said before a Dagster is started, or the one that runs is used."""
+    return _attaching(home) if running_stack(home) is not None else f"Starting Dagster on {home}"
 
 
 def _attaching(home: Path) -> str:

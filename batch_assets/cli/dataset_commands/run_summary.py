@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -36,46 +36,75 @@ def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
                 ending = runner.run()
         except Interrupted:
             return EXIT_STATUS
-    from batch_assets.cli.output import print_json
+    status, found = summary(request, runner, ending, console, as_json=as_json)
+    if as_json:
+        from batch_assets.cli.output import print_json
+
+        print_json(found)
+    return status
+
+
+def summary(
+    request: Request, runner: Runner, ending: RunResult, console: Console, *, as_json: bool
+) -> tuple[int, dict[str, Any]]:
+    """Say how a request ended, with `as_json` only what is not well; returns the exit status, and what `--json` has."""
     from batch_assets.request_status.dataset_status import dataset_status, observing
 
     with observing([request.dataset]) as (seen,):
         status = dataset_status(seen, time.time())
         dead = dead_examples(seen, status)
         without = left_out_lines(seen.store, status)
-    if as_json:
-        trial = {"rows": ending.trial.rows, "batches": ending.trial.batches} if ending.trial else None
-        extra = {
-            "seconds": round(runner.seconds, 1),
-            "rows_generated": runner.generated,
-            "complete": ending.ok and trial is None,
-            "verified": ending.verification is not None,
-            "verify_seconds": round(ending.verify_seconds, 1),
-            "trial": trial,
-            "dead_letters": [asdict(one) for one in dead],
-            "paused": None if ending.pause is None else ending.pause.describe(),
-            "enough_usd": None if ending.pause is None else ending.pause.enough_usd,
-        }
-        print_json(status.as_json() | extra)
-    elif ending.trial is not None:
+    if not as_json:
+        _say(request, runner, ending, status, [*without], dead)
+    for warning in ending.warnings:
+        console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    found = status.as_json() | _as_json(runner, ending, dead)
+    if ending.pause is not None:
+        words = "\n".join(
+            paused(request.dataset, ending.pause, ending.spent_usd, own=runner.own, upstream=request.upstream)
+        )
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return PAUSED_STATUS, found
+    if not ending.ok:
+        url = None if runner.own else runner.url
+        text = "\n".join([f"{request.dataset}: {ending.said}", *run_pointers(ending.runs, url)])
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    return 0 if ending.ok else 1, found
+
+
+def _say(
+    request: Request,
+    runner: Runner,
+    ending: RunResult,
+    status: DatasetStatus,
+    without: Sequence[str],
+    dead: Sequence[DeadLetterExample],
+) -> None:
+    """What is said of a request that ended well, and of its dead letters."""
+    if ending.trial is not None:
         show_trial(request.dataset, ending.trial.batches)
         print("\n".join([*trial_done(status, runner, ending.trial), *without]), flush=True)
     elif ending.ok:
         print("\n".join([*success(status, runner), *without]))
         print("\n".join([_verified(request.dataset, ending), *simulated_line(status)]), flush=True)
-    if dead and not as_json:
+    if dead:
         print("\n".join(dead_lines(request.dataset, dead)), flush=True)
-    for warning in ending.warnings:
-        console.print(f"Warning: check {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if ending.pause is not None:
-        words = "\n".join(paused(request.dataset, ending.pause, ending.spent_usd, own=runner.own))
-        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        return PAUSED_STATUS
-    if not ending.ok:
-        url = None if runner.own else runner.url
-        text = "\n".join([f"{request.dataset}: {ending.said}", *run_pointers(ending.runs, url)])
-        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-    return 0 if ending.ok else 1
+
+
+def _as_json(runner: Runner, ending: RunResult, dead: Sequence[DeadLetterExample]) -> dict[str, Any]:
+    """What `run --json` has beside the status."""
+    trial = {"rows": ending.trial.rows, "batches": ending.trial.batches} if ending.trial else None
+    return {
+        "seconds": round(runner.seconds, 1),
+        "rows_generated": runner.generated,
+        "complete": ending.ok and trial is None,
+        "verified": ending.verification is not None,
+        "verify_seconds": round(ending.verify_seconds, 1),
+        "trial": trial,
+        "dead_letters": [asdict(one) for one in dead],
+        "paused": None if ending.pause is None else ending.pause.describe(),
+        "enough_usd": None if ending.pause is None else ending.pause.enough_usd,
+    }
 
 
 def run_pointers(runs: Sequence[str], url: str | None) -> list[str]:
@@ -85,10 +114,11 @@ def run_pointers(runs: Sequence[str], url: str | None) -> list[str]:
     return [f"  run {run}: `batch-assets ui` shows it" for run in runs]
 
 
-def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:
+def paused(dataset: str, pause: Pause, spent: float, *, own: bool, upstream: str | None = None) -> list[str]:
     """The last lines of a run that its budget stopped. `spent`: US dollars of its request when that was decided.
 
     `own`: its Dagster ends with it: the next `run` is a request of its own. Else its runs wait for a larger budget.
+    `upstream`: it is a step of a chain that ends with this dataset.
     """
     said = f"{dataset}: paused: {pause.describe()}"
     enough = pause.enough_usd
@@ -98,6 +128,10 @@ def paused(dataset: str, pause: Pause, spent: float, *, own: bool) -> list[str]:
     if enough is None:
         unknown = "nothing that could do the rest is offered now, so nobody knows which budget would do"
         return [said, f"{unknown}: `batch-assets plan {dataset}` says it later; what is finished is kept"]
+    if own and upstream is not None:
+        step = f"{format_usd(enough)} $ would do for this step alone"
+        todo = f"`batch-assets run {upstream} --upstream --budget-usd` with more for all steps goes on from there"
+        return [said, f"this is its share of the budget of {upstream}; {step}: {todo}; what is finished is kept"]
     of = "for the next run" if own else "for the whole request"
     number = format_usd(enough).replace(",", "")
     return [

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -40,7 +40,8 @@ JUMPS_SECONDS = 24 * 3600.0  # for so long it is said that the clock was set
 
 
 def show_status(
-    names: Sequence[str],
+    tree: Mapping[str, int],
+    upstream: Mapping[str, str | None],
     broken: Sequence[BrokenFile],
     *,
     declared: tuple[GeneratedDatasetSpec, Path] | None,
@@ -49,9 +50,10 @@ def show_status(
 ) -> None:
     """Print the status of these datasets once, or every two seconds until a signal; `broken`: files of others.
 
+    `tree`: how deep each of them is in its chain, in the order to be shown; `upstream`: whose table it reads.
     `declared`: the one dataset that was named; once, its source is held against the snapshot, too.
     """
-    alone = declared is not None
+    alone, names = declared is not None, list(tree)
     console = output_console()
     with Signals(), contextlib.suppress(Interrupted), observing(names) as seen, contextlib.ExitStack() as stack:
         live = None
@@ -63,12 +65,12 @@ def show_status(
             if declared is not None and not watch and statuses[0].snapshot is not None:
                 changed = DeclaredChanges.look(*declared, seen[0])
             if as_json:
-                found = [status.as_json() for status in statuses]
+                found = [status.as_json() | {"upstream": upstream.get(status.dataset)} for status in statuses]
                 if alone:
                     found[0]["rows_changed"] = None if changed.problem or watch else changed.rows
                 print_json(found[0] if alone else {"datasets": found, "broken": [one.as_json() for one in broken]})
             else:
-                table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time())
+                table = status_table(statuses, dagster_runs=_dagster_runs(seen), now=time.time(), depths=tree)
                 jumps = seen[0].fleet_db.clock_jumps(JUMPS_SECONDS) if seen else ()
                 lines = [
                     *changed.lines(names[0] if names else ""),

@@ -64,7 +64,8 @@ def _files(
 ) -> Iterator[Block]:
     from batch_assets.snapshot.source.parquet import ParquetReader
 
-    assert source.path is not None
+    if source.path is None:
+        raise SourceError(f"source.asset: the place of {source.asset} was not looked up")
     files = find_files(source.path, base)
     formats = [(file, *format_of(file.name, source.format)) for file in files]
     kinds = sorted({kind for _, kind, _ in formats})

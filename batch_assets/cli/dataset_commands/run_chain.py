@@ -1,0 +1,194 @@
+"""`batch-assets run NAME --upstream`: all datasets before one, and it itself, brought up to date one after the other.
+
+The first is asked for here; each further one is asked for by the sensor `chain`, in this Dagster or another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from batch_assets import settings
+from batch_assets.cli.dataset_commands.run import (
+    TAKEN_OVER,
+    TAKEOVERS,
+    Request,
+    Runner,
+    import_the_rest,
+    observing_one,
+    starting,
+)
+from batch_assets.cli.dataset_commands.run_summary import summary
+from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
+from batch_assets.local_dagster.home import StackAddress, prepare_home, running_stack
+from batch_assets.local_dagster.stack import Stack, stack
+from batch_assets.request_status.display import display
+from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REFRESH_TAG
+from gpu_runner.money import format_usd
+
+if TYPE_CHECKING:
+    from batch_assets.request_status.dataset_status import Observer
+    from batch_assets.request_status.request_monitor import RunResult
+
+LOOK_SECONDS = 0.5
+QUIET_SECONDS = 120.0  # from a published table to the run that reads it
+
+
+@dataclass
+class ChainRun:
+    """Carries out the steps. `request`: of the first; the others are like it."""
+
+    steps: Sequence[str]
+    request: Request
+    console: Console
+    signals: Signals
+    progress: bool
+    as_json: bool
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: str | None = None
+    _run_ids: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """From the first step to the last, or to one that does not end well; returns the exit status.
+
+        Raises Interrupted after a signal, StackError and LaunchError when nothing can start.
+        """
+        home, number = prepare_home(), 0
+        for _ in range(TAKEOVERS):
+            self.console.print(starting(home), markup=False, highlight=False, soft_wrap=True)
+            with stack(import_the_rest) as (address, own):
+                while number < len(self.steps):
+                    status = self._step(number, address, own)
+                    if status is None:
+                        break
+                    if status:
+                        self.failed = self.steps[number]
+                        return status
+                    number += 1
+                else:
+                    return 0
+            self.console.print(TAKEN_OVER, markup=False, highlight=False, soft_wrap=True)
+        self.failed = self.steps[number]
+        self._complain(f"Dagster ended {TAKEOVERS} times before the work did")
+        return 1
+
+    def _step(self, number: int, address: StackAddress, own: Stack | None) -> int | None:
+        """One step, from its launch to its table; its exit status. None when a Dagster that is not ours has ended."""
+        name = self.steps[number]
+        if number and name not in self._run_ids:
+            found = self._started(self.steps[number - 1], name, own=own is not None)
+            if found is None:
+                return None
+            if not found:
+                self._complain(
+                    f"{name}: not started {QUIET_SECONDS:.0f} s after the table that it reads was published: "
+                    "is the sensor `chain` on (UI: Automation), and is the daemon running?"
+                )
+                return 1
+            self._run_ids[name] = found
+        request = replace(
+            self.request, dataset=name, request_options=self.request.request_options if not number else {}
+        )
+        with display(self.console, name, progress=self.progress) as shown:
+            runner = Runner(request, shown, self.signals, self._run_ids.get(name))
+            try:
+                ending = runner.run_in(address, own)
+            except Interrupted:
+                self._cancel_following(number, own)
+                raise
+            finally:
+                if runner.run_id is not None:
+                    self._run_ids[name] = runner.run_id
+        if ending is None:
+            return None
+        return self._said(request, runner, ending)
+
+    def _said(self, request: Request, runner: Runner, ending: RunResult) -> int:
+        status, found = summary(request, runner, ending, self.console, as_json=self.as_json)
+        self.done[request.dataset] = found
+        return status
+
+    def _started(self, before: str, name: str, *, own: bool) -> str | None:
+        """The run that the sensor has started for a step; "" where there is none for long. None: Dagster has ended."""
+        began = time.monotonic()
+        with observing_one(before) as seen:
+            while time.monotonic() - began < QUIET_SECONDS:
+                if self.signals.asked:
+                    seen.instance.add_run_tags(self._run_ids[before], {CANCELED_TAG: "true"})
+                    raise Interrupted
+                if found := self._run_of(seen, before, name):
+                    return found
+                if not own and running_stack(settings.dagster_home()) is None:
+                    return None
+                time.sleep(LOOK_SECONDS)
+        return ""
+
+    def _run_of(self, seen: Observer, before: str, name: str) -> str | None:
+        """The run that reads the table of `before` for this chain."""
+        import dagster as dg
+
+        asked = seen.instance.get_run_by_id(self._run_ids[before])
+        chain = asked.tags.get(CHAIN_TAG) if asked is not None else None
+        if chain is None:
+            return None
+        runs = seen.instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: name}), limit=1)
+        return runs[0].run_id if runs else None
+
+    def _cancel_following(self, number: int, own: Stack | None) -> None:
+        """The sensor may have gone on while the table of this step was verified."""
+        from batch_assets.local_dagster.dagster_client import OwnDagster
+        from batch_assets.request_status.request_monitor import give_up
+
+        if number + 1 >= len(self.steps) or self.steps[number] not in self._run_ids:
+            return
+        with observing_one(self.steps[number + 1]) as seen:
+            run_id = self._run_of(seen, self.steps[number], self.steps[number + 1])
+            if run_id is not None:
+                give_up(OwnDagster(seen.instance), seen, run_id, every_request=own is not None)
+
+    def _complain(self, text: str) -> None:
+        self.console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+    def not_started(self) -> list[str]:
+        """Steps below the one that did not end well."""
+        return [] if self.failed is None else list(self.steps[self.steps.index(self.failed) + 1 :])
+
+
+def carry_out_chain(steps: Sequence[str], request: Request, *, as_json: bool, progress: bool) -> int:
+    """Run all steps with their display; returns the exit status: of the one that did not end well, else 0."""
+    console = Console(stderr=True)
+    last = steps[-1]
+    with Signals() as signals:
+        chain = ChainRun(steps, replace(request, dataset=steps[0], upstream=last), console, signals, progress, as_json)
+        try:
+            status = chain.run()
+        except Interrupted:
+            return EXIT_STATUS
+    found = _as_json(last, chain)
+    if as_json:
+        from batch_assets.cli.output import print_json
+
+        print_json(found)
+    elif not status:
+        each = ", ".join(f"{name} {format_usd(one['request']['usd_spent'])} $" for name, one in chain.done.items())
+        print(f"{last}: all {len(steps)} steps are up to date; {format_usd(found['usd_spent'])} $ spent: {each}")
+    if waiting := chain.not_started():
+        todo = f"`batch-assets run {last} --upstream` goes on from there"
+        said = f"not started, as {'they need' if len(waiting) > 1 else 'it needs'} {chain.failed}: {', '.join(waiting)}"
+        console.print(f"{said}; {todo}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _as_json(last: str, chain: ChainRun) -> dict[str, Any]:
+    steps = list(chain.done.values())
+    return {
+        "dataset": last,
+        "complete": len(steps) == len(chain.steps) and all(one["complete"] for one in steps),
+        "steps": steps,
+        "not_started": chain.not_started(),
+        "usd_spent": round(sum(one["request"]["usd_spent"] for one in steps), 6),
+    }

@@ -1,0 +1,145 @@
+"""A chain of refreshes under one deadline and one budget: what each step may take of it.
+
+A step gets of what is left a share by its expected tokens, among those of the steps that are not done. What earlier
+steps have spent is not left any more; what they did not need is. So the last step may take all that is left.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import dagster as dg
+
+from batch_assets.capacity_planning.workload_estimate import PromptLengths, WorkloadEstimator, work_of
+from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.chain import ChainError, steps_to
+from batch_assets.spec.discovery import Datasets
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.request_options import InvalidTag, request_options
+from batch_assets.tags import (
+    BUDGET_TAG,
+    CHAIN_BUDGET_TAG,
+    CHAIN_DEADLINE_TAG,
+    CHAIN_SINCE_TAG,
+    CHAIN_TAG,
+    DEADLINE_TAG,
+    UPSTREAM_TAG,
+)
+from gpu_runner.fleet_database.database import FleetDatabase
+from resources.objects.opening import CorruptObject
+from resources.store.dataset_store import DatasetStore
+
+LEAST_USD = 0.000001  # of a step for which nothing is left: it pauses as soon as something costs
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The whole: since when, by when (Unix seconds of the fleet's database) and for how many US dollars."""
+
+    run_id: str
+    since: float
+    deadline_at: float | None = None
+    budget_usd: float | None = None
+
+    @classmethod
+    def of(cls, run: dg.DagsterRun, last: GeneratedDatasetSpec, now: float) -> Chain:
+        """As the first run wishes it, or the dataset at the end; then as its tags have it. Raises InvalidTag."""
+        tags = run.tags
+        if CHAIN_SINCE_TAG not in tags:
+            wanted = request_options(last, tags)
+            due = wanted.deadline.at(now) if wanted.deadline else None
+            return cls(run.root_run_id or run.run_id, now, due, wanted.budget_usd)
+        wanted = request_options(
+            last.model_copy(update={"deadline": None, "budget_usd": None}),
+            {ours: tags[whole] for ours, whole in _WHOLE.items() if whole in tags},
+        )
+        due = wanted.deadline.at(now) if wanted.deadline else None
+        return cls(tags.get(CHAIN_TAG, run.run_id), float(tags[CHAIN_SINCE_TAG]), due, wanted.budget_usd)
+
+    def tags(self) -> dict[str, str]:
+        """As they stand on each run of the chain."""
+        found = {CHAIN_TAG: self.run_id, CHAIN_SINCE_TAG: repr(self.since)}
+        found |= {} if self.deadline_at is None else {CHAIN_DEADLINE_TAG: moment(self.deadline_at)}
+        return found | ({} if self.budget_usd is None else {CHAIN_BUDGET_TAG: repr(self.budget_usd)})
+
+
+_WHOLE = {DEADLINE_TAG: CHAIN_DEADLINE_TAG, BUDGET_TAG: CHAIN_BUDGET_TAG}
+
+
+def share(left: float, weights: Sequence[float]) -> float:
+    """What the first of several steps gets of something: by its weight; equal shares where nobody weighs anything."""
+    whole = math.fsum(weights)
+    return max(0.0, left) * (weights[0] / whole if whole > 0 else 1 / len(weights))
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as a deadline is written."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def step_tags(
+    instance: dg.DagsterInstance,
+    fleet_db: FleetDatabase,
+    run: dg.DagsterRun,
+    name: str,
+    datasets: Datasets,
+    store_of: Callable[[str], DatasetStore],
+) -> dict[str, str]:
+    """Tags of one refresh of a chain: the whole of it, and deadline and budget of this step. Raises InvalidTag."""
+    specs = {one: spec for one, (spec, _) in datasets.items()}
+    steps = _steps(specs, run.tags[UPSTREAM_TAG], name)
+    now = fleet_db.now()
+    chain = Chain.of(run, specs[steps[-1]], now)
+    at = steps.index(name)
+    if chain.deadline_at is None and chain.budget_usd is None:
+        return chain.tags()
+    weights = expected_tokens(instance, {one: datasets[one] for one in steps}, store_of)[at:]
+    own = request_options(specs[name], {})
+    found = chain.tags()
+    if chain.budget_usd is not None:
+        left = chain.budget_usd - spent_since(fleet_db, steps[:at], chain.since)
+        usd = min(share(left, weights), own.budget_usd or math.inf)
+        found[BUDGET_TAG] = f"{max(LEAST_USD, usd):.6f}"
+    if chain.deadline_at is not None:
+        due = now + share(chain.deadline_at - now, weights)
+        found[DEADLINE_TAG] = moment(min(due, own.deadline.at(now)) if own.deadline is not None else due)
+    return found
+
+
+def _steps(specs: Mapping[str, GeneratedDatasetSpec], last: str, name: str) -> list[str]:
+    try:
+        steps = steps_to(specs, last) if last in specs else []
+    except ChainError as error:
+        raise InvalidTag(UPSTREAM_TAG, str(error)) from None
+    if name not in steps:
+        raise InvalidTag(UPSTREAM_TAG, f"expected a dataset that reads what {name} makes, found {last[:80]!r}")
+    return steps
+
+
+def spent_since(fleet_db: FleetDatabase, datasets: Sequence[str], since: float) -> float:
+    """US dollars that datasets were charged from a moment of the fleet's database on."""
+    parts = (charge.between(since, math.inf) for name in datasets for charge in fleet_db.charges_of(name))
+    return math.fsum(part.usd.total for part in parts if part is not None)
+
+
+def expected_tokens(
+    instance: dg.DagsterInstance, steps: Datasets, store_of: Callable[[str], DatasetStore]
+) -> list[float]:
+    """Tokens of each step as a whole, in order: of its last snapshot, else of its source; where that is not there yet,
+    of as many rows as the step before has."""
+    found: list[float] = []
+    rows = 1
+    for name, (spec, folder) in steps.items():
+        try:
+            store = store_of(name)
+            placed = at_its_place(spec, instance, store.objects) if store.current_snapshot() is None else spec
+            work = WorkloadEstimator(placed, store, folder).look()
+        except (SourceError, CorruptObject, FileNotFoundError):
+            work = work_of(spec.generation(), rows, rows, PromptLengths(0.0, 0.0), ())
+        rows = work.all_rows
+        found.append(rows * work.mix.tokens)
+    return found
