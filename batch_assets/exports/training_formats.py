@@ -18,6 +18,7 @@ from typing import Any
 from batch_assets.exports.options import ExportOptions, Format
 
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
+_ROLES = {"developer": "system", **{role: role for role in _SPEAKERS}}
 _THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 
 Line = Mapping[str, Any]
@@ -46,11 +47,20 @@ def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
         return found
     if not isinstance(found, list):
         raise LeftOut("no_prompt")
-    messages = [{"role": str(one["role"]), "content": one["content"]} for one in found]
+    if any(one.get("tool_calls") or one["role"] not in _ROLES for one in found):
+        raise LeftOut("tool_calls")
+    asked = found[:-1] if _begun(found) else found
+    messages = [{"role": _ROLES[one["role"]], "content": one["content"] or ""} for one in asked]
     kept = [one for one in messages if options.system or one["role"] != "system"]
     if not kept:
         raise LeftOut("no_prompt")
     return kept
+
+
+def _begun(prompt: Any) -> str:
+    """The beginning of the answer, where the prompt ends with one; else empty."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else {}
+    return str(last["content"] or "") if last.get("role") == "assistant" else ""
 
 
 def _messages(line: Line, options: ExportOptions) -> list[Message]:
@@ -74,7 +84,8 @@ def _answer(line: Line, options: ExportOptions, field: str) -> str:
         text = _THINKING.sub("", text)
     if text is None or not text.strip():
         raise LeftOut("empty")
-    return str(text)
+    begun = _begun(line.get(options.columns["prompt"]))
+    return str(text) if text.startswith(begun) else f"{begun}{text}"  # llama.cpp's answers have it already
 
 
 def _as_messages(line: Line, options: ExportOptions) -> dict[str, Any]:

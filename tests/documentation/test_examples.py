@@ -23,6 +23,7 @@ DATASETS = sorted(file.parents[2].name for file in REPOSITORY.glob("examples/*/d
 # What is printed when the commands of an example have done what they say.
 PRINTED = {
     "labels": ["20 rows in 2 batches: 20 ok, 0 dead", "row T-1001", "queue"],
+    "conversations": ["6 rows in 1 batch: 6 ok, 0 dead", "row c-1", "temperature"],
     "embeddings": ["12 rows in 1 batch: 12 ok, 0 dead", "Owls"],
     "refresh_from_s3": ["8 rows in 1 batch: 8 ok, 0 dead", "the last one: haircut", "1 rows generated"],
     "own_gpus": ["1× RTX4090", "lab does not say what it offers", "done in"],

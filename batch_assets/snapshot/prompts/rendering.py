@@ -76,7 +76,9 @@ class Prompts:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
         texts = [self._texts(role, template, block, refused) for role, template in self._templates]
         rows: list[tuple[Any, ...]] = list(zip(*texts, strict=True)) if texts else [()] * len(block.lines)
-        fields = self._fields.of(block, refused) if self._fields else [{} for _ in rows]
+        fields: list[dict[str, Any]] = []
+        if self.has_fields:
+            fields = self._fields.of(block, refused)
         prompts = self._encode(rows, refused) if self._plain else self._conversations(rows, block, refused, fields)
         for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
             refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
@@ -126,7 +128,8 @@ class Prompts:
             except TypeError:
                 refused[i] = _SURROGATES
             else:
-                fields[i].update(self._continues if continues(messages) else {})
+                if self._column is not None and continues(messages):
+                    fields[i].update(self._continues)
         return prompts
 
     def _messages(self, texts: tuple[str, ...], cell: Any) -> list[Message]:

@@ -45,6 +45,26 @@ def made(form: str, line: Mapping[str, Any] = LINE, **options: Any) -> dict[str,
     return record_of(line, checked_options(KNOWN, form, **options))
 
 
+def test_a_conversation_with_tool_calls_is_left_out_in_every_format() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    answer = {"role": "tool", "content": "found", "tool_call_id": "1", "tool_calls": None}
+    for form in ("messages", "sharegpt", "alpaca", "prompt-completion"):
+        for prompt in ([ASKED[1], call, answer], [ASKED[1], answer]):
+            with pytest.raises(LeftOut, match="tool_calls"):
+                made(form, {**LINE, "prompt": prompt})
+
+
+@pytest.mark.parametrize("output", ["cause it is.", "Because it is."])
+def test_an_answer_that_was_begun_is_one_message_with_its_beginning(output: str) -> None:
+    line = {**LINE, "prompt": [*ASKED, {"role": "assistant", "content": "Be"}], "output": output}
+    answer = {"role": "assistant", "content": "Because it is."}
+    assert made("messages", line) == {"messages": [*ASKED, answer]}
+    assert made("prompt-completion", line) == {"prompt": ASKED, "completion": [answer]}
+    assert made("sharegpt", line)["conversations"][-1] == {"from": "gpt", "value": "Because it is."}
+    developer = [{"role": "developer", "content": "Be brief."}, ASKED[1]]
+    assert made("messages", {**LINE, "prompt": developer})["messages"][0] == ASKED[0]
+
+
 def test_each_format_is_as_its_readers_document_it() -> None:
     answer = {"role": "assistant", "content": "Because."}
     assert made("messages") == {"messages": [*ASKED, answer]}
@@ -103,7 +123,7 @@ def test_system_messages_reasoning_and_columns_that_are_carried_along() -> None:
         ("preference", {"worse": None}, "empty"),
         ("alpaca", {"prompt": [*TALK[:2], *TALK]}, None),
         ("alpaca", {"prompt": [TALK[0], TALK[2]]}, "turns"),
-        ("alpaca", {"prompt": TALK[:2]}, "turns"),
+        ("alpaca", {"prompt": TALK[1:]}, "turns"),
     ],
 )
 def test_a_line_that_makes_no_record_says_why(form: str, change: dict[str, Any], reason: str | None) -> None:
