@@ -60,6 +60,11 @@ class PreviewRow:
     answer: Answer | None = None
     fields: bytes = b""
 
+    @property
+    def own_fields(self) -> dict[str, Any]:
+        """`fields` by their names."""
+        return dict(orjson.loads(self.fields or b"{}"))
+
     def decoded(self) -> Any:
         """The prompt as a list of messages or a text."""
         return None if self.prompt is None else orjson.loads(self.prompt)

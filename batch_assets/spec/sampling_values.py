@@ -104,7 +104,7 @@ def _stops(text: str) -> list[str]:
 def _number(text: str) -> int | float | None:
     """A number as columns print it; one with a fraction of zero is whole."""
     stripped = text.strip()
-    if len(stripped) > 40:
+    if len(stripped) > 40 or not stripped.isascii() or "_" in stripped:  # which Python would take
         return None
     try:
         return int(stripped)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hostile.case import Case
+from hostile.conversations import ROW_REQUESTS
 from hostile.files import BASE, FILES
 from hostile.schemas import SCHEMAS
 from hostile.templates import TEMPLATES
 
-CASES = [*TEMPLATES, *SCHEMAS, *FILES]
+CASES = [*TEMPLATES, *SCHEMAS, *FILES, *ROW_REQUESTS]
 ROW: dict[str, Any] = {
     "text": "a short text",
     "number": 7,
@@ -90,6 +91,35 @@ def _answer(given: tuple[Any, str]) -> tuple[str, str]:
     return ("accepted", "") if found is None else ("error", found)
 
 
+def _conversation(given: Any) -> tuple[str, str]:
+    from batch_assets.snapshot.prompts.messages import check_whole, read_conversation
+
+    return _fits(lambda: check_whole(read_conversation(given)))
+
+
+def _row_field(given: tuple[str, str]) -> tuple[str, str]:
+    from batch_assets.spec.sampling_values import read_field
+
+    return _fits(lambda: read_field(*given))
+
+
+def _row_tools(given: Any) -> tuple[str, str]:
+    from batch_assets.spec.sampling_values import read_json
+
+    return _fits(lambda: read_json(given))
+
+
+def _fits(read: Callable[[], object]) -> tuple[str, str]:
+    from batch_assets.spec.sampling_values import Unfit
+
+    try:
+        read()
+    except Unfit as error:
+        assert len(str(error)) < 400
+        return "error", str(error)
+    return "accepted", ""
+
+
 def _defs(given: str | bytes) -> tuple[str, str]:
     from batch_assets.spec.discovery import declarations
 
@@ -147,6 +177,9 @@ _JUDGES: dict[str, Callable[[Any], tuple[str, str]]] = {
     "answer": _answer,
     "where": lambda given: _spec({"source": {"path": "q.jsonl", "where": given}}),
     "spec": _spec,
+    "conversation": _conversation,
+    "row_field": _row_field,
+    "row_tools": _row_tools,
     "defs": _defs,
     "fleet": _fleet,
     "prices": _prices,

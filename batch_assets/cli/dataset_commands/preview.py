@@ -36,6 +36,8 @@ from resources.fleet.engine_tls import tls_of_environment
 from resources.fleet.fleet_config import KEY_VARIABLE
 from resources.fleet.resource import EngineConfig, EngineHeld, EngineStartError, FleetConfigError, Requirement
 
+SHOWN_FIELDS = 200  # letters of the request fields of a row
+
 
 class PreviewError(UserFacingError):
     """The first rows cannot be shown: says why."""
@@ -173,6 +175,8 @@ def as_json(found: Preview) -> dict[str, Any]:
 def _row_json(row: PreviewRow, counter: TokenCounter) -> dict[str, Any]:
     prompt = row.decoded()
     said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": prompt, "refused": row.refused or None}
+    if row.fields:
+        said["request_fields"] = row.own_fields
     said["prompt_tokens_before"] = None if prompt is None else counter.of(prompt)
     answer = row.answer
     completion = dataclasses.asdict(answer.completion) if answer is not None and answer.completion is not None else None
@@ -219,6 +223,9 @@ def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) ->
         return
     prompt = row.decoded()
     say_prompt(say, prompt)
+    if row.fields:
+        said = ", ".join(f"{name} {value}" for name, value in row.own_fields.items())
+        say(f"  of its own: {said if len(said) <= SHOWN_FIELDS else said[:SHOWN_FIELDS] + '…'}", "dim")
     answer = row.answer
     completion = answer.completion if answer is not None else None
     if answer is None or completion is None:

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.dataset_project import MODEL, dataset_project
 from support.plain_engine import plain_engine
+from typer.testing import CliRunner
 
 from batch_assets.capacity_planning.preview_rows import first_rows
+from batch_assets.cli.main import app
 from batch_assets.component import spec_version
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
@@ -217,6 +219,24 @@ def test_tools_of_rows_are_sent_and_their_calls_kept(tmp_path: Path) -> None:
         (file,) = table.files
         data = pq.read_table(pa.BufferReader(site.store.objects.get(f"{table.path}/{file.name}")))
         assert [line[0]["name"] for line in data.column("tool_calls").to_pylist()] == ["find"] * 3
+
+
+def test_preview_shows_the_fields_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"t": 0.5, "n": 7})
+    attributes = {
+        "name": "d",
+        "source": {"path": "a.jsonl"},
+        "prompt": {"user": "{{ q }}"},
+        "model": "tiny",
+        "sampling": {"temperature": "{{ t }}", "max_tokens": "{{ n }}"},
+    }
+    (tmp_path / "defs.yaml").write_text(json.dumps({"type": "batch_assets.GeneratedDataset", "attributes": attributes}))
+    monkeypatch.setenv("BATCH_ASSETS_DEFS", str(tmp_path))
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    shown = CliRunner().invoke(app, ["preview", "d"])
+    assert shown.exit_code == 0 and "of its own: max_tokens 7, temperature 0.5" in shown.output
+    (row,) = json.loads(CliRunner().invoke(app, ["preview", "d", "--json"]).stdout)["rows"]
+    assert row["request_fields"] == {"max_tokens": 7, "temperature": 0.5}
 
 
 def test_a_field_that_llama_cpp_lacks_refuses_its_row_alone() -> None:
