@@ -33,6 +33,7 @@ class Generation:
     `engine`: of the arguments that the engine is started with those that change answers, as they were written.
     `on_truncated`: what becomes of an answer that ends at the token limit; None: it is an answer. `retry_max_tokens`:
     the most tokens that such a row is asked for again. `max_tokens_may_grow`: row keys do not have the token limit.
+    `reasoning_tags`: between which tags thinking in the text is looked for, by the name of a rule; None: nowhere.
     """
 
     task: Task
@@ -45,6 +46,7 @@ class Generation:
     on_truncated: OnTruncated | None = None
     retry_max_tokens: int | None = None
     max_tokens_may_grow: bool | None = None
+    reasoning_tags: Literal["think", "mistral", "seed_oss"] | None = None
 
     def stated(self) -> dict[str, Any]:
         """The fields as a snapshot holds them: one that came later is left out where it says nothing, so that a

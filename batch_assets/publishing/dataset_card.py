@@ -134,6 +134,7 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         "sampling": json.dumps(dict(settings.sampling), ensure_ascii=False),
         **({"engine": json.dumps(dict(settings.engine), ensure_ascii=False)} if settings.engine else {}),
         "output": _form_words(settings),
+        **({"thinking in the text": f"split off (`{settings.reasoning_tags}`)"} if settings.reasoning_tags else {}),
         "rows": f"{table.rows:,}: {table.ok:,} with a completion, {table.dead:,} without",
         "duplicates": f"{table.duplicates:,}",
         **({} if table.output_mismatches is None else {"outputs without columns": f"{table.output_mismatches:,}"}),

@@ -44,6 +44,7 @@ from batch_assets.spec.sampling_values import NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
 from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.client.protocol import CONTINUES_ANSWER
+from gpu_runner.client.reasoning_tags import tags_of
 from gpu_runner.models.facts import AS_IT_IS
 from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
@@ -221,6 +222,12 @@ class OutputSpec(Strict):
     grammar: Grammar | None = Field(
         default=None,
         description="Grammar of each output, as the engine reads it (vLLM: EBNF), which alone holds outputs to it.",
+    )
+    reasoning_tags: Literal["auto", "think", "mistral", "seed_oss"] | None = Field(
+        default=None,
+        description="Put thinking that the server left in the text into the column `reasoning`: <think>…</think>, "
+        "[THINK]…[/THINK] (mistral), <seed:think>…</seed:think> (seed_oss); auto: by the model's name. For rows that "
+        "are asked from then on.",
     )
     on_truncated: Literal["keep", "retry_longer", "dead"] = Field(
         default="keep",
@@ -438,6 +445,7 @@ class GeneratedDatasetSpec(Strict):
             self.engine.identity() or None,
             on_truncated=None if output.on_truncated == "keep" else output.on_truncated,
             max_tokens_may_grow=output.max_tokens_may_grow or None,
+            reasoning_tags=tags_of(self.model) if output.reasoning_tags == "auto" else output.reasoning_tags,
         )
         if output.on_truncated != "retry_longer" or made.most_tokens is None:
             return made
@@ -528,8 +536,11 @@ def _check_row_tools(spec: GeneratedDatasetSpec) -> None:
 def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
     """`most`: tokens that an answer may have at first."""
     output = spec.output
+    if spec.task == "embedding" and output.reasoning_tags:
+        hint = "A vector has no text."
+        raise Unusable("no such key for task embedding", show(output.reasoning_tags), hint, key="output.reasoning_tags")
     for key, given in (("on_truncated", output.on_truncated), ("max_tokens_may_grow", output.max_tokens_may_grow)):
-        if given in ("keep", False):
+        if given in ("keep", False, None):
             continue
         if spec.task == "embedding":
             raise Unusable("no such key for task embedding", show(given), "A vector is not cut.", key=f"output.{key}")

@@ -21,7 +21,8 @@ def first_attributes(name: str) -> dict[str, Any]:
         "source": {"grid": {"topic": ["rain", "rivers"], "tone": ["plain", "cheerful"]}},
         "prompt": {"user": "Write one {{ tone }} sentence about {{ topic }}."},
         "model": "Qwen/Qwen3-0.6B",
-        "sampling": {"temperature": 0.7, "max_tokens": 64},
+        "sampling": {"temperature": 0.7, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": False}},
+        "output": {"reasoning_tags": "auto"},
         "keep_columns": ["topic", "tone"],
     }
 

@@ -5,7 +5,7 @@
 `vector_length` that vectors are of one length; `engine_info` says who serves; `llama_cpp` and `engine_load` know what
 servers name differently; `json_schemas/` are those of structured outputs, `structured_outputs` has the other forms;
 `server_sentence` is what may be shown of what a server said; `trace_context` says to which trace a request belongs;
-`verbatim_client` passes whole requests on.
+`verbatim_client` passes whole requests on; `reasoning_tags` finds thinking that stands in the text of an answer.
 """
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "json_schemas",
     "llama_cpp",
     "protocol",
+    "reasoning_tags",
     "request_progress",
     "server_sentence",
     "structured_outputs",

@@ -59,6 +59,7 @@ from gpu_runner.client.protocol import (
     error_of,
     read_answer,
 )
+from gpu_runner.client.reasoning_tags import without_reasoning
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.client.server_sentence import server_sentence
 from gpu_runner.client.structured_outputs import server_problem
@@ -292,7 +293,9 @@ class EngineClient:
 
     async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
         found = await self._checked(answer, self._limit, admit)
-        return read_answer(self.generation.task, answer.status, answer.headers, found)
+        completion = read_answer(self.generation.task, answer.status, answer.headers, found)
+        rule = self.generation.reasoning_tags
+        return completion if rule is None else without_reasoning(completion, rule)
 
     async def _checked(self, answer: aiohttp.ClientResponse, limit: int, admit: Admit | None) -> bytes:
         """The body of an answer, not more than `limit` bytes, not more values than those can be."""

@@ -10,6 +10,8 @@ from support.specs import spec
 from batch_assets.component import spec_version
 from batch_assets.snapshot.ingest import RowKeys
 from batch_assets.spec.errors import SpecError
+from batch_assets.spec.models import load_spec
+from batch_assets.spec.scaffold import first_attributes
 from gpu_runner.rows import row_key
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -92,3 +94,15 @@ def test_what_cannot_be_asked_of_cut_answers_is_refused(attributes: dict[str, An
     with pytest.raises(SpecError) as found:
         spec(**attributes)
     assert words in str(found.value)
+
+
+def test_thinking_is_split_off_by_a_rule_that_is_no_part_of_the_row_key() -> None:
+    assert spec().generation().reasoning_tags is None
+    found = spec(model="mistralai/Magistral-Small-2509", output={"reasoning_tags": "auto"}).generation()
+    assert found.reasoning_tags == "mistral" and found.stated()["reasoning_tags"] == "mistral"
+    assert spec(output={"reasoning_tags": "seed_oss"}).generation().reasoning_tags == "seed_oss"
+    assert row_key(spec(output={"reasoning_tags": "auto"}).generation(), "q") == row_key(spec().generation(), "q")
+    assert load_spec(first_attributes("d"), "defs.yaml").generation().reasoning_tags == "think"
+    for refused in ({"output": {"reasoning_tags": "auto"}, "task": "embedding"}, {"output": {"reasoning_tags": "xml"}}):
+        with pytest.raises(SpecError, match=r"output\.reasoning_tags"):
+            spec(**refused)

@@ -1,0 +1,81 @@
+"""Thinking that a server left in the text goes to the column for it, whole and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from support.http_server import http_server
+
+from gpu_runner.answers import AnswerParts
+from gpu_runner.client.engine_client import EngineClient
+from gpu_runner.client.protocol import Completion
+from gpu_runner.client.reasoning_tags import TAGS, ReasoningTags, tags_of, without_reasoning
+from gpu_runner.rows import Generation
+
+
+def split(text: str, rule: ReasoningTags = "think") -> tuple[object, str | None]:
+    found = without_reasoning(Completion(text, "stop", 1, 2), rule)
+    return found.output, found.parts.reasoning
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "reasoning"),
+    [
+        ("<think>\nfirst\n</think>\n\n42", "42", "first"),
+        ("\n<think>first</think>42\n", "42\n", "first"),
+        ("first\n</think>\n\n42", "42", "first"),
+        ("<think>\n\n</think>\n\n42", "42", None),
+        ("<think>it goes on and on", "", "it goes on and on"),
+        ("<think>a</think>b</think>c", "b</think>c", "a"),
+        ("42", "42", None),
+        ("", "", None),
+        ("Write <think> and </think> around it", "Write <think> and </think> around it", None),
+        ("It is <think>", "It is <think>", None),
+        ("[THINK]a[/THINK]b", "[THINK]a[/THINK]b", None),
+    ],
+)
+def test_the_text_without_its_thinking(text: str, output: str, reasoning: str | None) -> None:
+    assert split(text) == (output, reasoning)
+
+
+@given(st.sampled_from(sorted(TAGS)), st.text(max_size=20), st.text(max_size=20), st.booleans())
+def test_what_stands_between_the_tags_is_thinking_and_the_rest_the_answer(
+    rule: ReasoningTags, thought: str, answer: str, opened: bool
+) -> None:
+    first, last = TAGS[rule]
+    if any(tag in thought + answer for tags in TAGS.values() for tag in tags):
+        return
+    found = split(f"{first if opened else ''}{thought}{last}{answer}", rule)
+    assert found == (answer.lstrip(), thought.strip() or None)
+    assert split(answer, rule) == (answer, None)
+
+
+def test_an_answer_that_the_server_split_and_a_vector_stay_as_they_are() -> None:
+    parsed = Completion("<think>a</think>b", "stop", 1, 2, AnswerParts(reasoning="c"))
+    assert without_reasoning(parsed, "think") is parsed
+    vector = Completion((1.0,), "stop", 1, 0)
+    assert without_reasoning(vector, "think") is vector
+
+
+def test_the_rule_follows_from_the_name_of_the_model() -> None:
+    names = ["mistralai/Magistral-Small-2509", "ByteDance-Seed/Seed-OSS-36B-Instruct", "Qwen/Qwen3-8B", "m"]
+    assert [tags_of(name) for name in names] == ["mistral", "seed_oss", "think", "think"]
+
+
+@pytest.mark.parametrize(("rule", "output"), [("think", '{"a":1}'), (None, '<think>x</think>{"a":1}')])
+def test_the_client_splits_where_the_dataset_says_so(rule: ReasoningTags | None, output: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": '<think>x</think>{"a":1}'}
+        return web.json_response({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
+
+    async def main() -> None:
+        generation = Generation("chat", "m", {"max_tokens": 5}, reasoning_tags=rule)
+        async with http_server({"/v1/chat/completions": answer}) as url, EngineClient(url, generation) as engine:
+            found = await engine.generate(b"[]")
+        assert (found.output, found.parts.reasoning) == (output, "x" if rule else None)
+
+    asyncio.run(main())
