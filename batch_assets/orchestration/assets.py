@@ -31,7 +31,7 @@ from batch_assets.orchestration.chain_shares import step_tags
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
-from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.orchestration.source_place import at_its_place, refuse_simulated
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
@@ -204,6 +204,12 @@ def settle_engine(
     entries = store.entries(manifest.snapshot)
     if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
         config.check_asked(spec.model, endpoint, simulate=simulate)
+        if spec.source.dataset is not None:
+            refuse_simulated(
+                spec.source.dataset,
+                store.objects,
+                lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine),
+            )
     if again is not None:
         wanted = wanted_entries(entries, tags)
         context.log.warning(mark(context.instance, store, manifest.snapshot, wanted, again))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import dagster as dg
 
 from batch_assets.catalog.asset_places import escaped, of_asset
@@ -36,3 +38,14 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
         )
     path = f"{escaped(table.uri(objects))}/part-*.parquet"
     return spec.model_copy(update={"source": spec.source.model_copy(update={"path": path})})
+
+
+def refuse_simulated(name: str, objects: Objects, simulation: Callable[[], bool]) -> None:
+    """Raise SourceError where a model would be asked about texts that a simulator wrote: the table of dataset `name` is
+    simulated, and the rows to come, by `simulation`, are not."""
+    table = published_table(DatasetStore(objects, name))
+    if table is not None and table.simulated and not simulation():
+        raise SourceError(
+            f"source.dataset: expected a table of {name} that a model wrote, found one of an engine simulator; "
+            f"`batch-assets run {name}` with a real engine makes it anew"
+        )

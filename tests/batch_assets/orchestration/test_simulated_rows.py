@@ -10,14 +10,18 @@ import pytest
 from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
 from support.simulated_engine import SimulatedEngine, simulated_engine
+from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish as publish_table
 from batch_assets.publishing.published_table import published_table
 from batch_assets.publishing.verify import ledger_of_reports, verify
 from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, SIMULATE_TAG
 from resources.endpoints import allow
+from resources.store.dataset_store import DatasetStore
 
 QUESTIONS = [f"What is {i} plus {i}?" for i in range(20)]
 LAST = "00001"
@@ -101,6 +105,19 @@ def test_simulated_rows_come_neither_over_nor_beside_those_of_a_model(
         site.store.entries(site.manifest().snapshot)).values()] == ["g0.parquet"]  # fmt: skip
     assert site.run_rows(LAST, LAST, real.url).success
     assert refresh(site, simulator.url).success  # nothing is missing: nobody is asked
+
+
+def test_no_model_is_asked_about_the_texts_of_a_simulator(
+    tmp_path: Path, simulator: SimulatedEngine, real: PlainEngine
+) -> None:
+    with dataset_project(tmp_path, source={"dataset": "topics"}, id=None, prompt={"user": "{{ output }}"}) as site:
+        topics = DatasetStore(site.store.objects, "topics")
+        manifest = write_snapshot(topics, questions(3))
+        commit(topics, manifest)
+        publish_table(topics, manifest, card=Card(), now=0.0, workdir=tmp_path)
+        assert refresh(site, simulator.url).success
+        assert not refresh(site, real.url).success
+        assert "expected a table of topics that a model wrote" in site.reason() and not real.requests
 
 
 def test_a_real_engine_writes_no_rows_beside_simulated_ones(
