@@ -207,6 +207,7 @@ def settle_engine(
         if spec.source.dataset is not None:
             refuse_simulated(
                 spec.source.dataset,
+                manifest.upstream_version,
                 store.objects,
                 lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine),
             )

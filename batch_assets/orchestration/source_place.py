@@ -40,10 +40,10 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
     return spec.model_copy(update={"source": spec.source.model_copy(update={"path": path})})
 
 
-def refuse_simulated(name: str, objects: Objects, simulation: Callable[[], bool]) -> None:
-    """Raise SourceError where a model would be asked about texts that a simulator wrote: the table of dataset `name` is
-    simulated, and the rows to come, by `simulation`, are not."""
-    table = published_table(DatasetStore(objects, name))
+def refuse_simulated(name: str, version: str | None, objects: Objects, simulation: Callable[[], bool]) -> None:
+    """Raise SourceError where a model would be asked about texts that a simulator wrote: the table of dataset `name`,
+    in the version that a snapshot read, is simulated, and the rows to come, by `simulation`, are not."""
+    table = published_table(DatasetStore(objects, name), version)
     if table is not None and table.simulated and not simulation():
         raise SourceError(
             f"source.dataset: expected a table of {name} that a model wrote, found one of an engine simulator; "
