@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 import yaml
 from support.defs_folders import COMPONENT, attributes, write_text
@@ -13,11 +14,12 @@ from support.snapshots import commit
 from typer.testing import CliRunner
 
 from batch_assets.cli.main import app
+from batch_assets.component import Scaffolder, ScaffoldParams
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.spec.chain import in_tree
-from batch_assets.spec.discovery import declared, declared_specs
+from batch_assets.spec.discovery import declarations, declared, declared_specs
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
 
@@ -101,6 +103,23 @@ def test_status_shows_a_chain_as_a_tree(folder: Path):
         ("topics", None),
         ("answers", "topics"),
     ]
+
+
+@pytest.mark.parametrize(("chain", "names"), [(True, ["quiz_questions", "quiz_answers", "quiz"]), (False, ["quiz"])])
+def test_dg_scaffold_writes_a_chain_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: bool, names: list[str]
+):
+    monkeypatch.delenv("BATCH_ASSETS_DEFS", raising=False)
+    (tmp_path / "quiz").mkdir()
+    asked = dg.ScaffoldRequest(
+        type_name=COMPONENT,
+        target_path=tmp_path / "quiz",
+        scaffold_format="yaml",
+        project_root=tmp_path,
+        params=ScaffoldParams(chain=chain),
+    )
+    Scaffolder().scaffold(asked)
+    assert list(declarations(tmp_path).datasets) == names
 
 
 def test_a_new_chain_can_be_run_as_it_is_and_its_last_dataset_has_its_name(folder: Path):
