@@ -412,6 +412,23 @@ def test_groups_that_are_too_large_and_rows_without_a_key_are_rejects(
     assert "expected at most 1,048,576 bytes in a row of a group" in long[0]
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "found"), [(10_001, 1, "10,001 rows of 0 MiB"), (18, 1_000_000, "18 rows of 17 MiB")]
+)
+def test_the_limits_of_a_group_are_held_in_rows_and_in_bytes(
+    tmp_path: Path, rows: int, length: int, found: str
+) -> None:
+    pq.write_table(
+        pa.table({"g": ["big"] * rows + ["fits"], "q": ["x" * length] * rows + ["y"]}), tmp_path / "q.parquet"
+    )
+    source = {"path": "q.parquet", "group_by": ["g"]}
+    made = spec({"name": "d", "prompt": {"user": "{{ q }}"}, "source": source})
+    blocks = list(rows_of(made, ["q"], tmp_path, Unseen()))
+    assert [one for block in blocks for one in block.ids or []] == ["fits"]
+    reasons = [reject.reason for block in blocks for reject in block.rejects]
+    assert reasons == [f"source.group_by: expected at most 10,000 rows and 16 MiB in a group, found {found}"]
+
+
 def test_groups_are_made_of_more_rows_than_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "_STAGED_ROWS", 100)
     monkeypatch.setattr(grouping, "_FETCHED", 7)
