@@ -2,6 +2,7 @@
 
 An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text has the form
 that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
+One that was cut at the token limit is asked again with a higher limit, or is a dead letter, where that is wanted.
 
 Rows that an engine still had when it ended go back into the queue. Those that it may have worked on bear its death: at
 several deaths they become suspects (poison_rows.py), which are tried in groups, and a row that ends engines while it is

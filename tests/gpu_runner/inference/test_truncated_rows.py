@@ -37,7 +37,7 @@ class CountingEngine(FakeEngine):
         *,
         repair: Repair | None = None,
         admit: Admit | None = None,
-        seed: int | None = None,
+        fields: Any = None,
         max_tokens: int | None = None,
     ) -> Completion:
         text = orjson.loads(prompt)
@@ -171,7 +171,7 @@ def test_the_request_has_the_higher_limit_by_its_own_name_and_room_for_its_answe
     chat = Generation("chat", "m", {"max_completion_tokens": 8}, on_truncated="retry_longer", retry_max_tokens=64)
     prompt = b'[{"content":"q","role":"user"}]'
     assert orjson.loads(Requests(chat).body(prompt, max_tokens=16))["max_completion_tokens"] == 16
-    assert orjson.loads(Requests(chat).body(prompt, seed=4, max_tokens=16))["seed"] == 4
+    assert orjson.loads(Requests(chat).body(prompt, fields=b'{"seed":4}', max_tokens=16))["seed"] == 4
     assert answer_limit(chat) == answer_limit(Generation("chat", "m", {"max_tokens": 64}))
 
 
