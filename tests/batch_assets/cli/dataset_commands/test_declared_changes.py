@@ -29,13 +29,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetPro
 
         @contextmanager
         def observing(_: object) -> Iterator[list[Observer]]:
-            yield [Observer(site.instance, site.fleet_db, site.store)]
+            yield [observer(site)]
 
         for module in (plan, status_command):
             monkeypatch.setattr(module, "observing", observing)
         monkeypatch.setattr(plan, "the_fleet", lambda: site.fleet)
         monkeypatch.setattr(status_command, "dagster_home", lambda: tmp_path)
         yield site
+
+
+def observer(site: DatasetProject) -> Observer:
+    return Observer(site.instance, site.fleet_db, site.store)
 
 
 def changed(site: DatasetProject) -> GeneratedDatasetSpec:
@@ -46,20 +50,20 @@ def changed(site: DatasetProject) -> GeneratedDatasetSpec:
 
 def test_a_changed_prompt_changes_every_row_and_a_changed_line_one(site: DatasetProject) -> None:
     spec, folder = site.specs["d"]
-    assert DeclaredChanges.look(spec, folder, site.store).lines("d") == []
-    assert DeclaredChanges.look(changed(site), folder, site.store).lines("d")[0].startswith(SAID)
+    assert DeclaredChanges.look(spec, folder, observer(site)).lines("d") == []
+    assert DeclaredChanges.look(changed(site), folder, observer(site)).lines("d")[0].startswith(SAID)
     site.source([f"What is {i} plus {i}?" for i in range(19)] + ["And now?", "A new one?"])
-    assert DeclaredChanges.look(spec, folder, site.store).rows == 2
+    assert DeclaredChanges.look(spec, folder, observer(site)).rows == 2
     assert site.store.current_snapshot() == site.manifest().snapshot  # nothing was written
     (folder / "questions.jsonl").unlink()
-    assert "cannot be compared" in DeclaredChanges.look(spec, folder, site.store).lines("d")[0]
+    assert "cannot be compared" in DeclaredChanges.look(spec, folder, observer(site)).lines("d")[0]
 
 
 def test_status_verify_and_plan_say_so(site: DatasetProject, capsys: pytest.CaptureFixture[str]) -> None:
     _, folder = site.specs["d"]
-    status_command.show_status(["d"], (), declared=(changed(site), folder), watch=False, as_json=False)
+    status_command.show_status({"d": 0}, {"d": None}, (), declared=(changed(site), folder), watch=False, as_json=False)
     assert SAID in capsys.readouterr().out
-    status_command.show_status(["d"], (), declared=(changed(site), folder), watch=False, as_json=True)
+    status_command.show_status({"d": 0}, {"d": None}, (), declared=(changed(site), folder), watch=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["rows_changed"] == 20
     status_command.show_verification(changed(site), folder)
     assert SAID in capsys.readouterr().out
