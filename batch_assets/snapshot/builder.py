@@ -133,7 +133,12 @@ def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pa
         damaged=previous.damaged,
     )
     with Placement(
-        workdir, read.index, with_id=with_id, dedupe=spec.dedupe_effective, batch_rows=spec.batch_rows
+        workdir,
+        read.index,
+        with_id=with_id,
+        dedupe=spec.dedupe_effective,
+        batch_rows=spec.batch_rows,
+        number_repeats=_has_seed(spec),
     ) as placement:
         _refuse_repeated_ids(read, placement)
         return placement.place(rows_before)

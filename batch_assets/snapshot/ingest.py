@@ -197,7 +197,8 @@ class RowCheck:
         """Render the prompts of some rows, and look at their ids and kept columns."""
         refused = self.kinds.learn(part.columns) if part.arrow is None else {}
         found = part.ids if part.ids is not None else part.columns[self._id] if self._id else None
-        ids = None if found is None else _row_ids(found, refused, self._spec.samples)
+        sampled = self._spec.samples > 1
+        ids = None if found is None else _row_ids(found, refused, sampled, theirs=self._spec.id is not None)
         rendered, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
         if prompts := rendered.prompts:
             self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ()))) // len(prompts)
@@ -373,7 +374,10 @@ def _first(block: Block, room: int) -> Block:
     return cut
 
 
-def _row_ids(values: list[Any], refused: dict[int, str], samples: int) -> list[str]:
+def _row_ids(values: list[Any], refused: dict[int, str], sampled: bool, *, theirs: bool) -> list[str]:
+    """Ids as texts. `theirs`: the user named their column. Others, as of a sample of the dataset that is read, get a
+    `/` where a further sample of another row might have the same id.
+    """
     ids = []
     for i, value in enumerate(values):
         row_id = str(value) if type(value) is int else value
@@ -385,7 +389,9 @@ def _row_ids(values: list[Any], refused: dict[int, str], samples: int) -> list[s
             refused.setdefault(i, "id: expected text or a whole number, found nothing but blanks")
         elif len(row_id) > MAX_ID:
             refused.setdefault(i, f"id: expected at most {MAX_ID} characters, found {len(row_id)}")
-        elif samples > 1 and _SAMPLED_ID.search(row_id):
+        elif sampled and _SAMPLED_ID.search(row_id) and not theirs:
+            row_id += "/"
+        elif sampled and _SAMPLED_ID.search(row_id):
             refused.setdefault(i, "id: expected an end other than ~ and a number, which names a sample")
         ids.append(row_id)
     return ids

@@ -188,6 +188,14 @@ def _ids(manifest: SnapshotManifest, chain: Chain) -> list[str]:
     return list(chain.rows(manifest.dataset))
 
 
+def test_samples_of_samples_have_ids_of_their_own(chain: Chain) -> None:
+    chain.refresh(TOPICS, QUESTIONS | {"samples": 2})
+    assert chain.refresh(ANSWERS | {"samples": 2}) == [24]
+    ids = set(chain.rows("answers"))
+    assert len(ids) == 24 and {row_id[-4:] for row_id in ids if row_id.endswith("/~1")} == {"1/~1"}
+    assert chain.refresh(ANSWERS | {"samples": 2}) == [0]
+
+
 def test_where_and_limit_count_rows_as_they_are_after_the_list_was_taken_apart(chain: Chain) -> None:
     chain.refresh(TOPICS)
     source = {**QUESTIONS["source"], "where": "question <> 's2'", "limit": 3}  # type: ignore[dict-item]
