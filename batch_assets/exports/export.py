@@ -20,13 +20,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.exports.file_writers import FileWriter, JsonLines, ParquetLines, PartFiles
-from batch_assets.exports.options import TRAIN, VALIDATION, ExportError, ExportOptions, Format, is_validation
+from batch_assets.exports.options import (
+    TRAIN,
+    VALIDATION,
+    ExportError,
+    ExportOptions,
+    Format,
+    condition_of,
+    is_validation,
+)
 from batch_assets.exports.ranked_pairs import RankedPairs
 from batch_assets.exports.record import NAME, ExportedFile, ExportRecord, begun_record
 from batch_assets.exports.training_formats import LeftOut, record_of
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject, Objects, temporary_folder
 from resources.store.object_integrity import is_damage
+from resources.store.row_condition import BadCondition
 
 PART_BYTES = 256 << 20
 _SLICE_ROWS = 1000
@@ -102,7 +111,7 @@ class _Staged:
 
 def _columns(table: PublishedTable, options: ExportOptions) -> list[str]:
     known = [column.name for column in table.columns]
-    conditioned = pl.sql_expr(options.where).meta.root_names() if options.where is not None else []
+    conditioned = condition_of(options.where, known).columns if options.where is not None else []
     return list(dict.fromkeys([*options.read_columns(known), *conditioned]))
 
 
@@ -132,18 +141,12 @@ def _chosen(lines: pa.Table, options: ExportOptions, left_out: Counter[str]) -> 
     _count(left_out, "error", lines.num_rows - answered.num_rows)
     if options.where is None or not answered.num_rows:
         return answered
-    expression = pl.sql_expr(options.where)
-    frame = pl.DataFrame(pl.from_arrow(answered.select(expression.meta.root_names() or ["error"])))
+    condition = condition_of(options.where, answered.column_names)
     try:
-        mask = frame.select(expression).to_series()
-    except pl.exceptions.PolarsError as error:
-        said = (str(error).splitlines() or [""])[0].partition(" for ")[0][:200]
-        raise ExportError(f"--where: does not fit the columns: {said}") from None
-    if mask.dtype not in (pl.Boolean, pl.Null):
-        raise ExportError(f"--where: expected a condition (true or false), found values of type {mask.dtype}")
-    if len(mask) == 1:  # a constant
-        mask = mask.extend_constant(mask[0], answered.num_rows - 1)
-    passed = answered.filter(mask.cast(pl.Boolean).to_arrow())
+        mask = condition.mask(pl.DataFrame(pl.from_arrow(answered.select(condition.columns or ["error"]))))
+    except BadCondition as error:
+        raise ExportError(f"--where: {error}") from None
+    passed = answered.filter(mask.to_arrow())
     _count(left_out, "where", answered.num_rows - passed.num_rows)
     return passed
 

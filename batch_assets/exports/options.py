@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpu_runner.errors import ExitStatus, UserFacingError
+from resources.store.row_condition import BadCondition, SqlCondition
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -119,7 +120,7 @@ def checked_options(
     if validation and split_by is None:
         split_by = "prompt" if "prompt" in known else "row_id"
     if where is not None:
-        _check_condition(where, known)
+        condition_of(where, known)
     return ExportOptions(
         kind,
         columns,
@@ -173,16 +174,12 @@ def _known(column: str, known: Sequence[str], option: str) -> None:
         raise ExportError(f"{option}: no column is called {column[:80]!r}. Columns: {', '.join(known)}")
 
 
-def _check_condition(where: str, known: Sequence[str]) -> None:
-    import polars as pl
-
+def condition_of(where: str, known: Sequence[str]) -> SqlCondition:
+    """A condition over columns of the table. Raises ExportError."""
     try:
-        names = pl.sql_expr(where).meta.root_names()
-    except pl.exceptions.PolarsError as error:
-        said = (str(error).splitlines() or [""])[0][:200]
-        raise ExportError(f"--where: expected an SQL condition, found {where[:80]!r}: {said}") from None
-    for name in names:
-        _known(name, known, "--where")
+        return SqlCondition(where, known)
+    except BadCondition as error:
+        raise ExportError(f"--where: {error}") from None
 
 
 def is_validation(value: Any, share: float) -> bool:

@@ -19,11 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.publishing.batch_reader import table_name
-from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.outcome_tables import outcomes_from
+from resources.store.row_condition import SqlCondition
 
 MOST_ROWS = 200_000  # that one call looks at
 JOURNAL_BYTES = 64 << 20  # of the segments that one call reads, as they lie in the store
@@ -32,12 +32,6 @@ _ORIGIN = ("model", "engine", "provider", "instance_type", "run_id")
 _TEXTS = ("row_id", "batch", "state", "prompt", "output", "error", "error_message", "finish_reason", *_ORIGIN)
 _COUNTS = ("prompt_tokens", "completion_tokens", "tries")
 _NUMBERS = ("seconds", "usd")
-
-
-class RowConditionError(UserFacingError):
-    """A condition on rows cannot be evaluated: says why."""
-
-    exit_status = ExitStatus.WRONG_REQUEST
 
 
 class RowState(StrEnum):
@@ -138,34 +132,21 @@ def batch_of_row(store: DatasetStore, manifest: SnapshotManifest, row_id: str) -
     return None
 
 
-class RowCondition:
-    """An SQL condition over rows, as a source's `where` is: columns of the table, `state`, and `prompt` as text."""
+class TableCondition:
+    """An SQL condition over rows, as a source's `where` is: columns of the table, `state`, and `prompt` as text.
+
+    Raises BadCondition.
+    """
 
     def __init__(self, text: str, manifest: SnapshotManifest) -> None:
         self._kept = [table_name(name) for name in manifest.keep_columns]
-        known = column_names(manifest)
-        try:
-            self._expression = pl.sql_expr(text)
-        except pl.exceptions.PolarsError as error:
-            raise RowConditionError(f"expected an SQL condition, found {text[:80]!r}: {_first_line(error)}") from None
-        if unknown := [name for name in self._expression.meta.root_names() if name not in known]:
-            raise RowConditionError(f"no column is called {unknown[0][:80]!r}. Columns: {', '.join(known)}")
+        self._condition = SqlCondition(text, column_names(manifest))
 
     def passes(self, rows: Sequence[CurrentRow]) -> Sequence[CurrentRow]:
         """The rows of which the condition is true."""
         if not rows:
             return rows
-        try:
-            found = self._frame(rows).select(self._expression).to_series()
-        except pl.exceptions.PolarsError as error:
-            # The message of a failed conversion ends with the values themselves.
-            raise RowConditionError(f"does not fit the columns: {_first_line(error).partition(' for ')[0]}") from None
-        if found.dtype not in (pl.Boolean, pl.Null):
-            raise RowConditionError(f"expected a condition (true or false), found values of type {found.dtype}")
-        mask = found.to_list()
-        return [
-            row for row, true in zip(rows, mask if len(mask) == len(rows) else mask * len(rows), strict=True) if true
-        ]
+        return [row for row, true in zip(rows, self._condition.mask(self._frame(rows)), strict=True) if true]
 
     def _frame(self, rows: Sequence[CurrentRow]) -> pl.DataFrame:
         columns: dict[str, pl.Series] = {}
@@ -193,10 +174,6 @@ def row_values(row: CurrentRow) -> dict[str, Any]:
     plain = ("error", "error_message", "finish_reason", *_COUNTS, *_NUMBERS)
     said |= {name: getattr(one, name) for name in plain}
     return said | {"output": one.output if isinstance(one.output, str) else None}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class _Reader:

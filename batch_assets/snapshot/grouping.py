@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batch_assets.snapshot.placement import open_database, quoted
 from batch_assets.snapshot.row_filter import Where
-from batch_assets.snapshot.row_index import halves
+from batch_assets.snapshot.row_index import ColumnFile, halves
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.derived import NoList, json_value
 from batch_assets.snapshot.source.errors import Reject, SourceError, Unseen
@@ -28,7 +27,7 @@ from resources.objects.opening import temporary_folder
 
 MAX_ROW = 1 << 20  # bytes of a row of a group, as JSON
 MAX_GROUP_ROWS, MAX_GROUP_BYTES = 10_000, 16 << 20
-_STAGED_BYTES, _STAGED_ROWS, _FETCHED = 8 << 20, 1 << 16, 2048
+_FETCHED = 2048
 _SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -89,12 +88,13 @@ class _Staged:
     """Rows on disk, as JSON beside a digest of their key."""
 
     def __init__(self, path: Path, keys: Sequence[str], columns: Sequence[str]) -> None:
-        self.path, self.columns, self.rows = path, list(columns), 0
-        self.files: list[str] = []
-        self._keys = list(keys)
-        self._writer = pq.ParquetWriter(path, _SCHEMA, compression="lz4", use_dictionary=False)
-        self._pieces: list[pa.RecordBatch] = []
-        self._held = self._bytes = 0
+        self.path, self.columns, self.files = path, list(columns), list[str]()
+        self._keys, self._file = list(keys), ColumnFile(path, _SCHEMA)
+
+    @property
+    def rows(self) -> int:
+        """Rows so far."""
+        return self._file.rows
 
     def add(self, block: Block) -> list[Reject]:
         """Take rows in; returns those that cannot be used."""
@@ -121,30 +121,15 @@ class _Staged:
     def _stage(self, file: str, lines: list[int], texts: list[bytes], digests: list[bytes]) -> None:
         if file not in self.files[-1:]:
             self.files.append(file)
-        count = len(texts)
+        first, count = self.rows, len(texts)
         high, low = halves(b"".join(digests), 16)
-        seq = np.arange(self.rows, self.rows + count)
         number = np.full(count, len(self.files) - 1, np.int32)
-        arrays = [
-            pa.array(one, field.type)
-            for one, field in zip([seq, high, low, number, lines, texts], _SCHEMA, strict=True)
-        ]
-        self._pieces.append(pa.record_batch(arrays, schema=_SCHEMA))
-        self.rows += count
-        self._held += count
-        self._bytes += sum(map(len, texts))
-        if self._held >= _STAGED_ROWS or self._bytes >= _STAGED_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pieces:
-            self._writer.write_table(pa.Table.from_batches(self._pieces, _SCHEMA))
-            self._pieces, self._held, self._bytes = [], 0, 0
+        seq = np.arange(first, first + count)
+        self._file.add(seq=seq, key_hi=high, key_lo=low, file=number, line=lines, row=texts)
 
     def close(self) -> None:
         """Finish the file."""
-        self._flush()
-        self._writer.close()
+        self._file.close()
 
 
 def _groups(staged: _Staged, folder: Path, keys: Sequence[str], columns: Sequence[str], least: int) -> Iterator[Block]:

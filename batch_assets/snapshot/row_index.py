@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, SnapshotManifest
 
-INDEX_ROWS = 1 << 16
+INDEX_ROWS, INDEX_BYTES = 1 << 16, 8 << 20  # of a row group
 PART_ROWS = 1 << 13
 
 
@@ -37,14 +37,14 @@ def halves(digests: bytes, stride: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ColumnFile:
-    """A Parquet file of narrow columns, written in large row groups from small pieces."""
+    """A Parquet file, written in large row groups from small pieces."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self.rows = path, 0
         self._schema = schema
         self._writer = pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False)
         self._pieces: list[pa.RecordBatch] = []
-        self._held = 0
+        self._held = self._bytes = 0
 
     def add(self, **columns: Any) -> None:
         """Append rows; every column of the schema, same length."""
@@ -52,14 +52,15 @@ class ColumnFile:
         piece = pa.record_batch(arrays, schema=self._schema)
         self._pieces.append(piece)
         self._held += piece.num_rows
+        self._bytes += piece.nbytes
         self.rows += piece.num_rows
-        if self._held >= INDEX_ROWS:
+        if self._held >= INDEX_ROWS or self._bytes >= INDEX_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._pieces:
             self._writer.write_table(pa.Table.from_batches(self._pieces, self._schema))
-            self._pieces, self._held = [], 0
+            self._pieces, self._held, self._bytes = [], 0, 0
 
     def close(self) -> None:
         """Finish the file."""

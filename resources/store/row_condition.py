@@ -1,6 +1,8 @@
-"""A condition on rows of batch objects: SQL over the columns of an outcome, evaluated by Polars."""
+"""Conditions on rows: SQL over columns that are known, evaluated by Polars."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import polars as pl
 import pyarrow as pa
@@ -12,38 +14,58 @@ LONGEST = 4096
 
 
 class BadCondition(UserFacingError, ValueError):
-    """A condition that cannot be evaluated: which column or word is wrong."""
+    """A condition that cannot be evaluated: which column or word is wrong. It does not say where it was written."""
 
     exit_status = ExitStatus.WRONG_REQUEST
 
 
-class RowCondition:
-    """A compiled condition, like `finish_reason = 'length'`. Raises BadCondition."""
+class SqlCondition:
+    """A compiled condition. `columns`: those that it looks at, all of them among `known`. Raises BadCondition."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, known: Sequence[str]) -> None:
         if len(text) > LONGEST:
-            raise BadCondition(f"where: expected at most {LONGEST:,} letters, found {len(text):,}")
-        known = outcome_schema("chat").names
+            raise BadCondition(f"expected at most {LONGEST:,} letters, found {len(text):,}")
         try:
             self._expression = pl.sql_expr(text)
-            self._columns = self._expression.meta.root_names()
+            self.columns = list(dict.fromkeys(self._expression.meta.root_names()))
         except pl.exceptions.PolarsError as error:
-            raise BadCondition(f"where: expected a condition in SQL, found an error: {_first_line(error)}") from None
-        if unknown := sorted(set(self._columns) - set(known)):
-            raise BadCondition(
-                f"where: expected columns of a row's outcome, found {', '.join(unknown)}. Known: {', '.join(known)}"
-            )
+            raise BadCondition(f"expected an SQL condition, found {text[:80]!r}: {_first_line(error)}") from None
+        if unknown := [name for name in self.columns if name not in known]:
+            raise BadCondition(f"no column is called {unknown[0][:80]!r}. Columns: {', '.join(known)}")
+
+    def mask(self, frame: pl.DataFrame) -> pl.Series:
+        """For each row whether it meets the condition; a null result is a no, as in SQL. Raises BadCondition."""
+        try:
+            found = frame.select(self._expression).to_series()
+        except pl.exceptions.PolarsError as error:
+            # The message of a failed conversion ends with the values themselves.
+            raise BadCondition(f"does not fit the columns: {_first_line(error).partition(' for ')[0]}") from None
+        if found.dtype not in (pl.Boolean, pl.Null):
+            raise BadCondition(f"expected a condition (true or false), found values of type {found.dtype}")
+        found = found.cast(pl.Boolean).fill_null(False)
+        return found if len(found) == frame.height else found.new_from_index(0, frame.height)  # the same for all rows
+
+
+class RowCondition:
+    """A condition on rows of batch objects, over the columns of an outcome, like `finish_reason = 'length'`.
+
+    Raises BadCondition.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._condition = SqlCondition(text, outcome_schema("chat").names)
+        except BadCondition as error:
+            raise BadCondition(f"where: {error}") from None
 
     def rows(self, table: pa.Table) -> set[str]:
-        """Ids of the rows that meet it. A null result is a no, as in SQL."""
-        names = list(dict.fromkeys(["row_id", *self._columns]))
-        frame = pl.DataFrame(pl.from_arrow(table.select(names)))
+        """Ids of the rows that meet it."""
+        frame = pl.DataFrame(pl.from_arrow(table.select(list(dict.fromkeys(["row_id", *self._condition.columns])))))
         try:
-            return set(frame.filter(self._expression)["row_id"].to_list())
-        except pl.exceptions.PolarsError as error:
-            raise BadCondition(f"where: expected a condition (true or false): {_first_line(error)}") from None
+            return set(frame.filter(self._condition.mask(frame))["row_id"].to_list())
+        except BadCondition as error:
+            raise BadCondition(f"where: {error}") from None
 
 
 def _first_line(error: Exception) -> str:
-    """The message of a failed conversion ends with the values themselves."""
-    return (str(error).splitlines() or [""])[0].partition(" for ")[0][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

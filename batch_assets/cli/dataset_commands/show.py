@@ -22,9 +22,8 @@ from batch_assets.cli.user_errors import CommandError
 from batch_assets.publishing.current_rows import (
     CurrentRow,
     FoundRows,
-    RowCondition,
-    RowConditionError,
     RowState,
+    TableCondition,
     batch_of_row,
     column_names,
     find_rows,
@@ -35,6 +34,7 @@ from gpu_runner.money import format_usd
 from resources.objects.opening import StoreError
 from resources.objects.store_health import is_store_trouble
 from resources.store.dataset_store import BatchEntry, SnapshotManifest
+from resources.store.row_condition import BadCondition
 
 TRIAL_ROWS, TRIAL_LETTERS = 3, 400
 _LINE_LETTERS = 80  # of a value that stands beside its name
@@ -92,7 +92,7 @@ def show_rows(name: str, wanted: Wanted, *, as_json: bool) -> int:
                 waiting=wanted.row_id is not None or wanted.where is not None,
                 spread=wanted.order is Order.SAMPLE,
             )
-        except RowConditionError as error:
+        except BadCondition as error:
             raise CommandError(f"--where: {error}") from None
     if as_json:
         _print_as_json(name, snapshot, found, wanted.columns)
@@ -220,7 +220,7 @@ def _asked_at(row: CurrentRow) -> float:
 
 
 def _wished(wanted: Wanted, manifest: SnapshotManifest) -> Callable[[Sequence[CurrentRow]], Sequence[CurrentRow]]:
-    condition = RowCondition(wanted.where, manifest) if wanted.where is not None else None
+    condition = TableCondition(wanted.where, manifest) if wanted.where is not None else None
 
     def passes(rows: Sequence[CurrentRow]) -> Sequence[CurrentRow]:
         if wanted.row_id is not None:

@@ -89,8 +89,8 @@ def test_only_rows_that_meet_the_condition_are_asked_again(site: DatasetProject,
 @pytest.mark.parametrize(
     ("condition", "said"),
     [
-        ("finish_raeson = 'length'", "found finish_raeson. Known: row_id, row_key, output, finish_reason"),
-        ("finish_reason = ", "where: expected a condition in SQL"),
+        ("finish_raeson = 'length'", "where: no column is called 'finish_raeson'. Columns: row_id, "),
+        ("finish_reason = ", "where: expected an SQL condition"),
         ("completion_tokens + 1", "where: expected a condition (true or false)"),
     ],
 )

@@ -12,14 +12,14 @@ from support.snapshots import commit, current_path, outcome, overwrite, question
 from batch_assets.publishing import current_rows
 from batch_assets.publishing.current_rows import (
     CurrentRow,
-    RowCondition,
-    RowConditionError,
     RowState,
+    TableCondition,
     batch_of_row,
     find_rows,
 )
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.row_condition import BadCondition
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def journal(store: DatasetStore, manifest: SnapshotManifest, key: str, *, dead: 
 
 
 def shown(store: DatasetStore, manifest: SnapshotManifest, where: str = "state <> 'waiting'") -> list[CurrentRow]:
-    condition = RowCondition(where, manifest)
+    condition = TableCondition(where, manifest)
     return list(find_rows(store, manifest, store.entries(manifest.snapshot), condition.passes, 1000).rows)
 
 
@@ -115,7 +115,7 @@ def test_conditions_are_over_source_and_outcome(store: DatasetStore) -> None:
 def test_a_wrong_condition_says_what_is_wrong(store: DatasetStore, where: str, said: str) -> None:
     manifest = write_snapshot(store, questions(10))
     commit(store, manifest)
-    with pytest.raises(RowConditionError, match=said.replace("(", r"\(").replace("+", r"\+")) as found:
+    with pytest.raises(BadCondition, match=said.replace("(", r"\(").replace("+", r"\+")) as found:
         shown(store, manifest, where)
     assert "answer" not in str(found.value)
 

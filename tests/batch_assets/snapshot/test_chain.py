@@ -24,7 +24,7 @@ from batch_assets.component import dataset_definitions, spec_version
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
-from batch_assets.snapshot import grouping
+from batch_assets.snapshot import grouping, row_index
 from batch_assets.snapshot.builder import build_snapshot, rows_to_ask
 from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.source.derived import MAX_ELEMENTS
@@ -438,7 +438,7 @@ def test_the_limits_of_a_group_are_held_in_rows_and_in_bytes(
 
 
 def test_groups_are_made_of_more_rows_than_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "_STAGED_ROWS", 100)
+    monkeypatch.setattr(row_index, "INDEX_ROWS", 100)
     monkeypatch.setattr(grouping, "_FETCHED", 7)
     rows = [{"g": f"g{i % 1500}", "q": i} for i in range(4500)]
     found, _ = grouped(tmp_path, rows)
