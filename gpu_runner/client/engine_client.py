@@ -209,17 +209,10 @@ class EngineClient:
         if max_tokens is not None and self._context is not None:
             max_tokens = min(max_tokens, self._context - 1)
         body = self._requests.body(prompt, repair, fields, max_tokens)
-        return await self._ask(body, admit, self._completion if not fields else self._completion_within(fields))
-
-    def _completion_within(self, fields: bytes) -> ReadAnswer[Completion]:
-        """Reads an answer that may be as large as a row with these fields asks for."""
+        if not fields:
+            return await self._ask(body, admit, self._completion)
         limit = self._answer_bytes or answer_limit(self._requests.with_fields(fields), self._context)
-
-        async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
-            found = await self._checked(answer, limit, admit)
-            return read_answer(self.generation.task, answer.status, answer.headers, found)
-
-        return read
+        return await self._ask(body, admit, partial(self._completion_within, limit))
 
     @property
     def takes_lists(self) -> bool:
@@ -292,7 +285,10 @@ class EngineClient:
                 return await read(answer, admit)
 
     async def _completion(self, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
-        found = await self._checked(answer, self._limit, admit)
+        return await self._completion_within(self._limit, answer, admit)
+
+    async def _completion_within(self, limit: int, answer: aiohttp.ClientResponse, admit: Admit | None) -> Completion:
+        found = await self._checked(answer, limit, admit)
         completion = read_answer(self.generation.task, answer.status, answer.headers, found)
         rule = self.generation.reasoning_tags
         return completion if rule is None else without_reasoning(completion, rule)

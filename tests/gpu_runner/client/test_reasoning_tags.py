@@ -75,7 +75,7 @@ def test_the_client_splits_where_the_dataset_says_so(rule: ReasoningTags | None,
     async def main() -> None:
         generation = Generation("chat", "m", {"max_tokens": 5}, reasoning_tags=rule)
         async with http_server({"/v1/chat/completions": answer}) as url, EngineClient(url, generation) as engine:
-            found = await engine.generate(b"[]")
-        assert (found.output, found.parts.reasoning) == (output, "x" if rule else None)
+            found = [await engine.generate(b"[]", fields=fields) for fields in (b"", b'{"seed":1}')]
+        assert [(one.output, one.parts.reasoning) for one in found] == 2 * [(output, "x" if rule else None)]
 
     asyncio.run(main())
