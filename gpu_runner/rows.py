@@ -17,6 +17,7 @@ from gpu_runner.answers import NO_PARTS, AnswerParts
 
 Task = Literal["chat", "completion", "embedding"]
 OnTruncated = Literal["retry_longer", "dead"]
+LONGER_ANSWER = 4  # times its token limit: what a row whose answer was cut is asked for at most, where nothing is said
 SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
 Output = str | tuple[float, ...]
 
@@ -32,7 +33,8 @@ class Generation:
     `structured_outputs`: one of vLLM's `choice`, `regex` and `grammar`, by its name; None beside a JSON schema.
     `engine`: of the arguments that the engine is started with those that change answers, as they were written.
     `on_truncated`: what becomes of an answer that ends at the token limit; None: it is an answer. `retry_max_tokens`:
-    the most tokens that such a row is asked for again. `max_tokens_may_grow`: row keys do not have the token limit.
+    the most tokens that such a row is asked for again; None: `LONGER_ANSWER` times its own limit.
+    `max_tokens_may_grow`: row keys do not have the token limit.
     `reasoning_tags`: between which tags thinking in the text is looked for, by the name of a rule; None: nowhere.
     """
 
@@ -74,7 +76,9 @@ class Generation:
     def longest_answer(self) -> int | None:
         """As `most_tokens`, of a row that is asked again because its answer was cut."""
         most = self.most_tokens
-        return most if most is None else max(most, self.retry_max_tokens or 0)
+        if most is None or self.on_truncated != "retry_longer":
+            return most
+        return max(most, self.retry_max_tokens or LONGER_ANSWER * most)
 
     def with_fields(self, fields: bytes) -> Generation:
         """That of a row with request fields of its own: a JSON object, empty for none."""

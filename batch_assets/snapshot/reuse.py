@@ -84,7 +84,7 @@ def find_reusable(
         fits = _OneLength(vector_length)
         for number, source in enumerate(itertools.chain((first,), sources)):
             folder = workdir / str(number)
-            if not _Taking(database, folder, source, buckets, fits).take():
+            if not _Taking(database, folder, source, buckets, fits, cut=_keeps_cut(manifest)).take():
                 break
             shutil.rmtree(folder)  # the rows of a whole dataset, and there may be thousands of them
     answers = ReusableAnswers(store.objects, store.dataset, reuse)
@@ -148,6 +148,12 @@ def _same_for_all(manifest: SnapshotManifest) -> dict[str, Any]:
     return {name: value for name, value in manifest.generation.items() if name not in repeated}
 
 
+def _keeps_cut(manifest: SnapshotManifest) -> bool:
+    """Whether an answer that ends at the token limit is one as it is, and was asked for with the limit of this file."""
+    settings = manifest.settings()
+    return settings.on_truncated is None and not settings.max_tokens_may_grow
+
+
 def _index(path: Path, store: DatasetStore, manifest: SnapshotManifest, entries: Sequence[BatchEntry]) -> ColumnFile:
     """The rows of some batches by what they ask."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +195,10 @@ class _OneLength:
 
 
 class _Taking:
-    """Takes from one dataset what is wanted, into the buckets; it is not wanted of the next one."""
+    """Takes from one dataset what is wanted, into the buckets; it is not wanted of the next one.
+
+    `cut`: answers that end at the token limit, too, as this dataset keeps them as they are.
+    """
 
     def __init__(
         self,
@@ -198,8 +207,11 @@ class _Taking:
         source: _Source,
         buckets: Buckets,
         fits: _OneLength,
+        *,
+        cut: bool,
     ) -> None:
         self._database, self._workdir, self._source, self._buckets = database, workdir, source, buckets
+        self._cut = cut
         self._fits, self._schema = fits, outcome_schema(source.manifest.settings().task)
         self._unanswered = False  # some row that was read has no answer: one that asks the same may have
 
@@ -278,6 +290,8 @@ class _Taking:
             self._unanswered = True
             return pa.table({}), job.batches[:0]
         completed = pc.and_(table.column("error").is_null(), table.column("started_at").is_valid())
+        if not self._cut:
+            completed = pc.and_(completed, pc.fill_null(pc.not_equal(table.column("finish_reason"), "length"), True))
         self._unanswered = self._unanswered or not pc.all(completed).as_py()
         table, batches = table.filter(completed), job.batches[completed.to_numpy()]
         from_whom = pc.coalesce(table.column(REUSED_FROM), source.store.dataset)

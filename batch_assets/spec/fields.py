@@ -76,7 +76,7 @@ def _source_path(value: str) -> str:
 def _text_file(value: str) -> str:
     if "://" in value or "\0" in value:
         raise Unusable("a file beside the defs.yaml", show(value), "Copy it there.")
-    return value
+    return str(encodable(value))
 
 
 def _delimiter(value: str) -> str:

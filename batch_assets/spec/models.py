@@ -47,7 +47,7 @@ from gpu_runner.client.protocol import CONTINUES_ANSWER
 from gpu_runner.client.reasoning_tags import tags_of
 from gpu_runner.models.facts import AS_IT_IS
 from gpu_runner.offers.offer import Objective
-from gpu_runner.rows import TOKEN_LIMITS, Generation, Task
+from gpu_runner.rows import LONGER_ANSWER, TOKEN_LIMITS, Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.model_catalog import DeclaredModel
 from resources.store.outcome_columns import OUTCOME_COLUMNS
@@ -59,7 +59,6 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
 MAX_COLUMN_NAME = 255
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
-LONGER_ANSWER = 4  # times max_tokens: what `retry_longer` asks for at most, where the user says nothing
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
 _TAG_VALUE = re.compile(r"[A-Za-z0-9_.-]{0,63}")
@@ -238,7 +237,8 @@ class OutputSpec(Strict):
         default=None,
         ge=2,
         le=1 << 20,
-        description="Most tokens that retry_longer asks for. Default: four times max_tokens.",
+        description="Most tokens that retry_longer asks for. Default: four times max_tokens, which each row may have of "
+        "its own.",
     )
     max_tokens_may_grow: Flag = Field(
         default=False,
@@ -447,9 +447,10 @@ class GeneratedDatasetSpec(Strict):
             max_tokens_may_grow=output.max_tokens_may_grow or None,
             reasoning_tags=tags_of(self.model) if output.reasoning_tags == "auto" else output.reasoning_tags,
         )
-        if output.on_truncated != "retry_longer" or made.most_tokens is None:
+        most = None if isinstance(self.sampling.max_tokens, str) else made.most_tokens
+        if output.on_truncated != "retry_longer" or (output.retry_max_tokens is None and most is None):
             return made
-        return replace(made, retry_max_tokens=output.retry_max_tokens or LONGER_ANSWER * made.most_tokens)
+        return replace(made, retry_max_tokens=output.retry_max_tokens or LONGER_ANSWER * (most or 0))
 
 
 def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
@@ -551,7 +552,8 @@ def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
         return
     if output.on_truncated != "retry_longer":
         raise Unusable("on_truncated: retry_longer beside it", output.on_truncated, key="output.retry_max_tokens")
-    if most is not None and output.retry_max_tokens <= most:
+    of_rows = isinstance(spec.sampling.max_tokens, str)
+    if most is not None and not of_rows and output.retry_max_tokens <= most:
         raise Unusable(f"more than max_tokens ({most:,})", show(output.retry_max_tokens), key="output.retry_max_tokens")
 
 

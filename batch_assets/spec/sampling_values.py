@@ -86,6 +86,8 @@ def without_nulls(value: Any, depth: int) -> Any:
         raise Unfit(f"expected text, numbers, true or false, found a value of type {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise Unfit("expected finite numbers, found another one")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise Unfit("expected whole numbers of at most 64 bits, found a longer one")
     return value
 
 
@@ -95,7 +97,7 @@ def _stops(text: str) -> list[str]:
         try:
             found = orjson.loads(text)
         except orjson.JSONDecodeError:
-            raise Unfit("expected one text, or a JSON list of texts ({{ column | tojson }}), found neither") from None
+            raise Unfit("expected one text, or a JSON list of texts ({{ [column] | tojson }}), found neither") from None
     if not 1 <= len(found) <= MOST_STOPS or not all(isinstance(one, str) and one for one in found):
         raise Unfit(f"expected 1 to {MOST_STOPS} texts, found a list of {len(found):,} values")
     return list(found)

@@ -110,20 +110,22 @@ class RowOutcomes:
         """The engine refuses the row's request for good. A repair, or a request for a longer answer, that has no room
         leaves the answer as it was.
         """
+        if error.code == CONTEXT_EXCEEDED and (cut := item.take_cut()) is not None:
+            return self._ended(item, cut, in_flight)
         if item.repair is not None and error.code == CONTEXT_EXCEEDED:
             problem = f"{item.repair.problem}; the request to repair it is longer than the engine's context"
             return self.end_dead(item, self._unlike, problem, in_flight)
-        if error.code == CONTEXT_EXCEEDED and (cut := item.take_cut()) is not None:
-            return self._ended(item, cut, in_flight)
         return self.end_dead(item, error.code, error.message, in_flight)
 
     def _longer_limit(self, item: Item, completion: Completion) -> int | None:
         """The tokens to ask for after a cut answer: twice as many, within the bound. None: it is left as it is, also
         where the engine's context cut it, as it has fewer tokens than it might.
         """
-        asked = item.max_tokens or self._generation.with_fields(item.row.fields).most_tokens
-        most = self._generation.retry_max_tokens
-        if self._generation.on_truncated != "retry_longer" or asked is None or most is None or asked >= most:
+        if self._generation.on_truncated != "retry_longer":
+            return None
+        generation = self._generation.with_fields(item.row.fields)
+        asked, most = item.max_tokens or generation.most_tokens, generation.longest_answer
+        if asked is None or most is None or asked >= most:
             return None
         if 0 < completion.completion_tokens < asked:
             return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -146,10 +146,12 @@ def commit(
     *,
     keys: Iterable[str] | None = None,
     dead: Iterable[str] = (),
+    cut: Collection[str] = (),
     generation: int = 0,
     answer: Callable[[Row, int], Any] | None = None,
 ) -> dict[str, BatchFooter]:
-    """Commit batches (all unless `keys`), rows in `dead` as dead letters; returns their footers by key."""
+    """Commit batches (all unless `keys`), rows in `dead` as dead letters, those in `cut` with an answer that ends at
+    its token limit; returns their footers by key."""
     wanted, lost = None if keys is None else set(keys), set(dead)
     task = manifest.settings().task
     footers = {}
@@ -166,6 +168,7 @@ def commit(
                 )
                 for i, row in enumerate(rows)
             ]
+            outcomes = [replace(one, finish_reason="length") if one.row_id in cut else one for one in outcomes]
             footer = BatchFooter.of(
                 store.dataset,
                 entry,

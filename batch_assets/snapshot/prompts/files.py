@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.snapshot.source.files import refuse_system_file
 from batch_assets.templates.prompt_template import Template, TemplateProblem
 
 MAX_BYTES = 1 << 20
@@ -28,7 +29,7 @@ def read_system(path: str, base: Path) -> Template:
 def read_examples(path: str, base: Path) -> list[dict[str, str]]:
     """Messages of users and assistants, in turns. Raises SourceError with the line that is none."""
     messages: list[dict[str, str]] = []
-    for number, line in enumerate(_text(path, base, "prompt.examples").splitlines(), 1):
+    for number, line in enumerate(_text(path, base, "prompt.examples").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -57,6 +58,7 @@ def _text(path: str, base: Path, key: str) -> str:
     try:
         if file.exists() and not file.is_file():
             raise SourceError(f"{path}: expected a file for {key}, found a folder, a pipe or a device")
+        refuse_system_file(path, file)
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
     except FileNotFoundError:

@@ -106,7 +106,7 @@ def _message(value: Any, called: set[str]) -> Message:
     message: Message = {"role": role}
     for name in sorted(_TEXTS[role] & given.keys()):
         message[name] = _text(given[name], name)
-    if calls := given.get("tool_calls"):
+    if (calls := given.get("tool_calls", [])) != []:
         message["tool_calls"] = _tool_calls(calls)
         called.update(call["id"] for call in message["tool_calls"])
     if role == "tool" and message.get("tool_call_id") not in called:

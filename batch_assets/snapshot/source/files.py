@@ -177,7 +177,7 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         found = [whole] if whole.is_file() else _matching(whole)
         files = [file for file in found if file.is_file()]
         for file in files:
-            _refuse_system_file(path, file)
+            refuse_system_file(path, file)
         return [_local_file(file, base) for file in files]
     except RuntimeError as error:  # of expanduser
         raise SourceError(f"{path}: expected a home folder that exists at its beginning, found none") from error
@@ -188,7 +188,7 @@ def _local_files(path: str, base: Path) -> list[SourceFile]:
         ) from error
 
 
-def _refuse_system_file(path: str, file: Path) -> None:
+def refuse_system_file(path: str, file: Path) -> None:
     """Raise SourceError for what the kernel makes up: /proc has the secrets of processes, /dev has no end."""
     if file.resolve().is_relative_to("/proc") or file.resolve().is_relative_to("/sys"):
         raise SourceError(f"{path}: expected a file with data, found one of the operating system's own")

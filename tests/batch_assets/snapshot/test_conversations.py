@@ -194,6 +194,11 @@ UNFIT: list[tuple[Any, str]] = [
     ([ASKED[1], ASKED[0]], "expected a last message of role user, tool or assistant, found system"),
     ([ASKED[1], CALLS], "which the model continues, found tool calls"),
     ([{"role": "user", "content": "x" * (1 << 20)}], "bytes, more than"),
+    ([{"role": "user", "content": [{"type": "file", "file": {"n": 1 << 70}}]}], "whole numbers of at most 64 bits"),
+    *[
+        ([{"role": "assistant", "content": "x", "tool_calls": calls}, ASKED[1]], "expected a list of tool_calls")
+        for calls in ("", 0, False, {})
+    ],
 ]
 
 
@@ -226,6 +231,10 @@ def test_a_second_system_message_is_refused(tmp_path: Path) -> None:
         ("examples", b'{"user": "a", "assistant": 3}\n', "line 1: expected text in assistant"),
         ("examples", b'{"user": "a", "assistant": "b"}\n' * 600, "expected at most 500 examples"),
         ("examples", b"[" * 10_000, "line 1: expected"),
+        ("examples", b'{"user": "a", "assistant": "b"}\n{"user": "a\x00", "assistant": "b"}', "line 2: expected"),
+        ("examples", b'{"user": "a", "assistant": "\\ud800"}', "line 1: expected"),
+        ("examples", b'{"role": "system", "content": "a"}', "found the keys 'role', 'content'"),
+        ("examples", b'{"user": "a", "assistant": "b", "system": "c"}', "found the keys 'user', 'assistant', 'system'"),
     ],
 )
 def test_a_file_of_the_prompt_that_cannot_be_used_is_named(
@@ -246,6 +255,25 @@ def test_a_pipe_or_a_folder_is_not_read(tmp_path: Path) -> None:
     for name in ("pipe", "."):
         with pytest.raises(SourceError, match="found a folder, a pipe or a device"):
             first_rows(spec_of(tmp_path, prompt={"system_from": name, "user": "{{ q }}"}), tmp_path, 1)
+
+
+def test_files_of_the_operating_system_are_not_sent_also_behind_a_link(tmp_path: Path) -> None:
+    write(tmp_path, ASKED)
+    (tmp_path / "link").symlink_to("/proc/self/environ")
+    for key in ("system_from", "examples"):
+        for name in ("/proc/self/environ", "link", "../" * 40 + "proc/self/environ"):
+            with pytest.raises(SourceError, match="found one of the operating system's own"):
+                first_rows(spec_of(tmp_path, prompt={key: name, "user": "{{ q }}"}), tmp_path, 1)
+
+
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
+def test_a_line_of_examples_ends_where_a_line_of_json_does(tmp_path: Path, sign: str) -> None:
+    """As JSON writes them, U+2028 and others may stand in a text as they are."""
+    write(tmp_path, ASKED)
+    text = orjson.dumps({"user": f"a{sign}b", "assistant": "c"})
+    (tmp_path / "shots").write_bytes(text + b"\r\n" + text)
+    (row,) = first_rows(spec_of(tmp_path, prompt={"examples": "shots", "user": "{{ q }}"}), tmp_path, 1)
+    assert [one["content"] for one in orjson.loads(row.prompt)] == [f"a{sign}b", "c"] * 2 + ["q0"]
 
 
 JSON = st.recursive(

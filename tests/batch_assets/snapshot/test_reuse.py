@@ -154,6 +154,33 @@ def test_rows_of_committed_batches_and_of_other_requests_are_left_alone(
     assert find_reusable(store, repaired, True, workdir=tmp_path / "3").rows == 10
 
 
+@pytest.mark.parametrize("own", [{"on_truncated": "dead"}, {"on_truncated": "retry_longer", "retry_max_tokens": 9}])
+def test_answers_that_were_cut_are_not_taken_by_a_dataset_that_does_not_keep_them(
+    own: dict[str, Any], tmp_path: Path, local_objects: Objects
+) -> None:
+    store = DatasetStore(local_objects, "first")
+    commit(store, write_snapshot(store, questions(20)), cut=("id-000003",))
+    store, manifest = new_dataset(local_objects, questions(20))
+    assert find_reusable(store, manifest, True, workdir=tmp_path / "keeps").rows == 20
+    asked = manifest.model_copy(update={"generation": manifest.generation | own})
+    assert find_reusable(store, asked, True, workdir=tmp_path / "asks").rows == 19
+
+
+def test_answers_that_were_cut_are_not_taken_where_the_limit_may_have_been_another_one(
+    tmp_path: Path, local_objects: Objects
+) -> None:
+    growing: SnapshotManifest | None = None
+    for name in ("first", "d"):
+        store = DatasetStore(local_objects, name)
+        manifest = write_snapshot(store, questions(20))
+        growing = manifest.model_copy(update={"generation": manifest.generation | {"max_tokens_may_grow": True}})
+        store.put_manifest(growing)
+        if name == "first":
+            commit(store, growing, cut=("id-000003",))
+    assert growing is not None
+    assert find_reusable(store, growing, True, workdir=tmp_path / "asks").rows == 19
+
+
 def test_what_is_not_committed_yet_or_not_there_is_not_reused(tmp_path: Path, local_objects: Objects) -> None:
     other = DatasetStore(local_objects, "half")
     commit(other, write_snapshot(other, questions(30)), keys=["00001"])

@@ -92,7 +92,7 @@ def test_what_differs_only_in_a_field_is_another_row(tmp_path: Path, local_objec
         ("top_p", 0, "a number above 0, up to 1, found 0"),
         ("seed", -1, "found -1"),
         ("stop", [1], "found a list of 1 values"),
-        ("stop", ["x"], "({{ column | tojson }}), found neither"),
+        ("stop", ["x"], "({{ [column] | tojson }}), found neither"),
         ("stop", "[1]", "expected 1 to 16 texts, found a list of 1 values"),
         ("stop", "[" * 10_000, "found neither"),
         ("stop", json.dumps(["x"] * 17), "found a list of 17 values"),
@@ -177,6 +177,7 @@ UNFIT_TOOLS: list[tuple[Any, str]] = [
     ("[" * 10_000, "expected JSON"),
     ("[" * 200 + "]" * 200, "fewer levels"),
     ("[" + " " * (1 << 20) + "]", "at most 1,048,576 characters"),
+    ([{**TOOL, "maximum": 1 << 70}], "column 'tools': expected whole numbers of at most 64 bits"),
 ]
 
 

@@ -72,6 +72,10 @@ def test_what_becomes_of_cut_answers_is_no_part_of_the_row_key_and_has_a_bound()
     assert (longer.on_truncated, longer.retry_max_tokens, longer.longest_answer) == ("retry_longer", 4096, 4096)
     assert spec(output={"on_truncated": "retry_longer", "retry_max_tokens": 2000}).generation().retry_max_tokens == 2000
     assert row_key(longer, "q") == row_key(plain, "q")
+    of_rows = spec(output={"on_truncated": "retry_longer", "retry_max_tokens": 100}, sampling={"max_tokens": "{{ q }}"})
+    assert of_rows.generation().retry_max_tokens == 100
+    of_rows = spec(output={"on_truncated": "retry_longer"}, sampling={"max_tokens": "{{ q }}"})
+    assert of_rows.generation().with_fields(b'{"max_tokens":5000}').longest_answer == 20_000
     growing = spec(output={"max_tokens_may_grow": True}).generation()
     assert RowKeys(growing).digests([b'"q"'])[0].hex() == row_key(growing, "q") != row_key(plain, "q")
 

@@ -17,7 +17,7 @@ from gpu_runner.bounded_http.bounded_read import Admit
 from gpu_runner.client.answers.answer_limit import answer_limit
 from gpu_runner.client.protocol import Completion, Repair, Requests, RowRejected, Transient
 from gpu_runner.inference.feed import Feed
-from gpu_runner.rows import Generation, Outcome, row_key
+from gpu_runner.rows import Batch, Generation, Outcome, row_key
 
 
 class CountingEngine(FakeEngine):
@@ -41,7 +41,7 @@ class CountingEngine(FakeEngine):
         max_tokens: int | None = None,
     ) -> Completion:
         text = orjson.loads(prompt)
-        limit = max_tokens or self.generation.most_tokens or 1_000_000
+        limit = max_tokens or self.generation.with_fields(fields or b"").most_tokens or 1_000_000
         self.limits.setdefault(text, []).append(limit)
         if limit > self.context and self.refuses:
             raise RowRejected("context_length_exceeded", "maximum context length")
@@ -131,6 +131,35 @@ def test_a_cut_json_that_there_is_no_room_for_misses_the_schema() -> None:
     engine = JsonEngine(replace(LONGER, json_schema=SCHEMA), context=20, refuses=True)
     found = outcomes(engine, 6)["r5"]
     assert found.error == "schema_invalid" and "cut at the token limit" in (found.error_message or "")
+
+
+class ChoiceEngine(CountingEngine):
+    """Its first answer is none of the choices; the repaired one is, and is cut there."""
+
+    async def generate(self, prompt: bytes, **more: Any) -> Completion:
+        found = await super().generate(prompt, **more)
+        return replace(found, output="yes") if more.get("repair") is not None else replace(found, finish_reason="stop")
+
+
+def test_a_repaired_answer_that_was_cut_and_has_no_room_to_go_on_is_kept() -> None:
+    engine = ChoiceEngine(replace(LONGER, structured_outputs={"choice": ["yes"]}), context=20, refuses=True)
+    found = outcomes(engine, 6)["r5"]
+    assert (found.output, found.finish_reason, found.tries) == ("yes", "length", 3)
+    assert engine.limits["r5"] == [15, 15, 30]
+
+
+def test_a_row_with_a_limit_of_its_own_is_asked_for_four_times_that_where_nothing_is_said() -> None:
+    engine, sink = CountingEngine(replace(LONGER, retry_max_tokens=None)), Sink()
+    last = zip(batches(10)[0].rows[8:], (5, 40), strict=True)
+    rows = [replace(one, fields=b'{"max_tokens":%d}' % most) for one, most in last]
+
+    async def main() -> None:
+        feed = Feed(iter([Batch("b0", tuple(rows))]), on_row=sink.on_row, on_batch=sink.on_batch, rng=random.Random(0))
+        await feed.serve(engine, ORIGIN, 4)
+
+    run(main)
+    assert engine.limits == {"r8": [5, 10, 20], "r9": [40, 80, 160]}
+    assert {name: one.finish_reason for name, one in sink.outcomes().items()} == {"r8": "length", "r9": "stop"}
 
 
 class FlakyEngine(CountingEngine):
