@@ -393,7 +393,7 @@ def export(
     version: Annotated[str | None, typer.Option(help="Version of the table, in place of the newest.")] = None,
     mapping: Annotated[
         list[str] | None,
-        typer.Option("--map", help="FIELD=COLUMN, as chosen=output or prompt=question; may be repeated."),
+        typer.Option("--map", help="FIELD=COLUMN, as prompt=question or chosen=answers[best]; may be repeated."),
     ] = None,
     columns: Annotated[
         str | None, typer.Option(help="Columns that each record carries along; of jsonl and parquet: those of a line.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -49,6 +50,7 @@ _FIELDS: Mapping[Format, Mapping[str, str | None]] = {
 }
 _RANKED: Mapping[str, str | None] = {"prompt": "prompt", "completion": "output"}  # preference of ranked lines
 _OPTIONAL = frozenset({"reasoning"})
+_ELEMENT = re.compile(r"(.+)\[(.+)\]", re.DOTALL)  # answers[best]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class ExportOptions:
     the model's reasoning, as `<think>` before the answer. `where`: SQL condition on the table's columns.
     `validation`: share of the values of `split_by` whose lines are for validation. `part_rows`: lines of the table of
     which a part is made, at least. `group_by`, `rank_by`: of `preference`, whose pairs are the lines with the highest
-    and the lowest rank of each group.
+    and the lowest rank of each group. `elements`: field whose column holds lists to the column that says which element
+    is meant, by its number from 0.
     """
 
     format: Format
@@ -72,12 +75,14 @@ class ExportOptions:
     part_rows: int = 100_000
     group_by: str | None = None
     rank_by: str | None = None
+    elements: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, of which the same export has the same ones."""
         names = ("kept", "system", "reasoning", "where", "validation", "split_by", "part_rows")
         said = {name: getattr(self, name) for name in names}
         said |= {name: value for name in ("group_by", "rank_by") if (value := getattr(self, name)) is not None}
+        said |= {"elements": dict(sorted(self.elements.items()))} if self.elements else {}
         return said | {"format": self.format.value, "columns": dict(sorted(self.columns.items())), "kept": [*self.kept]}
 
     def read_columns(self, known: Sequence[str]) -> list[str]:
@@ -85,7 +90,7 @@ class ExportOptions:
         always = [name for name in ("error", "finish_reason", "tool_calls") if name in known]
         split = [name for name in (self.split_by, self.group_by, self.rank_by) if name is not None]
         kept = self.kept if self.format.is_training or self.kept else known
-        return list(dict.fromkeys([*always, *self.columns.values(), *split, *kept]))
+        return list(dict.fromkeys([*always, *self.columns.values(), *self.elements.values(), *split, *kept]))
 
 
 def checked_options(
@@ -103,12 +108,16 @@ def checked_options(
     group_by: str | None = None,
     rank_by: str | None = None,
 ) -> ExportOptions:
-    """The options for a table with these columns. `mapping`: `field=column`. Raises ExportError."""
+    """The options for a table with these columns. `mapping`: `field=column` or `field=lists[numbers]`. Raises
+    ExportError.
+    """
     if form not in [*Format]:
         raise ExportError(f"--format: expected one of {', '.join(Format)}, found {form[:80]!r}")
     kind = Format(form)
     _check_ranks(kind, group_by, rank_by, known)
-    columns = _mapped(_FIELDS[kind] if group_by is None else _RANKED, kind, mapping, known)
+    columns, elements = _mapped(_FIELDS[kind] if group_by is None else _RANKED, kind, mapping, known)
+    if elements and group_by is not None:
+        raise ExportError("--map: expected columns beside --group-by, found an element of a list")
     if not reasoning:
         columns.pop("reasoning", None)
     for name in (*kept, *([split_by] if split_by is not None else [])):
@@ -133,6 +142,7 @@ def checked_options(
         part_rows,
         group_by,
         rank_by,
+        elements,
     )
 
 
@@ -147,13 +157,19 @@ def _check_ranks(kind: Format, group_by: str | None, rank_by: str | None, known:
 
 def _mapped(
     fields: Mapping[str, str | None], kind: Format, mapping: Iterable[str], known: Sequence[str]
-) -> dict[str, str]:
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Columns of the fields, and of those that are elements of lists the columns of their numbers."""
     columns = {field: column for field, column in fields.items() if column is not None}
+    elements: dict[str, str] = {}
     for text in mapping:
         field, found, column = text.partition("=")
         if not found or field not in fields:
             expected = ", ".join(f"{name}=COLUMN" for name in fields) or "nothing for this format"
             raise ExportError(f"--map: expected {expected}, found {text[:80]!r}")
+        elements.pop(field, None)
+        if column not in known and (element := _ELEMENT.fullmatch(column)) is not None:
+            column, elements[field] = element.groups()
+            _known(elements[field], known, f"--map {field}")
         columns[field] = column
         _known(column, known, f"--map {field}")
     for field in fields:
@@ -166,7 +182,7 @@ def _mapped(
                 f"--format {kind.value}: expected a column for {field}, found none; name it: --map {field}=COLUMN"
                 f"{ranked}. Columns: {', '.join(known)}"
             )
-    return columns
+    return columns, elements
 
 
 def _known(column: str, known: Sequence[str], option: str) -> None:

@@ -30,8 +30,8 @@ class LeftOut(Exception):
 
 
 def record_of(line: Line, options: ExportOptions) -> dict[str, Any]:
-    """The record of a line. Raises LeftOut: `error`, `tool_calls`, `empty`, `no_prompt`, `equal` (nothing to prefer) or
-    `turns` (a conversation that Alpaca's form cannot hold).
+    """The record of a line. Raises LeftOut: `error`, `tool_calls`, `empty`, `no_prompt`, `equal` (nothing to prefer),
+    `no_element` (a list without an element of that number) or `turns` (a conversation that Alpaca's form cannot hold).
     """
     if line.get("error") is not None:
         raise LeftOut("error")
@@ -39,8 +39,19 @@ def record_of(line: Line, options: ExportOptions) -> dict[str, Any]:
     return record | {name: line[name] for name in options.kept if name not in record}
 
 
+def _value(line: Line, options: ExportOptions, field: str) -> Any:
+    """What the line has for a field of the format."""
+    found = line[options.columns[field]]
+    if field not in options.elements or found is None:
+        return found
+    number = line[options.elements[field]]
+    if not isinstance(found, list) or not isinstance(number, int) or not 0 <= number < len(found):
+        raise LeftOut("no_element")
+    return found[number]
+
+
 def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
-    found = line[options.columns["prompt"]]
+    found = _value(line, options, "prompt")
     if isinstance(found, str):
         if not found.strip():
             raise LeftOut("no_prompt")
@@ -72,19 +83,19 @@ def _completion(line: Line, options: ExportOptions) -> str:
     if line.get("tool_calls"):
         raise LeftOut("tool_calls")
     text = _answer(line, options, "completion")
-    thought = line.get(options.columns["reasoning"]) if "reasoning" in options.columns else None
+    thought = _value(line, options, "reasoning") if "reasoning" in options.columns else None
     return f"<think>\n{thought.strip()}\n</think>\n\n{text}" if thought else text
 
 
 def _answer(line: Line, options: ExportOptions, field: str) -> str:
-    text = line[options.columns[field]]
+    text = _value(line, options, field)
     if text is not None and not isinstance(text, str):
         text = str(text)
     if text is not None and not options.reasoning:
         text = _THINKING.sub("", text)
     if text is None or not text.strip():
         raise LeftOut("empty")
-    begun = _begun(line.get(options.columns["prompt"]))
+    begun = _begun(_value(line, options, "prompt"))
     return str(text) if text.startswith(begun) else f"{begun}{text}"  # llama.cpp's answers have it already
 
 

@@ -24,6 +24,7 @@ KNOWN = (
     "worse",
     "question",
 )
+JUDGED = (*KNOWN, "answers", "best", "worst")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 LINE: Mapping[str, Any] = {
     **dict.fromkeys(KNOWN),
@@ -98,6 +99,30 @@ def test_a_prompt_that_is_a_text_makes_standard_records_and_one_message() -> Non
     assert made("messages", mapping=["prompt=question"])["messages"][0] == {"role": "user", "content": "How?"}
 
 
+def test_a_field_may_be_the_element_of_a_list_that_another_column_names() -> None:
+    mapping = ["chosen=answers[best]", "rejected=answers[worst]", "prompt=question"]
+    options = checked_options(JUDGED, "preference", mapping=mapping)
+    assert {"answers", "best", "worst"} <= set(options.read_columns(JUDGED))
+    line = {**LINE, "answers": ["So.", "As it is.", "No."], "best": 1, "worst": 2}
+    pair = {"prompt": "How?", "chosen": "As it is.", "rejected": "No."}
+    assert record_of(line, options) == pair
+    for change, reason in [
+        ({"worst": 1}, "equal"),
+        ({"worst": 3}, "no_element"),
+        ({"best": -1}, "no_element"),
+        ({"best": None}, "no_element"),
+        ({"answers": "So."}, "no_element"),
+        ({"answers": None}, "empty"),
+    ]:
+        with pytest.raises(LeftOut, match=reason):
+            record_of({**line, **change}, options)
+    # The last --map of a field counts, and a column of just that name comes first.
+    again = checked_options(JUDGED, "preference", mapping=[*mapping, "chosen=output"])
+    assert record_of(line, again) == {**pair, "chosen": "Because."}
+    odd = checked_options([*JUDGED, "answers[best]"], "preference", mapping=mapping)
+    assert record_of({**line, "answers[best]": "Odd."}, odd) == {**pair, "chosen": "Odd."}
+
+
 def test_system_messages_reasoning_and_columns_that_are_carried_along() -> None:
     assert made("messages", system=False)["messages"][0]["role"] == "user"
     assert made("messages", kept=["topic", "row_id"])["topic"] == "tea"
@@ -143,6 +168,13 @@ def test_a_line_that_makes_no_record_says_why(form: str, change: dict[str, Any],
         ("messages", {"mapping": ["output=worse"]}, "--map: expected prompt=COLUMN, completion=COLUMN"),
         ("messages", {"mapping": ["prompt"]}, "--map: expected prompt=COLUMN"),
         ("messages", {"mapping": ["prompt=nothing"]}, "--map prompt: no column is called 'nothing'. Columns: row_id"),
+        ("messages", {"mapping": ["prompt=nothing[topic]"]}, "--map prompt: no column is called 'nothing'"),
+        ("messages", {"mapping": ["prompt=topic[nothing]"]}, "--map prompt: no column is called 'nothing'"),
+        (
+            "preference",
+            {"group_by": "topic", "rank_by": "row_id", "mapping": ["completion=worse[topic]"]},
+            "--map: expected columns beside --group-by, found an element of a list",
+        ),
         ("jsonl", {"mapping": ["prompt=output"]}, "--map: expected nothing for this format"),
         ("preference", {"group_by": "topic"}, "--group-by and --rank-by: expected both, with --format preference"),
         ("messages", {"group_by": "topic", "rank_by": "row_id"}, "expected both, with --format preference"),
