@@ -65,7 +65,8 @@ def quality(
     Raises CorruptObject.
     """
     settings = manifest.settings()
-    counted = Counted(table.rows, settings.json_schema, settings.sampling.get("max_tokens"))
+    thinks = (settings.sampling.get("chat_template_kwargs") or {}).get("enable_thinking") is not False
+    counted = Counted(table.rows, settings.json_schema, settings.sampling.get("max_tokens"), thinks=thinks)
     # A table of an earlier version, or of embeddings, has no tool calls.
     calls = [column.name for column in table.columns if column.name == "tool_calls"]
     for batch in table_batches(store, table, ["row_id", "output", "error", "finish_reason", "duplicate_of", *calls]):
@@ -78,12 +79,16 @@ def quality(
 class Counted:
     """What was counted over the lines of a table, added batch by batch."""
 
-    def __init__(self, rows: int, json_schema: Mapping[str, Any] | None, max_tokens: int | None = None) -> None:
-        """`max_tokens`: what the dataset asks for, named where answers are cut there."""
+    def __init__(
+        self, rows: int, json_schema: Mapping[str, Any] | None, max_tokens: int | None = None, *, thinks: bool = True
+    ) -> None:
+        """`max_tokens`: what the dataset asks for, named where answers are cut there. `thinks`: False where it asks a
+        model not to think.
+        """
         self.ids, self._outputs = Hashes(rows), Hashes(rows)
         self.rows = self.asked = self.dead = self.empty = self.torn = 0
         self.cut = self.thinking = 0
-        self._max_tokens = max_tokens
+        self._max_tokens, self._thinks = max_tokens, thinks
         self.looked_at = self.valid = 0
         self._every = -(-max(rows, 1) // SCHEMA_SAMPLE)
         self._fits = _validator(json_schema) if json_schema is not None else None
@@ -158,7 +163,9 @@ class Counted:
         if figure.passed:
             return figure
         limit = f"sampling.max_tokens ({self._max_tokens:,})" if self._max_tokens else "sampling.max_tokens"
-        hint = f": raise {limit}. A model that thinks spends it before it answers: {THINKING_OFF}, or give it more"
+        hint = f": raise {limit}"
+        if self._thinks:
+            hint += f". A model that thinks spends it before it answers: {THINKING_OFF}, or give it more"
         return replace(figure, description=figure.description + hint)
 
     def _thinking_figure(self, outputs: int, most: float | None) -> CheckFigure:

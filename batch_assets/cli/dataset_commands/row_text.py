@@ -22,6 +22,12 @@ def indented(text: str, letters: int = SHOWN_LETTERS) -> str:
     return "\n".join(f"    {line}" for line in cut.splitlines()) or "    "
 
 
+def on_one_line(value: Any, letters: int = 80) -> str:
+    """A value of a column beside others; of a long one the beginning, and a sign that there is more."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= letters else f"{text[: letters - 1]}…"
+
+
 def output_text(output: Any) -> str:
     """An output as text; of a vector the first numbers."""
     if isinstance(output, str):

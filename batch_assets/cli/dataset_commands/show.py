@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from batch_assets.catalog.catalog_reader import current_reports
-from batch_assets.cli.dataset_commands.row_text import Say, indented, output_text, plain, say_prompt
+from batch_assets.cli.dataset_commands.row_text import Say, indented, on_one_line, output_text, plain, say_prompt
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError
 from batch_assets.publishing.current_rows import (
@@ -136,8 +136,7 @@ def say_row(say: Say, row: CurrentRow, letters: int | None = None) -> None:
     cut = {} if letters is None else {"letters": letters}
     say(f"row {row.row_id}  batch {row.batch}, {row.state.value}", "bold")
     if row.kept:
-        kept = (f"{column}: {' '.join(str(value).split())[:80]}" for column, value in row.kept.items())
-        say(f"  {', '.join(kept)}", "dim")
+        say(f"  {', '.join(f'{column}: {on_one_line(value)}' for column, value in row.kept.items())}", "dim")
     say_prompt(say, row.prompt, **cut)
     one = row.outcome
     if one is not None and one.output is not None:

@@ -77,8 +77,10 @@ def test_rates_are_over_the_rows_that_were_asked(local_objects: Objects, tmp_pat
     assert all(figure.passed for figure in quality(*built, Thresholds()))
 
 
-def counted(outputs: list[str | None], finish: list[str | None], max_tokens: int | None = None) -> Counted:
-    found = Counted(len(outputs), None, max_tokens)
+def counted(
+    outputs: list[str | None], finish: list[str | None], max_tokens: int | None = None, thinks: bool = True
+) -> Counted:
+    found = Counted(len(outputs), None, max_tokens, thinks=thinks)
     found.add(
         pa.RecordBatch.from_pydict(
             {
@@ -103,6 +105,9 @@ def test_answers_that_were_cut_are_counted_and_say_what_to_change() -> None:
     assert by_name(found.figures(13, 0, Thresholds()))["cut_output_rate"].passed  # switched off
     whole = counted(["text"], ["stop"]).figures(1, 0, Thresholds(max_cut_rate=0.0))
     assert by_name(whole)["cut_output_rate"].description == "0 outputs cut at the token limit, of 1"
+    told_not_to_think = counted(["text"], ["length"], 20, thinks=False).figures(1, 0, Thresholds(max_cut_rate=0.0))
+    said = by_name(told_not_to_think)["cut_output_rate"].description
+    assert said == "1 outputs cut at the token limit, of 1: raise sampling.max_tokens (20)"
 
 
 def test_thinking_that_a_server_leaves_in_the_text_is_said() -> None:

@@ -68,6 +68,13 @@ def test_an_engine_without_a_name_is_left_out(store: DatasetStore, engine: str, 
     assert said[-2].endswith(f", 0.25 s, 0.0010 $, {end}")
 
 
+def test_a_long_value_of_a_column_ends_with_a_sign_that_there_is_more() -> None:
+    said: list[str] = []
+    row = CurrentRow("00000", "a", "Why?", {"short": "as it is", "long": "word " * 40}, None, committed=False)
+    say_row(lambda text="", style="": said.append(text), row)
+    assert said[1].startswith("  short: as it is, long: word word") and said[1].endswith(" word…")
+
+
 def test_rows_are_shown_with_prompt_answer_and_state(store: DatasetStore) -> None:
     found = ask("--rows", "12")
     assert found.exit_code == 0, found.output
