@@ -237,8 +237,8 @@ class OutputSpec(Strict):
         default=None,
         ge=2,
         le=1 << 20,
-        description="Most tokens that retry_longer asks for. Default: four times max_tokens, which each row may have of "
-        "its own.",
+        description="Most tokens that retry_longer asks for. Default: four times max_tokens, which each row may have "
+        "of its own.",
     )
     max_tokens_may_grow: Flag = Field(
         default=False,
