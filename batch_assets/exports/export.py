@@ -30,7 +30,7 @@ from batch_assets.exports.options import (
     is_validation,
 )
 from batch_assets.exports.ranked_pairs import RankedPairs
-from batch_assets.exports.record import NAME, ExportedFile, ExportRecord, begun_record
+from batch_assets.exports.record import ExportedFile, ExportRecord, advance, begun_record, check_own
 from batch_assets.exports.training_formats import LeftOut, record_of
 from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject, Objects, temporary_folder
@@ -73,8 +73,8 @@ def export(
         if part is not None:
             record = _committed(target, record, part, number + 1)
         left_out = dict(sorted((Counter(record.left_out) + staged.left_out).items()))
-        record = record.model_copy(update={"complete": True, "lines": table.rows, "left_out": left_out})
-        target.put(NAME, record.to_json())
+        whole = record.model_copy(update={"complete": True, "lines": table.rows, "left_out": left_out})
+        record = advance(target, record, whole)
     told(record)
     return record
 
@@ -102,9 +102,8 @@ class _Staged:
         pairs = RankedPairs(self._of_table, self._folder)
         for _, lines in _row_groups(self._source, self._table, columns, 0):
             pairs.add(_chosen(lines, self._of_table, self.left_out))
-        for number, found in enumerate(pairs.tables()):
-            if number >= first:
-                yield number, found.append_column("error", pa.nulls(found.num_rows, pa.string()))
+        for number, found in pairs.tables(first):
+            yield number, found.append_column("error", pa.nulls(found.num_rows, pa.string()))
         if unpaired := pairs.lines - 2 * pairs.pairs:
             self.left_out["unpaired"] += unpaired
 
@@ -220,6 +219,7 @@ class _Part:
 def _committed(target: Objects, record: ExportRecord, part: _Part, next_group: int) -> ExportRecord:
     """Put the files of a part into their place, then say so."""
     part.files.close()
+    check_own(target, record)
     rows, files = Counter(record.rows), [*record.files]
     for split, writer in sorted(part.files.writers.items()):
         size = writer.path.stat().st_size
@@ -236,6 +236,4 @@ def _committed(target: Objects, record: ExportRecord, part: _Part, next_group: i
         "left_out": dict(sorted((Counter(record.left_out) + part.left_out).items())),
         "files": files,
     }
-    record = record.model_copy(update=changed)
-    target.put(NAME, record.to_json())
-    return record
+    return advance(target, record, record.model_copy(update=changed))

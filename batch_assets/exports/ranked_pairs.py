@@ -1,84 +1,127 @@
 """Pairs for preference training out of ranked lines: of each group the best and the worst answer.
 
 Lines of a group may lie anywhere in the table. Only numbers of lines are grouped, in DuckDB, which uses the disk where
-memory ends; texts are fetched for the lines that were chosen.
+memory ends; texts lie in a file beside, and are fetched for the lines that were chosen, some megabytes at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.exports.options import ExportError, ExportOptions
 
-PAIRS_AT_ONCE = 2000
+PAIRS_AT_ONCE, BYTES_AT_ONCE = 2000, 24 << 20
+_FETCHED = 100_000
 _MEMORY = "1GB"
-_LINE, _GROUP, _RANK = "line", "ranked_group", "rank"
+_LINE, _GROUP, _RANK, _BYTES = "line", "ranked_group", "rank", "bytes"
 # Equal ranks: the earlier line. A group whose ranks are all equal says nothing.
 _PAIRS = f"""
 CREATE TABLE pairs AS
-SELECT max_by({_LINE}, best) AS chosen, min_by({_LINE}, worst) AS rejected
+SELECT max_by({_LINE}, best) AS chosen, min_by({_LINE}, worst) AS rejected,
+       max_by({_BYTES}, best) + min_by({_BYTES}, worst) AS bytes
 FROM (
-    SELECT {_LINE}, {_GROUP}, {_RANK}, struct_pack(r := {_RANK}, l := -{_LINE}) AS best,
+    SELECT {_LINE}, {_GROUP}, {_RANK}, {_BYTES}, struct_pack(r := {_RANK}, l := -{_LINE}) AS best,
            struct_pack(r := {_RANK}, l := {_LINE}) AS worst
     FROM read_parquet(?) WHERE {_RANK} IS NOT NULL
 )
 GROUP BY {_GROUP} HAVING max({_RANK}) > min({_RANK})
 """
-_TEXTS = f"""
-SELECT better.* EXCLUDE ({_LINE}, {_GROUP}, {_RANK}, answer), better.answer AS chosen, worse.answer AS rejected
-FROM pairs JOIN read_parquet(?) better ON better.{_LINE} = pairs.chosen
-JOIN read_parquet(?) worse ON worse.{_LINE} = pairs.rejected
-ORDER BY pairs.chosen
-"""
+
+Pairs = Sequence[tuple[int, int]]
 
 
 class RankedPairs:
-    """Collects lines, then yields pairs. `folder` holds the lines meanwhile."""
+    """Collects lines, then yields pairs. `folder` holds the lines meanwhile: as many bytes as they have."""
 
     def __init__(self, options: ExportOptions, folder: Path) -> None:
         assert options.group_by is not None and options.rank_by is not None
-        self._options, self._folder = options, folder
-        self._file = folder / "ranked_lines.parquet"
-        self._writer: pq.ParquetWriter | None = None
+        self._options, self._ranks, self._texts = options, folder / "ranks.parquet", folder / "ranked_lines.arrow"
+        self._spill = folder / "duckdb"
+        self._writers: tuple[pq.ParquetWriter, pa.RecordBatchFileWriter] | None = None
+        self._starts: list[int] = []  # number of the first line of each batch of texts
         self.lines = self.pairs = 0
 
     def add(self, lines: pa.Table) -> None:
         """Keep what pairs are made of. Raises ExportError for a rank that is no number."""
         options = self._options
-        groups = [repr(value) for value in lines.column(options.group_by).to_pylist()]
-        columns = {
-            _LINE: pa.array(range(self.lines, self.lines + lines.num_rows), pa.int64()),
-            _GROUP: pa.array(groups, pa.string()),
-            _RANK: _numbers(lines.column(options.rank_by), str(options.rank_by)),
-            "answer": lines.column(options.columns["completion"]),
-            "prompt": lines.column(options.columns["prompt"]),
-        }
+        groups = [_digest(value) for value in lines.column(options.group_by).to_pylist()]
         others = [*options.kept, *([options.split_by] if options.split_by is not None else [])]
-        columns |= {f"kept_{name}": lines.column(name) for name in dict.fromkeys(others)}
-        table = pa.table(columns)
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._file, table.schema, compression="zstd")
-        self._writer.write_table(table)
-        self.lines += lines.num_rows
+        texts = pa.table(
+            {"prompt": lines.column(options.columns["prompt"]), "answer": lines.column(options.columns["completion"])}
+            | {f"kept_{name}": lines.column(name) for name in dict.fromkeys(others)}
+        ).combine_chunks()
+        ranks = pa.table(
+            {
+                _LINE: pa.array(range(self.lines, self.lines + lines.num_rows), pa.int64()),
+                _GROUP: pa.array(groups, pa.binary()),
+                _RANK: _numbers(lines.column(options.rank_by), str(options.rank_by)),
+                _BYTES: pa.array(sum(_bytes(column) for column in texts.columns), pa.int64()),
+            }
+        )
+        if self._writers is None:
+            self._writers = (
+                pq.ParquetWriter(self._ranks, ranks.schema, compression="zstd"),
+                pa.ipc.new_file(self._texts, texts.schema),
+            )
+        self._writers[0].write_table(ranks)
+        for batch in texts.to_batches():
+            self._starts.append(self.lines)
+            self._writers[1].write_batch(batch)
+            self.lines += batch.num_rows
 
-    def tables(self) -> Iterator[pa.Table]:
-        """Pairs in the order of their better lines: `prompt`, `chosen`, `rejected` and the columns that are kept."""
-        if self._writer is None:
+    def tables(self, first: int = 0) -> Iterator[tuple[int, pa.Table]]:
+        """Pairs in the order of their better lines: `prompt`, `chosen`, `rejected` and the columns that are kept. The
+        same lines make the same tables; each with its number, from `first` on.
+        """
+        if self._writers is None:
             return
-        self._writer.close()
-        file = str(self._file)
-        with duckdb.connect(
-            config={"memory_limit": _MEMORY, "temp_directory": str(self._folder / "duckdb")}
-        ) as connection:
-            connection.execute(_PAIRS, [file]).fetchall()
+        for writer in self._writers:
+            writer.close()
+        with (
+            duckdb.connect(config={"memory_limit": _MEMORY, "temp_directory": str(self._spill)}) as connection,
+            pa.memory_map(str(self._texts)) as mapped,
+        ):
+            connection.execute(_PAIRS, [str(self._ranks)]).fetchall()
             ((self.pairs,),) = connection.execute("SELECT count(*) FROM pairs").fetchall()
-            yield from _of_one_size(connection.sql(_TEXTS, params=[file, file]).to_arrow_reader(PAIRS_AT_ONCE))
+            texts = pa.ipc.open_file(mapped)
+            found = connection.sql("SELECT * FROM pairs ORDER BY chosen").to_arrow_reader(_FETCHED)
+            for number, pairs in enumerate(_of_one_size(found)):
+                if number >= first:
+                    yield number, self._table(texts, pairs)
+
+    def _table(self, texts: pa.RecordBatchFileReader, pairs: Pairs) -> pa.Table:
+        better = self._fetched(texts, [chosen for chosen, _ in pairs], texts.schema.names)
+        worse = self._fetched(texts, [rejected for _, rejected in pairs], ["answer"])
+        table = pa.table({"prompt": better["prompt"], "chosen": better["answer"], "rejected": worse["answer"]})
+        for name in texts.schema.names[2:]:
+            if (kept := name.removeprefix("kept_")) not in table.column_names:
+                table = table.append_column(kept, better[name])
+        return table
+
+    def _fetched(self, texts: pa.RecordBatchFileReader, lines: Sequence[int], names: Sequence[str]) -> pa.Table:
+        """These columns of lines, in their order."""
+        wanted = np.array(lines, np.int64)
+        order = np.argsort(wanted, kind="stable")
+        batches = np.searchsorted(self._starts, wanted[order], side="right") - 1
+        parts = []
+        for number in np.unique(batches).tolist():
+            places = wanted[order[batches == number]] - self._starts[number]
+            parts.append(texts.get_batch(number).select(names).take(pa.array(places)))
+        return pa.Table.from_batches(parts).take(pa.array(np.argsort(order)))
+
+
+def _digest(value: Any) -> bytes:
+    """Of the value of a group, which may be a long text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def _numbers(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
@@ -90,23 +133,33 @@ def _numbers(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
     return pc.if_else(pc.is_finite(numbers), numbers, None)
 
 
-def _of_one_size(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The same lines in tables of PAIRS_AT_ONCE, so that a later run counts the same ones."""
-    waiting: list[pa.RecordBatch] = []
-    rows = 0
+def _bytes(values: pa.Array | pa.ChunkedArray) -> Any:
+    """About how many bytes each value takes, as a NumPy array."""
+    if isinstance(values, pa.ChunkedArray):
+        return np.concatenate([_bytes(chunk) for chunk in values.chunks] or [np.empty(0, np.int64)])
+    kind = values.type
+    if pa.types.is_struct(kind):
+        return sum((_bytes(one) for one in values.flatten()), np.full(len(values), 8, np.int64))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        ends = np.concatenate([[0], np.cumsum(_bytes(values.flatten()))])
+        counts = np.asarray(pc.fill_null(pc.list_value_length(values), 0)).astype(np.int64)
+        lasts = np.cumsum(counts)
+        return ends[lasts] - ends[lasts - counts]
+    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
+        return np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(np.int64)
+    return np.full(len(values), 16, np.int64)
+
+
+def _of_one_size(batches: Iterable[pa.RecordBatch]) -> Iterator[Pairs]:
+    """Pairs of lines, PAIRS_AT_ONCE of them, or fewer with about BYTES_AT_ONCE of texts; one at least."""
+    found: list[tuple[int, int]] = []
+    held = 0
     for batch in batches:
-        waiting.append(batch)
-        rows += batch.num_rows
-        while rows >= PAIRS_AT_ONCE:
-            table = pa.Table.from_batches(waiting)
-            yield _renamed(table.slice(0, PAIRS_AT_ONCE))
-            waiting = table.slice(PAIRS_AT_ONCE).to_batches()
-            rows -= PAIRS_AT_ONCE
-    if rows:
-        yield _renamed(pa.Table.from_batches(waiting))
-
-
-def _renamed(table: pa.Table) -> pa.Table:
-    names = [name.removeprefix("kept_") for name in table.column_names]
-    keep = [number for number, name in enumerate(names) if name not in names[:number]]
-    return table.select(keep).rename_columns([names[number] for number in keep])
+        for chosen, rejected, size in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            if found and (len(found) == PAIRS_AT_ONCE or held + size > BYTES_AT_ONCE):
+                yield found
+                found, held = [], 0
+            found.append((chosen, rejected))
+            held += size
+    if found:
+        yield found

@@ -65,6 +65,7 @@ def begun_record(target: Objects, table: PublishedTable, options: ExportOptions)
         return wanted
     there, here = _told(found), _told(wanted)
     if there == here:
+        _check_files(target, found)
         return found
     if found.parts:
         differs = [name for name in here if here[name] != there.get(name)]
@@ -76,6 +77,32 @@ def begun_record(target: Objects, table: PublishedTable, options: ExportOptions)
     target.delete(f"{split}-00000.{ending}" for split in (TRAIN, VALIDATION) for ending in ("jsonl", "parquet"))
     target.put(NAME, wanted.to_json())
     return wanted
+
+
+def advance(target: Objects, before: ExportRecord, after: ExportRecord) -> ExportRecord:
+    """Write the record that follows on `before`. Raises ExportError where another command has written one since."""
+    check_own(target, before)
+    target.put(NAME, after.to_json())
+    return after
+
+
+def check_own(target: Objects, record: ExportRecord) -> None:
+    """Raises ExportError where the folder's record is not this one: another command exports into it."""
+    if read_record(target) != record:
+        raise ExportError(
+            f"--to {target.root}: expected one export at a time, found that another command writes here, too; wait "
+            "until it has ended, then start this one again, or name another folder"
+        )
+
+
+def _check_files(target: Objects, record: ExportRecord) -> None:
+    """Raises ExportError where files that were whole are so no more."""
+    sizes = {info.path: info.size for info in target.list("")}
+    if changed := [file.name for file in record.files if sizes.get(file.name) != file.bytes]:
+        raise ExportError(
+            f"--to {target.root}: expected the files that {NAME} lists, found {', '.join(changed[:5])} gone or of "
+            "another size; name another folder, or delete this one"
+        )
 
 
 def _told(record: ExportRecord) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from batch_assets.exports.options import ExportOptions, Format
+from gpu_runner.client.llama_cpp import ENGINE
 
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}
 _ROLES = {"developer": "system", **{role: role for role in _SPEAKERS}}
@@ -60,7 +61,7 @@ def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
         raise LeftOut("no_prompt")
     if any(one.get("tool_calls") or one["role"] not in _ROLES for one in found):
         raise LeftOut("tool_calls")
-    asked = found[:-1] if _begun(found) else found
+    asked = found[:-1] if found and found[-1]["role"] == "assistant" else found
     messages = [{"role": _ROLES[one["role"]], "content": one["content"] or ""} for one in asked]
     kept = [one for one in messages if options.system or one["role"] != "system"]
     if not kept:
@@ -96,7 +97,9 @@ def _answer(line: Line, options: ExportOptions, field: str) -> str:
     if text is None or not text.strip():
         raise LeftOut("empty")
     begun = _begun(_value(line, options, "prompt"))
-    return str(text) if text.startswith(begun) else f"{begun}{text}"  # llama.cpp's answers have it already
+    engine = line.get("engine") if options.columns[field] == "output" else None
+    whole = text.startswith(begun) and (engine is None or engine.startswith(ENGINE))  # which answers with all of it
+    return str(text) if whole else f"{begun}{text}"
 
 
 def _as_messages(line: Line, options: ExportOptions) -> dict[str, Any]:

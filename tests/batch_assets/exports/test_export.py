@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from batch_assets.cli.main import app
 from batch_assets.exports.export import export
+from batch_assets.exports.file_writers import JsonLines
 from batch_assets.exports.options import ExportError, ExportOptions, checked_options
 from batch_assets.exports.record import ExportRecord
 from batch_assets.publishing import table_files
@@ -206,6 +208,49 @@ def test_a_folder_with_something_else_is_left_as_it_is(sums: Published) -> None:
     with pytest.raises(ExportError, match=r"expected an export with format 'sharegpt' \(found 'messages'\)"):
         sums.export("sharegpt", other)
     assert files_of(sums.to.parent / "other") == before and files_of(sums.to) == {"thesis.txt": b"mine"}
+
+
+@pytest.mark.parametrize("other", ["messages", "sharegpt"])
+def test_of_two_exports_into_one_folder_one_ends_and_nothing_is_mixed(other: str, sums: Published) -> None:
+    class Overtaken(Dying):
+        """A store whose table is opened when the other export begins, and ends."""
+
+        def open(self, path: str) -> Any:
+            if not (sums.to / "train-00000.jsonl").exists():
+                sums.export(other, part_rows=20)
+            return sums.objects.open(path)
+
+    options, source = sums.options("messages", part_rows=20), Overtaken(sums.objects, 99, after=False)
+    with pytest.raises(ExportError, match="expected one export at a time"):
+        export(source, sums.table, open_objects(str(sums.to)), options)  # type: ignore[arg-type]
+    assert sums.export(other, part_rows=20).rows == {"train": 49}
+    assert {"messages": "messages", "sharegpt": "conversations"}[other] in sums.records()[0]
+
+
+def test_a_whole_export_whose_files_are_gone_or_changed_says_so(sums: Published) -> None:
+    sums.export("messages", part_rows=20)
+    (sums.to / "train-00001.jsonl").unlink()
+    with pytest.raises(ExportError, match=r"found train-00001.jsonl gone or of another size"):
+        sums.export("messages", part_rows=20)
+
+
+def test_a_disk_that_is_full_ends_it_and_the_same_command_goes_on(
+    sums: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums.export("messages", open_objects(str(sums.to.parent / "whole")), part_rows=20)
+    writes = iter([True] * 25)
+    write = JsonLines.write
+
+    def full(self: JsonLines, records: Any) -> None:
+        if not next(writes, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, records)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(JsonLines, "write", full)
+        sums.export("messages", part_rows=20)
+    assert sums.export("messages", part_rows=20).complete
+    assert files_of(sums.to) == files_of(sums.to.parent / "whole")
 
 
 def test_hostile_texts_and_megabytes_arrive_as_they_are(local_objects: Objects, tmp_path: Path) -> None:

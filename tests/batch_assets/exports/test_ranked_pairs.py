@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from support.snapshots import SourceRow, commit, write_snapshot
 
@@ -117,3 +118,24 @@ def test_after_a_kill_the_pairs_are_the_same(
     with pytest.raises(KeyboardInterrupt):
         export(local_objects, table, open_objects(str(tmp_path / "killed")), wanted, told=killed)
     assert pairs(local_objects, table, tmp_path / "killed", part_rows=3, validation=0.3) == (whole, lines)
+
+
+def test_pairs_of_large_answers_are_fetched_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_pairs, "BYTES_AT_ONCE", 1 << 20)
+    known = ["prompt", "output", "asked", "score", "row_id"]
+    options = checked_options(known, "preference", group_by="asked", rank_by="score", kept=["row_id"])
+    found = ranked_pairs.RankedPairs(options, tmp_path)
+    draw = random.Random(3)
+    for part in range(20):
+        rows = [
+            {"asked": f"q{draw.randrange(90)}", "score": draw.random(), "row_id": f"{part}-{number}"}
+            | {"prompt": [{"role": "user", "content": "p" * draw.randrange(1000)}], "output": "x" * (100_000 * number)}
+            for number in range(8)
+        ]
+        found.add(pa.Table.from_pylist(rows))
+    tables = list(found.tables())
+    assert [number for number, _ in tables] == list(range(len(tables)))
+    assert sum(table.num_rows for _, table in tables) == found.pairs > 30
+    assert max(table.nbytes for _, table in tables) < 2 << 20 and len(tables) < found.pairs
+    again = ranked_pairs.RankedPairs(options, tmp_path / "none")
+    assert list(again.tables()) == [] and again.pairs == 0

@@ -55,9 +55,22 @@ def test_a_conversation_with_tool_calls_is_left_out_in_every_format() -> None:
                 made(form, {**LINE, "prompt": prompt})
 
 
-@pytest.mark.parametrize("output", ["cause it is.", "Because it is."])
-def test_an_answer_that_was_begun_is_one_message_with_its_beginning(output: str) -> None:
-    line = {**LINE, "prompt": [*ASKED, {"role": "assistant", "content": "Be"}], "output": output}
+@pytest.mark.parametrize(
+    ("begun", "output", "engine"),
+    [
+        ("Be", "cause it is.", "0.12.0"),
+        ("Be", "cause it is.", "llama.cpp b6000"),
+        ("Be", "Because it is.", "llama.cpp b6000"),
+        ("B", "ecause it is.", None),
+        ("", "Because it is.", "0.12.0"),
+    ],
+)
+def test_an_answer_that_was_begun_is_one_message_with_its_beginning(
+    begun: str, output: str, engine: str | None
+) -> None:
+    line = {**LINE, "prompt": [*ASKED, {"role": "assistant", "content": begun}], "output": output, "engine": engine}
+    twice = {**line, "prompt": [*ASKED, {"role": "assistant", "content": "I"}], "output": "I", "engine": "0.12.0"}
+    assert made("messages", twice)["messages"][-1]["content"] == "II"  # "II" is the second of its name
     answer = {"role": "assistant", "content": "Because it is."}
     assert made("messages", line) == {"messages": [*ASKED, answer]}
     assert made("prompt-completion", line) == {"prompt": ASKED, "completion": [answer]}
