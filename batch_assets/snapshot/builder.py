@@ -298,6 +298,7 @@ def _manifest(
         duplicate_shards=files.duplicates,
         generation=spec.generation().stated(),
         samples=spec.samples,
+        upstream_version=spec.source.table_version,
         conversations=spec.prompt.messages_from is not None,
     )
 

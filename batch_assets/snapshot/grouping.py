@@ -104,8 +104,9 @@ class _Staged:
                 row = {name: json_value(block.columns[name][place]) for name in self.columns}
                 text = orjson.dumps(list(row.values()))
                 key = [row[name] for name in self._keys]
-                if missing := [name for name, value in zip(self._keys, key, strict=True) if value is None]:
-                    raise NoList(f"expected a value of {missing[0]!r}, found null")
+                for name, value in zip(self._keys, key, strict=True):
+                    if value is None or value != value:
+                        raise NoList(f"expected a value of {name!r}, found {'null' if value is None else 'nan'}")
                 if len(text) > MAX_ROW:
                     raise NoList(f"expected at most {MAX_ROW:,} bytes in a row of a group, found {len(text):,}")
             except (NoList, orjson.JSONEncodeError) as error:
@@ -196,7 +197,8 @@ class _Groups:
             )
         else:
             key = [self._rows[0][self._places[name]] for name in self._keys]
-            block.ids.append(key[0] if len(key) == 1 else orjson.dumps(key).decode())
+            whole: Any = key if len(key) > 1 else key[0]
+            block.ids.append(whole if type(whole) in (str, int) else orjson.dumps(whole).decode())
             block.lines.append(line)
             for column in self._columns:
                 place = self._places[column]

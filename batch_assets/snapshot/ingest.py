@@ -24,6 +24,7 @@ from batch_assets.snapshot.row_index import ColumnFile, halves, id_digest, index
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import LISTED, Reject, SourceError, Unseen
 from batch_assets.snapshot.source.parquet import plain, plain_type
+from batch_assets.snapshot.source.reader import refuse_deleted_version
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import sample_digest, sample_id
 from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX
@@ -40,10 +41,13 @@ _REJECTS = pa.schema([("file", pa.string()), ("line", pa.int64()), ("reason", pa
 
 @dataclass(slots=True)
 class Rejects:
-    """Rows that cannot be used: all of them on disk, the first in memory."""
+    """Rows that cannot be used: all of them on disk, the first in memory. `versioned`: their files lie in the folder of
+    a version of a table, which is not in the sum: another version of the same rows makes the same snapshot.
+    """
 
     path: Path
     skip: bool
+    versioned: bool = False
     count: int = 0
     first: list[Reject] = field(default_factory=list)
     sum: int = 0
@@ -56,7 +60,8 @@ class Rejects:
         if not rejects or not self.skip:
             return
         for reject in rejects:
-            text = orjson.dumps([reject.file, reject.line, reject.reason])
+            file = reject.file.rpartition("/")[2] if self.versioned else reject.file
+            text = orjson.dumps([file, reject.line, reject.reason])
             self.sum += int.from_bytes(hashlib.blake2b(text, digest_size=16).digest())
         if self._file is None:
             self._file = ColumnFile(self.path, _REJECTS)
@@ -109,6 +114,7 @@ def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
         for block in rows_of(spec, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
                 break
+        refuse_deleted_version(spec.source, base)
     except LookupError as error:
         if not _is_unknown_zone(error):
             raise
@@ -230,7 +236,8 @@ class _Reading:
     def __init__(self, spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> None:
         self._spec, self._workdir = spec, workdir
         self.check, self._keys = RowCheck(spec, base), RowKeys(spec.generation())
-        self._rejects = Rejects(workdir / "rejects.parquet", spec.on_bad_row == "skip")
+        skip, versioned = spec.on_bad_row == "skip", spec.source.dataset is not None
+        self._rejects = Rejects(workdir / "rejects.parquet", skip, versioned)
         self._index = index_file(workdir / "index.parquet", with_id=spec.has_ids)
         self._stage: Stage | None = None
         self._typed = False

@@ -84,7 +84,8 @@ class Where:
             # The message of a failed conversion ends with the values themselves.
             reason_text = str(error).splitlines()[0].partition(" for ")[0]
             texts = [name for name, kind in frame.schema.items() if kind == pl.String]
-            hint = f" In text: {', '.join(map(shown, texts))}; for numbers write CAST({texts[0]} AS DOUBLE)."
             said = f"{file}: source.where: {self._text!r} does not fit the columns: {reason_text}."
-            raise SourceError(said + (hint if texts else "")) from error
+            if texts:
+                said += f" In text: {', '.join(map(shown, texts))}; for numbers write CAST({texts[0]} AS DOUBLE)."
+            raise SourceError(said) from error
         return mask, failed

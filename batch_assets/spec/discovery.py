@@ -23,6 +23,7 @@ from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, sho
 from batch_assets.spec.last_known import copy_of
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.spec.plain_words import ambiguous_words
+from batch_assets.spec.source import SourceSpec, dataset_read_by
 from resources.yaml_files import Document, YamlProblem, read_text
 
 COMPONENT = "batch_assets.GeneratedDataset"
@@ -118,7 +119,8 @@ def declarations(root: Path | None = None) -> Declarations:
     }
     claimed = {path: _claimed(path, found) for path, found in read.items()}
     wrong = dict(_used_twice(claimed)) | {path: one.error for path, one in read.items() if one.error is not None}
-    sources = {spec.name: (spec.source.dataset, path) for path, one in read.items() for spec in one.specs}
+    going = {path: one if one.error is None else read_file(copy_of(path)) for path, one in read.items()}
+    sources = {spec.name: (spec.source, path) for path, one in going.items() for spec in one.specs}
     known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
     wrong = dict(_misread(sources, known)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
@@ -156,23 +158,22 @@ def _used_twice(claimed: Mapping[Path, Sequence[str]]) -> Iterator[tuple[Path, S
 
 
 def _misread(
-    sources: Mapping[str, tuple[str | None, Path]], known: Collection[str] | None
+    sources: Mapping[str, tuple[SourceSpec, Path]], known: Collection[str] | None
 ) -> Iterator[tuple[Path, SpecError]]:
     """Files with a dataset that reads one that is not declared, or, by whatever way, itself. `sources`: what each
     dataset reads, and its file; `known`: names that files have, where all files were read."""
-    for name, (read, path) in sources.items():
-        if read is None:
-            continue
-        if known is not None and read not in known:
-            expected, hint = "the name of a declared dataset", nearest(read, sorted(known)) if known else ""
-            yield path, SpecError(path, [Problem(f"{name}: source.dataset", expected, show(read), hint)])
+    reads = {name: dataset_read_by(source) for name, (source, _) in sources.items()}
+    for name, (source, path) in sources.items():
+        key = f"{name}: source.{'asset' if source.dataset is None else 'dataset'}"
+        if source.dataset is not None and known is not None and source.dataset not in known:
+            expected, hint = "the name of a declared dataset", nearest(source.dataset, sorted(known)) if known else ""
+            yield path, SpecError(path, [Problem(key, expected, show(source.dataset), hint)])
             continue
         way = [name]
-        while (after := sources.get(way[-1], (None, path))[0]) is not None and after not in way:
+        while (after := reads.get(way[-1])) is not None and after not in way:
             way.append(after)
         if after == name:
-            found = " → ".join([*way, name])
-            yield path, SpecError(path, [Problem(f"{name}: source.dataset", "datasets that are no circle", found)])
+            yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join([*way, name]))])
 
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:

@@ -23,6 +23,7 @@ from batch_assets.spec.fields import (
 Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
 _KINDS = ("path", "asset", "dataset", "grid")
 TABLE = "dataset"  # last part of the asset key of the table of a dataset
+ASSETS = ("source", "prompts", "rows", TABLE, "dead_letters")  # last parts of the keys of all its assets
 _NEWER = ("asset", "dataset", "include_errors", "rename", "explode", "group_by", "min_group")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
@@ -190,6 +191,14 @@ class SourceSpec(Strict):
     def name_here(self, name: str) -> str:
         """What a column of the files is called here."""
         return (self.rename or {}).get(name, name)
+
+
+def dataset_read_by(source: SourceSpec) -> str | None:
+    """Name of the dataset of which an asset is read: its table or, if there is one of this name, any of its assets."""
+    if source.dataset is not None:
+        return source.dataset
+    name, _, asset = (source.asset or "").partition("/")
+    return name if asset in ASSETS else None
 
 
 def table_read_by(source: SourceSpec) -> str | None:

@@ -73,6 +73,31 @@ def test_datasets_that_read_each_other_in_a_circle_are_broken_and_those_that_rea
     assert known_datasets().keys() == {"good", "reads", "fine"}
 
 
+@pytest.mark.parametrize("kind", ["dataset", "prompts", "rows", "source", "dead_letters"])
+def test_a_circle_of_assets_of_datasets_is_one_too(folder: Path, kind: str):
+    for name, source in (("a", {"asset": f"b/{kind}"}), ("b", {"dataset": "a"}), ("own", {"asset": f"own/{kind}"})):
+        write(folder, name, source=source)
+    write(folder, "fine", source={"asset": f"good/{kind}"})
+    found = loaded()
+    assert broken_now(found) == {"a", "b", "own"}
+    assert "own → own" in (found.resolve_asset_graph().get(broken_key("own")).description or "")
+    assert known_datasets().keys() == {"good", "fine"}
+    assert found.resolve_asset_graph().toposorted_asset_keys
+
+
+def test_a_circle_through_a_dataset_that_goes_on_as_it_was_last_known_is_none_of_dagsters(folder: Path):
+    write(folder, "a")
+    write(folder, "b", source={"dataset": "a"})
+    loaded()
+    (folder / "b" / "defs.yaml").write_text("type: [")
+    write(folder, "a", source={"dataset": "b"})
+    found = loaded()
+    assert broken_now(found) == {"a", "b"}
+    assert "a → b → a" in (found.resolve_asset_graph().get(broken_key("a")).description or "")
+    assert known_datasets().keys() == {"a", "b", "good"}
+    assert found.resolve_asset_graph().toposorted_asset_keys
+
+
 def broken_now(found: dg.Definitions) -> set[str]:
     return {name.partition("/")[0] for name in assets(found) if name.endswith("/defs_yaml")}
 

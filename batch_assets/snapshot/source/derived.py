@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import orjson
 
 from batch_assets.snapshot.source.block import BLOCK_ROWS, Block
 from batch_assets.snapshot.source.errors import MOST_NAMES, Reject, Unseen
+from batch_assets.snapshot.source.text import json_value_of
 from batch_assets.spec.source import SourceSpec
 
 MAX_CELL = 16 << 20  # bytes of a JSON text
@@ -49,7 +51,8 @@ def derived(
         if source.explode is None:
             yield _renamed(block, source, columns)
             continue
-        block = _renamed(block, source, [source.name_here(name) for name in block.columns])
+        here = {source.name_here(name): name for name in block.columns}
+        block = _renamed(block, source, [name for name, old in here.items() if source.name_in_file(name) == old])
         there = [name for name in block.columns if _has_values(block, name)]
         unseen.there |= dict.fromkeys(there)
         unseen.difference_update(there)
@@ -72,6 +75,7 @@ def _exploded(
 ) -> Iterator[Block]:
     column, path, leaf = source.exploded_parts
     made = Block(block.file, [], {name: [] for name in columns}, None, list(block.rejects), _no_ids(id_column))
+    named = None if source.dataset is not None and id_column == source.name_here("row_id") else id_column
     for row, cell in enumerate(block.columns[column]):
         try:
             elements = _elements(cell, path)
@@ -86,11 +90,16 @@ def _exploded(
                 unseen.difference_update(fields)
                 if len(unseen.there) < MOST_NAMES:
                     unseen.there |= dict.fromkeys(fields)
+            if made.ids is not None and id_column is not None:
+                try:
+                    own = fields[named] if named in fields else _id(parent.get(id_column), element, seen)
+                except NoList as error:
+                    made.rejects.append(Reject(block.file, block.lines[row], f"source.explode: {error}"))
+                    continue
+                made.ids.append(own)
             made.lines.append(block.lines[row])
             for name in columns:
                 made.columns[name].append(fields[name] if name in fields else parent.get(name))
-            if made.ids is not None and id_column is not None:
-                made.ids.append(fields[id_column] if id_column in fields else _id(parent.get(id_column), element, seen))
             if len(made.lines) >= BLOCK_ROWS:
                 yield made
                 made = Block(block.file, [], {name: [] for name in columns}, None, [], _no_ids(id_column))
@@ -101,11 +110,19 @@ def _no_ids(id_column: str | None) -> list[Any] | None:
     return None if id_column is None else []
 
 
-def _id(parent: Any, element: Any, seen: Counter[str]) -> str | None:
-    """`PARENT/DIGEST`; equal elements of one list are told apart by their number among them."""
-    if parent is None:
-        return None
-    text = orjson.dumps(element, option=orjson.OPT_SORT_KEYS)
+def _id(parent: Any, element: Any, seen: Counter[str]) -> Any:
+    """`PARENT/DIGEST`; equal elements of one list are told apart by their number among them. What can be no id stays
+    what it is, for whoever checks ids. Raises NoList.
+    """
+    if type(parent) not in (str, int) or not str(parent).strip():
+        return parent
+    try:
+        text = orjson.dumps(element, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # whole numbers beyond 64 bits, or more than 254 levels
+        try:
+            text = json.dumps(element, sort_keys=True, separators=(",", ":")).encode()
+        except RecursionError:
+            raise NoList("expected an element that is not nested as deep") from None
     digest = hashlib.blake2b(text, digest_size=8).hexdigest()
     seen[digest] += 1
     return f"{parent}/{digest}" + (f".{seen[digest]}" if seen[digest] > 1 else "")
@@ -134,10 +151,12 @@ def _parsed(text: str | bytes) -> Any:
     if len(text) > MAX_CELL:
         raise NoList(f"expected at most {MAX_CELL >> 20} MiB of JSON, found {len(text) >> 20} MiB")
     try:
-        return orjson.loads(text)
+        return json_value_of(text if isinstance(text, bytes) else text.encode())
     except orjson.JSONDecodeError as error:
         said = error.msg.partition(": line ")[0]
         raise NoList(f"expected a JSON list, found text that is no JSON: {said} at character {error.pos + 1}") from None
+    except ValueError as error:
+        raise NoList(f"expected a JSON list, found {error}") from None
 
 
 def _kind(value: Any) -> str:

@@ -84,6 +84,18 @@ def _files(
                 yield from _text_blocks(file.name, kind, text, columns, optional, source.delimiter, may_lack)
 
 
+def refuse_deleted_version(source: SourceSpec, base: Path) -> None:
+    """Raise SourceError where the version of a dataset's table was deleted before all of its files had been listed: its
+    manifest goes first."""
+    if source.dataset is None or source.path is None:
+        return
+    try:
+        find_files(f"{source.path.rpartition('/')[0]}/manifest.json", base)
+    except SourceError as error:
+        said = f"source.dataset: version {source.table_version} of {source.dataset} was deleted while it was read"
+        raise SourceError(f"{said}, as two newer ones were published; run again") from error
+
+
 def _text_blocks(
     file: str,
     kind: str,

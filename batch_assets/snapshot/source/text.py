@@ -83,7 +83,7 @@ def _objects(
                 rejects += [] if blank is None else [Reject(file, number, blank)]
                 continue
             try:
-                row = _loads(line)
+                row = json_value_of(line)
             except ValueError as error:
                 if blank is not None:
                     refuse_swallowed(file, number, line)
@@ -102,16 +102,16 @@ def _objects(
         yield Block(file, numbers, {name: [row.get(name) for row in rows] for name in columns}, rejects=rejects)
 
 
-def _loads(line: bytes) -> Any:
+def json_value_of(text: bytes) -> Any:
     """The value of a JSON text, with whole numbers of any size as they are written.
 
     Raises ValueError: orjson's for what is no JSON, else one that says what Python cannot read.
     """
-    value = orjson.loads(line)
-    if not _LONG_NUMBER.search(line):
+    value = orjson.loads(text)
+    if not _LONG_NUMBER.search(text):
         return value
     try:
-        return json.loads(line)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("values nested too deeply") from None
     except ValueError:

@@ -303,6 +303,12 @@ def test_a_where_waits_for_a_key_that_comes_late(bench: Bench) -> None:
     assert (manifest.rows, manifest.rejected) == (1, 0)
 
 
+def test_a_where_that_never_fits_says_so_also_where_no_column_is_text(bench: Bench) -> None:
+    bench.write([{"q": 1}])
+    with pytest.raises(SourceError, match=r"a\.jsonl: source\.where: .* does not fit the columns"):
+        bench.build(source={"path": "a.jsonl", "where": "q <> 'x'"})
+
+
 def test_a_where_that_does_not_fit_json_says_which_columns_are_text(bench: Bench) -> None:
     with pytest.raises(SourceError, match=r"a\.jsonl: source\.where: 'q > 3' does not fit .* CAST\(q AS DOUBLE\)"):
         bench.build([{"q": "a"}], source={"path": "a.jsonl", "where": "q > 3"})

@@ -158,10 +158,10 @@ def test_ids_say_which_row_each_one_was_made_from(chain: Chain) -> None:
 
 
 def test_a_snapshot_names_the_version_that_it_read_also_when_nothing_changed(chain: Chain) -> None:
-    chain.refresh(TOPICS, QUESTIONS)
+    chain.refresh(TOPICS)
     store = DatasetStore(chain.objects, "topics")
     first = chain.build(QUESTIONS)
-    assert first.upstream_version == store.current_published()
+    assert first.upstream_version == store.current_published() is not None
     assert first.source == f"dataset topics, version {first.upstream_version}"
     chain.topics({"mars": "c", "sun": "a", "moon": "b", "venus": "v"})
     chain.lists["v"] = []
@@ -170,6 +170,44 @@ def test_a_snapshot_names_the_version_that_it_read_also_when_nothing_changed(cha
     assert again.snapshot == first.snapshot
     assert again.upstream_version == store.current_published() != first.upstream_version
     assert DatasetStore(chain.objects, "questions").manifest(again.snapshot) == again
+
+
+def test_bad_rows_of_another_version_of_the_same_table_make_no_other_snapshot(chain: Chain) -> None:
+    chain.lists["b"] = [""]  # an empty text is no question
+    skipping = QUESTIONS | {"on_bad_row": "skip", "source": {"dataset": "topics", "explode": "output"}}
+    skipping |= {"prompt": {"user": "{{ output }}"}, "id": "output", "keep_columns": []}
+    chain.refresh(TOPICS)
+    first = chain.build(skipping)
+    assert first.rejected == 1
+    chain.topics({"sun": "a", "moon": "b", "mars": "c", "venus": "v"})
+    chain.lists["v"] = []
+    chain.refresh(TOPICS)
+    again = chain.build(skipping)
+    assert again.snapshot == first.snapshot and again.upstream_version != first.upstream_version
+
+
+def test_a_version_that_is_deleted_while_it_is_listed_is_an_error_and_no_smaller_table(chain: Chain) -> None:
+    chain.refresh(TOPICS)
+    placed = chain.placed(QUESTIONS)
+    version = DatasetStore(chain.objects, "topics").current_published()
+    chain.objects.delete([f"topics/published/{version}/manifest.json"])  # the first that goes
+    store = DatasetStore(chain.objects, "questions")
+    with pytest.raises(SourceError, match=f"version {version} of topics was deleted while it was read.*run again"):
+        build_snapshot(placed, store, now=1.0, workdir=chain.folder / "w", base=chain.folder)
+    assert store.current_snapshot() is None
+
+
+def test_columns_may_be_renamed_to_those_that_the_table_itself_has(chain: Chain) -> None:
+    chain.refresh(TOPICS)
+    source = {**QUESTIONS["source"], "rename": {"topic": "error", "output": "question"}}  # type: ignore[dict-item]
+    assert chain.build(QUESTIONS | {"source": source, "keep_columns": []}).rows == 6
+
+
+def test_a_field_of_an_element_that_is_called_row_id_names_no_row(chain: Chain) -> None:
+    chain.lists = {text: [{"row_id": "same", "q": text}] for text in "abc"}
+    chain.refresh(TOPICS)
+    chain.build(QUESTIONS | {"prompt": {"user": "{{ q }}"}, "keep_columns": []})
+    assert {row_id.partition("/")[0] for row_id in chain.rows("questions")} == {"sun", "moon", "mars"}
 
 
 def test_rows_without_an_answer_are_read_only_where_that_is_asked_for(chain: Chain) -> None:
@@ -313,6 +351,22 @@ def test_a_cell_that_is_no_list_is_a_reject_that_says_what_it_is(tmp_path: Path,
     assert len(reasons) == 1 and reasons[0].startswith("source.explode: ") and reason in reasons[0]
 
 
+@pytest.mark.parametrize("cell", ["[[%s], 1]" % ("9" * 30), "[%s, 1]" % ("[" * 300 + "]" * 300)])
+def test_an_element_that_json_can_hold_has_an_id_of_its_own(tmp_path: Path, cell: str) -> None:
+    found, reasons = rows_from(tmp_path, [{"items": cell, "q": "y", "id": "p"}], id="id", columns=["items"])
+    assert [row["items"] for row in found.values()] == json.loads(cell) and not reasons
+    assert len({row_id.partition("/")[2] for row_id in found}) == 2
+
+
+@pytest.mark.parametrize("parent", [True, 1.5, ["a"], " ", None])
+def test_what_can_be_no_id_is_none_beside_explode_either(tmp_path: Path, parent: Any) -> None:
+    (tmp_path / "q.jsonl").write_text(json.dumps({"items": ["a"], "id": parent}) + '\n{"items": ["b"], "id": "p"}')
+    source = {"path": "q.jsonl", "explode": "items"}
+    made = {"name": "d", "prompt": {"user": "{{ items }}"}, "source": source, "id": "id", "on_bad_row": "skip"}
+    manifest = chain_snapshot(spec(made), tmp_path)
+    assert (manifest.rows, manifest.rejected) == (1, 1)
+
+
 def test_a_field_of_an_element_goes_before_a_column_of_its_row_and_a_column_that_is_nowhere_is_an_error(
     tmp_path: Path,
 ) -> None:
@@ -416,6 +470,8 @@ def test_groups_that_are_too_large_and_rows_without_a_key_are_rejects(
         "source.group_by: expected a value of 'g', found null",
         "source.group_by: expected at most 3 rows and 16 MiB in a group, found 4 rows of 0 MiB",
     ]
+    many, _ = grouped(tmp_path, [{"g": g, "q": 1} for g in (True, 1.5, [1])])
+    assert list(many) == ["true", "1.5", "[1]"]
     _, long = grouped(tmp_path, [{"g": "a", "q": "x" * (1 << 20)}])
     assert "expected at most 1,048,576 bytes in a row of a group" in long[0]
 
