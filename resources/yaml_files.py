@@ -86,12 +86,16 @@ def _number(loader: Any, node: Any) -> float:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes what any version of YAML would read as something else than text."""
+    """Quotes what any version of YAML would read as something else than text; a text of several lines stands as such."""
+
+    def represent_str(self, text: str) -> Any:
+        return self.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
 
 
 for _kind, _pattern, _first in _CORE:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern})\\Z"), list(_first))
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.add_constructor(f"{_TAG}int", _whole_number)
 _Loader.add_constructor(f"{_TAG}float", _number)
 

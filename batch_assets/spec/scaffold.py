@@ -13,6 +13,12 @@ from batch_assets.spec.models import load_spec
 from resources.yaml_files import dump
 
 
+def _asked(max_tokens: int) -> dict[str, Any]:
+    """The model, which does not think before it answers: it would be cut at `max_tokens`."""
+    sampling = {"temperature": 0.7, "max_tokens": max_tokens, "chat_template_kwargs": {"enable_thinking": False}}
+    return {"model": "Qwen/Qwen3-0.6B", "sampling": sampling}
+
+
 def first_attributes(name: str) -> dict[str, Any]:
     """The attributes of a new dataset: a grid of two short lists, so that it runs without a file."""
     return {
@@ -20,8 +26,7 @@ def first_attributes(name: str) -> dict[str, Any]:
         "description": "One sentence per topic and tone.",
         "source": {"grid": {"topic": ["rain", "rivers"], "tone": ["plain", "cheerful"]}},
         "prompt": {"user": "Write one {{ tone }} sentence about {{ topic }}."},
-        "model": "Qwen/Qwen3-0.6B",
-        "sampling": {"temperature": 0.7, "max_tokens": 64, "chat_template_kwargs": {"enable_thinking": False}},
+        **_asked(64),
         "output": {"reasoning_tags": "auto"},
         "keep_columns": ["topic", "tone"],
     }
@@ -36,7 +41,7 @@ def chain_attributes(name: str) -> list[dict[str, Any]]:
         "required": ["questions"],
         "additionalProperties": False,
     }
-    shared = {"model": "Qwen/Qwen3-0.6B", "sampling": {"temperature": 0.7, "max_tokens": 256}}
+    shared = _asked(256)
     questions, answers = f"{name}_questions", f"{name}_answers"
     return [
         {

@@ -94,7 +94,12 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
     fleet = the_fleet()
     with fleet.open_database() as fleet_db:
         timing = ControlTiming.of_sensor(settings.capacity_seconds())
-        return propose(FleetView.look(fleet, fleet_db), fleet_db, spec, work, tags, timing, request)
+        around = FleetView.look(fleet, fleet_db)
+        found = propose(around, fleet_db, spec, work, tags, timing, request)
+    if around.config.only_plays(spec.model):
+        played = f"there are simulated providers alone: `batch-assets run {spec.name}` takes them with --simulate only"
+        found = replace(found, problems=(*found.problems, played))
+    return found
 
 
 def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Workload:

@@ -74,10 +74,14 @@ def test_the_cheapest_fleet_that_makes_the_deadline_is_chosen(home: Path) -> Non
 
 
 def test_a_scaled_clock_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(plan()[1]["clocks"].values()) == {1.0}
+    assert set(plan()[1]["clocks"].values()) == {1.0} and plan()[1]["problems"] == []
     monkeypatch.delenv("BATCH_ASSETS_FLEET")
     monkeypatch.setenv("DAGSTER_HOME", str(home / "new"))  # with the simulated providers that come with the project
-    (clock,) = set(plan()[1]["clocks"].values())
+    status, found = plan()
+    (clock,) = set(found["clocks"].values())
+    # What `run` refuses without --simulate.
+    played = "there are simulated providers alone: `batch-assets run d` takes them with --simulate only"
+    assert (status, found["problems"]) == (0, [played])
     said = CliRunner().invoke(app, ["plan", "d"]).stdout
     words = " ".join(said.split())
     assert f"run {clock:g} × as fast as real time" in words

@@ -128,5 +128,9 @@ def test_a_new_chain_can_be_run_as_it_is_and_its_last_dataset_has_its_name(folde
     assert said.exit_code == 0 and "`batch-assets run quiz --upstream`" in said.stdout
     assert in_tree(declared_specs()) == [("quiz_questions", 0), ("quiz_answers", 1), ("quiz", 2)]
     assert CliRunner().invoke(app, ["check"]).exit_code == 0
+    # Texts of several lines can be read and changed, and no model spends its tokens on thinking.
+    text = (folder / "defs" / "quiz" / "defs.yaml").read_text()
+    assert "    user: |-\n      Which answer is best?\n      {% for one in answer %}\n" in text
+    assert text.count("enable_thinking: false") == 3
     again = CliRunner().invoke(app, ["new", "quiz", "--chain"])
     assert (again.exit_code, "one that no dataset has" in again.output) == (2, True)
