@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from batch_assets.exports.options import ExportOptions, Format
 from gpu_runner.client.llama_cpp import ENGINE
@@ -57,7 +57,7 @@ def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
         if not found.strip():
             raise LeftOut("no_prompt")
         return found
-    if not isinstance(found, list):
+    if not isinstance(found, list) or not all(map(_is_message, found)):
         raise LeftOut("no_prompt")
     if any(one.get("tool_calls") or one["role"] not in _ROLES for one in found):
         raise LeftOut("tool_calls")
@@ -69,10 +69,14 @@ def _prompt(line: Line, options: ExportOptions) -> list[Message] | str:
     return kept
 
 
+def _is_message(one: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str | None)
+
+
 def _begun(prompt: Any) -> str:
     """The beginning of the answer, where the prompt ends with one; else empty."""
-    last = prompt[-1] if isinstance(prompt, list) and prompt else {}
-    return str(last["content"] or "") if last.get("role") == "assistant" else ""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return last["content"] or "" if _is_message(last) and last["role"] == "assistant" else ""
 
 
 def _messages(line: Line, options: ExportOptions) -> list[Message]:

@@ -179,7 +179,8 @@ class _Reader:
         free = one.get("additionalProperties", False) is not False or "patternProperties" in one
         if not isinstance(properties, Mapping) or not properties or free:
             return _JSON
-        if len({name.lower() for name in properties}) < len(properties):  # DuckDB does not tell them apart
+        # DuckDB does not tell apart what differs in case alone, and reads a name up to a NUL.
+        if len({name.lower() for name in properties if name.isprintable()}) < len(properties):
             return _JSON
         self._fields += len(properties)
         if self._fields > MAX_FIELDS:

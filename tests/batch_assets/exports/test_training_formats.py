@@ -55,6 +55,17 @@ def test_a_conversation_with_tool_calls_is_left_out_in_every_format() -> None:
                 made(form, {**LINE, "prompt": prompt})
 
 
+@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt-completion", "preference"])
+@pytest.mark.parametrize(
+    "cell",
+    [["a"], [None], [[]], 7, {"role": "user"}, [{"from": "human", "value": "x"}], [{"role": "user", "content": [1]}]],
+)
+def test_a_column_that_holds_no_prompt_leaves_its_line_out(cell: Any, form: str) -> None:
+    mapping = ["prompt=topic", *(["chosen=output", "rejected=worse"] if form == "preference" else [])]
+    with pytest.raises(LeftOut, match="no_prompt"):
+        made(form, {**LINE, "topic": cell}, mapping=mapping)
+
+
 @pytest.mark.parametrize(
     ("begun", "output", "engine"),
     [

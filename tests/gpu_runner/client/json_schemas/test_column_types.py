@@ -55,6 +55,7 @@ def of_one(schema: Any, **top: Any) -> ColumnType:
         ({"type": "object", "properties": {"b": {"type": "string"}}}, ColumnType(Kind.STRUCT, fields=(("b", STRING),))),
         ({"type": "object", "properties": {"b": {}}, "additionalProperties": {"type": "string"}}, JSON),
         ({"type": "object", "properties": {"b": {}, "B": {}}}, JSON),
+        ({"type": "object", "properties": {"b\0c": {}}}, JSON),
         ({"type": "object"}, JSON),
         ({}, JSON),
         (True, JSON),
