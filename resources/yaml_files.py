@@ -86,7 +86,7 @@ def _number(loader: Any, node: Any) -> float:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes what any version of YAML would read as something else than text; a text of several lines stands as such."""
+    """Quotes what any version of YAML would read as something else than text; keeps the lines of a text."""
 
     def represent_str(self, text: str) -> Any:
         return self.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
