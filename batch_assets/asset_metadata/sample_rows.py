@@ -43,15 +43,17 @@ def sample_markdown(store: DatasetStore, table: PublishedTable, most: int = SAMP
 
 
 def first_rows_markdown(store: DatasetStore, table: PublishedTable) -> str:
-    """The first rows, prompt and output, so short that Dagster's UI shows them on the page and not behind a button."""
+    """The first rows, so short that Dagster's UI shows them on the page and not behind a button: the output below its
+    prompt, as the page is too narrow for two columns of text.
+    """
     names = [column.name for column in table.columns]
     columns = [*([PROMPT] if PROMPT in names else ["row_id"]), "output"]
     rows = list(read_rows(store, table, range(min(SHOWN_ROWS, table.rows)), [*columns, "error"]))
     found = ""
     for letters in (160, 110, 70, 40, 20):
-        lines = [[escaped(cut(_plain_text(name, row), letters)) for name in columns] for row in rows]
-        table_lines = [columns, ["---"] * len(columns), *lines]
-        found = "\n".join(f"| {' | '.join(line)} |" for line in table_lines)
+        lines = [escaped(cut(_plain_text(name, row), letters)) for row in rows for name in columns]
+        marked = [f"→ {line}" if number % 2 else line for number, line in enumerate(lines)]
+        found = "\n".join(f"| {line} |" for line in (" → ".join(columns), "---", *marked))
         if len(found) < INLINE_LETTERS:
             break
     return found

@@ -130,8 +130,9 @@ def test_the_metadata_has_the_sample_only_when_it_may_be_shown(store: DatasetSto
     shown = shown_rows(store, table, samples=True)
     assert list(shown) == ["first_rows", "sample_rows", "histograms"]  # as the page shows them
     first = str(shown["first_rows"].value)
-    assert lines_of(first)[1] == r"| What is 1 plus 1? | zanzibar 1 |"
-    assert len(lines_of(first)) == 3
+    # The page is too narrow for a second column: an output stands below its prompt.
+    assert lines_of(first)[2:4] == [r"| What is 1 plus 1? |", "| → zanzibar 1 |"]
+    assert len(lines_of(first)) == 2 * 3
     assert isinstance(shown["sample_rows"], dg.MarkdownMetadataValue)
     assert "zanzibar" in str(shown["sample_rows"].value)
     hidden = shown_rows(store, table, samples=False)
@@ -144,14 +145,14 @@ def test_the_first_rows_stand_above_the_columns(store: DatasetStore, tmp_path: P
     table = published(store, tmp_path, questions(3), dead=["id-000000"])
     found = list(shown_rows(store, table, samples=True) | table_metadata(store, table, None))
     assert found[0] == "first_rows" and "columns" in found and "dagster/column_schema" not in found
-    assert lines_of(first_rows_markdown(store, table))[0].endswith(r"| no completion\: prompt\_too\_long |")
+    assert lines_of(first_rows_markdown(store, table))[1] == r"| → no completion\: prompt\_too\_long |"
 
 
 def test_long_and_hostile_first_rows_stay_on_the_page(store: DatasetStore, tmp_path: Path) -> None:
     """The UI puts Markdown of 1,000 letters or more behind a button."""
     table = published(store, tmp_path, questions(3), answer=lambda row, number: f"{HOSTILE[number]} `*_|" * 400)
     found = first_rows_markdown(store, table)
-    assert len(found) < 1000 and len(lines_of(found)) == 3
+    assert len(found) < 1000 and len(lines_of(found)) == 2 * 3
     assert not re.search(r"(?<!\\)[<\[`*_]", found)  # every mark is escaped
 
 
