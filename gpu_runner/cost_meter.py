@@ -42,7 +42,7 @@ class CostMeter:
         self._pot = 0.0
         self._useful = 0.0
         self._wasted = 0.0
-        self._rows = self._prompt_tokens = self._completion_tokens = 0
+        self._rows = self._shares = self._prompt_tokens = self._completion_tokens = 0
         self._succeeded = False
 
     def succeed(self, now: float) -> None:
@@ -64,18 +64,21 @@ class CostMeter:
         *,
         together: int = 0,
         cached_tokens: int = 0,
+        over: bool = True,
     ) -> float | None:
         """A row has its outcome, `in_flight` others have not: its share in US dollars.
 
         `together`: rows besides that the same answer brought, which are settled next and have used as much of it.
-        `cached_tokens`: of the prompt's, those that the engine had in its cache.
+        `cached_tokens`: of the prompt's, those that the engine had in its cache. `over`: False where the row goes on
+        with another turn, of which this is the share.
         """
         self._accrue(now)
-        self._rows += 1
+        self._rows += over
+        self._shares += 1
         self._prompt_tokens += prompt_tokens
         self._completion_tokens += completion_tokens
         tokens = max(1, prompt_tokens + completion_tokens)
-        mean = max(1.0, (self._prompt_tokens + self._completion_tokens) / self._rows)
+        mean = max(1.0, (self._prompt_tokens + self._completion_tokens) / self._shares)
         share = self._pot * tokens / (tokens + together * mean + in_flight * mean / 2)
         self._pot -= share
         self._useful += share
@@ -163,9 +166,10 @@ class TokenMeter(CostMeter):
         *,
         together: int = 0,
         cached_tokens: int = 0,
+        over: bool = True,
     ) -> float | None:
         """A row has its outcome: what all its answers cost."""
-        super().settle(prompt_tokens, completion_tokens, in_flight, now, together=together)
+        super().settle(prompt_tokens, completion_tokens, in_flight, now, together=together, over=over)
         usd = self.price.usd(prompt_tokens, completion_tokens, cached_tokens)
         self._settled_usd += usd
         return usd
@@ -244,13 +248,14 @@ class SharedMeter(CostMeter):
         *,
         together: int = 0,
         cached_tokens: int = 0,
+        over: bool = True,
     ) -> float | None:
         """As of the whole, where the rows of others are in flight too."""
         self._in_flight = in_flight + together
         others = self._others
         in_flight += others
         return self._whole.settle(
-            prompt_tokens, completion_tokens, in_flight, now, together=together, cached_tokens=cached_tokens
+            prompt_tokens, completion_tokens, in_flight, now, together=together, cached_tokens=cached_tokens, over=over
         )
 
     def count(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:

@@ -7,8 +7,9 @@ Times are Unix seconds; money is US dollars.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from sys import getsizeof
 from typing import Any, Literal
 
 import orjson
@@ -108,7 +109,8 @@ class Row:
     `completion` and `embedding`. `seed`: this row's own, in place of the generation's. `repeats`: another row of the
     dataset, with an id of its own, has the same request and came first. `sample`: which sample of its prompt it is.
     `fields`: a JSON object of request fields of this row alone, in place of the generation's of the same names; empty
-    where it has none.
+    where it has none. `turns`: all that the user says in a conversation, the first of which ends the prompt; each other
+    one is asked after the answer before it. Empty for a row that is one request by itself.
     """
 
     batch: str
@@ -119,6 +121,7 @@ class Row:
     repeats: bool = False
     sample: int = 0
     fields: bytes = b""
+    turns: tuple[str, ...] = ()
 
     @property
     def _occurrence(self) -> str:
@@ -183,11 +186,42 @@ def is_simulated(model: str, engine: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a conversation that was answered: what the user said, the answer, and what that took.
+
+    The numbers are those of this turn alone, as of an Outcome.
+    """
+
+    user: str
+    output: str
+    finish_reason: str
+    reasoning: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    tries: int
+    seconds: float
+    usd: float | None
+
+    @property
+    def stored_bytes(self) -> int:
+        """About what it takes in the store."""
+        return len(self.user) + len(self.output) + len(self.reasoning or "")
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory it takes."""
+        return sum(getsizeof(text) for text in (self.user, self.output, self.reasoning) if text)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a row: a completion (`error` is None) or a dead letter (`output` is None).
 
     `tries` counts requests charged to the row. `usd` is None while no price is known. `parts`: what the answer holds
     besides its output. `reused_from`: the dataset that was asked and paid for this answer; None: this one.
+
+    Of a conversation, `turns` are those that were answered. Numbers are sums over all turns; the rest is that of the
+    last one. With neither output nor error it is no outcome yet: the conversation goes on after these turns (`begun`).
     """
 
     row_id: str
@@ -205,11 +239,17 @@ class Outcome:
     usd: float | None = None
     parts: AnswerParts = NO_PARTS
     reused_from: str | None = None
+    turns: tuple[Turn, ...] = ()
 
     @property
     def ok(self) -> bool:
         """True for a completion, False for a dead letter."""
         return self.error is None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is none yet, and only says which turns of a conversation were answered."""
+        return self.error is None and self.output is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +271,8 @@ class Batch:
     """A batch as the feed takes it: its rows in snapshot order, and outcomes known before.
 
     `known` maps row id to an outcome read back from the journal or copied from an earlier object;
-    those rows never meet an engine. `urgency`: of all its rows. `job`: the name of what they are a part of, where a
+    those rows never meet an engine. `begun` maps row id to turns of a conversation that were answered before, which
+    goes on after them. `urgency`: of all its rows. `job`: the name of what they are a part of, where a
     feed has rows of several; keys are unique within one.
     """
 
@@ -240,17 +281,29 @@ class Batch:
     known: Mapping[str, Outcome] = field(default_factory=dict)
     urgency: Urgency = ALIKE
     job: str = ""
+    begun: Mapping[str, tuple[Turn, ...]] = field(default_factory=dict)
 
 
-def row_key(generation: Generation, prompt: Any, fields: Mapping[str, Any] | None = None) -> str:
+def row_key(
+    generation: Generation, prompt: Any, fields: Mapping[str, Any] | None = None, turns: Sequence[str] = ()
+) -> str:
     """Sha256 (hex) of the rendered request: same key, same work.
 
     `prompt` is the list of messages or the text. Two rows with one key ask the engine the same
-    question, so a refresh does not ask again. `fields`: request fields of the row's own.
+    question, so a refresh does not ask again. `fields`: request fields of the row's own. `turns`: as of a Row; a single
+    one is a request like any other.
     """
     sampling = {**generation.sampling, **(fields or {})}
     request = replace(generation, sampling=sampling).key_fields() | {"prompt": prompt}
+    if len(turns) > 1:
+        request["turns"] = list(turns)
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def next_request(prompt: bytes, answer: str, user: str) -> bytes:
+    """The messages of a conversation, as JSON, with an answer and what the user says to it behind them."""
+    said = [{"content": answer, "role": "assistant"}, {"content": user, "role": "user"}]
+    return prompt[:-1] + b"," + orjson.dumps(said)[1:]
 
 
 def sample_digest(key: bytes, sample: int) -> bytes:

@@ -31,7 +31,7 @@ from gpu_runner.client.engine_client import (
 from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload
-from gpu_runner.rows import Generation
+from gpu_runner.rows import Generation, next_request
 
 REQUEST_SECONDS = 300.0
 CHECKED_ROWS = 10_000  # of the source, before `where`
@@ -50,7 +50,8 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
     """A row of the source. `prompt`: messages or text as JSON; None when it cannot be used: `refused` says why.
-    `fields`: request fields of its own, as a JSON object.
+    `fields`: request fields of its own, as a JSON object. `turns`: all that the user says in a conversation, of which
+    the prompt ends with the first; that of a row that was asked is its last request.
     """
 
     file: str
@@ -59,6 +60,7 @@ class PreviewRow:
     refused: str = ""
     answer: Answer | None = None
     fields: bytes = b""
+    turns: Sequence[str] = ()
 
     @property
     def own_fields(self) -> dict[str, Any]:
@@ -102,7 +104,9 @@ def _checked(check: RowCheck, block: Block, ids: dict[str, tuple[str, int]]) -> 
                 first = ids.setdefault(seen.ids[i], (part.file, line))
                 refused = "" if first == (part.file, line) else f"id: the same as in {first[0]}, line {first[1]}"
             fields = seen.fields[i] if seen.fields is not None and not refused else b""
-            rows.append(PreviewRow(part.file, line, None if refused else seen.prompts[i], refused, fields=fields))
+            turns = seen.turns[i] if seen.turns is not None and not refused else ()
+            prompt = None if refused else seen.prompts[i]
+            rows.append(PreviewRow(part.file, line, prompt, refused, fields=fields, turns=turns))
     return sorted(rows, key=lambda row: row.line)
 
 
@@ -123,17 +127,35 @@ async def _ask_rows(
     async with EngineClient(endpoint, generation, api_key=api_key, time_outs=limits, tls=tls) as client:
         await client.info()
         began = time.monotonic()
-        answers = await asyncio.gather(*(_ask(client, generation, row) for row in rows))
+        asked = await asyncio.gather(*(_ask(client, generation, row) for row in rows))
         seconds = time.monotonic() - began
-    return [replace(row, answer=answer) for row, answer in zip(rows, answers, strict=True)], seconds
+    return list(asked), seconds
 
 
-async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) -> Answer | None:
+async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) -> PreviewRow:
+    """The row with its answer; a conversation with those before the last one in its prompt."""
+    began, prompt_tokens, completion_tokens = time.monotonic(), 0, 0
+    for said in row.turns[1:]:
+        found = await _answer(client, generation, row, began, free=True)
+        if found is None or (completion := found.completion) is None or row.prompt is None:
+            return replace(row, answer=found)
+        prompt_tokens += completion.prompt_tokens
+        completion_tokens += completion.completion_tokens
+        row = replace(row, prompt=next_request(row.prompt, str(completion.output), said))
+    found = await _answer(client, generation, row, began)
+    if found is not None and (last := found.completion) is not None and prompt_tokens:
+        summed = (last.prompt_tokens + prompt_tokens, last.completion_tokens + completion_tokens)
+        found = replace(found, completion=replace(last, prompt_tokens=summed[0], completion_tokens=summed[1]))
+    return replace(row, answer=found)
+
+
+async def _answer(
+    client: EngineClient, generation: Generation, row: PreviewRow, began: float, *, free: bool = False
+) -> Answer | None:
     if row.prompt is None:
         return None
-    began = time.monotonic()
     try:
-        completion = await client.generate(row.prompt, fields=row.fields)
+        completion = await client.generate(row.prompt, fields=row.fields, free=free)
     except EngineRefused:
         raise
     except (RowRejected, Transient) as error:
@@ -141,7 +163,7 @@ async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) ->
         return Answer(time.monotonic() - began, None, said)
     except EngineError as error:
         return Answer(time.monotonic() - began, None, str(error))
-    check, problem = output_check(generation), ""
+    check, problem = None if free else output_check(generation), ""
     if check is not None and isinstance(completion.output, str):
         wrong = check(completion.output)
         form = "the schema" if generation.json_schema is not None else "output"

@@ -32,6 +32,7 @@ from gpu_runner.rows import Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers
+from resources.store.snapshot_manifest import USER_TURNS
 
 # The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.
 BYTES_PER_TOKEN = 4.0
@@ -51,10 +52,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Estimated tokens of some prompts: mean and most."""
+    """Estimated tokens of some prompts: mean and most.
+
+    Of conversations `mean` is that of all requests of a row, `longest` that of a last request, both without the answers
+    that later requests repeat: these are `repeated` answers a row. `turns`: the mean, `most_turns` the most.
+    """
 
     mean: float
     longest: float
+    turns: float = 1.0
+    repeated: float = 0.0
+    most_turns: int = 1
 
 
 class WorkloadEstimator:
@@ -128,9 +136,12 @@ class WorkloadEstimator:
         return self._manifest
 
     def _sample(self, manifest: SnapshotManifest) -> PromptLengths:
-        tables = self._store.prompt_tables(manifest, _spread(self._entries, SAMPLED_BATCHES), ("prompt",))
+        columns = ("prompt", USER_TURNS)
+        tables = self._store.prompt_tables(manifest, _spread(self._entries, SAMPLED_BATCHES), columns)
         return _estimate(
-            prompt for _, table in tables for prompt in table.column("prompt").slice(0, SAMPLED_ROWS).to_pylist()
+            (row["prompt"], orjson.loads(row.get(USER_TURNS) or b"[]"))
+            for _, table in tables
+            for row in table.slice(0, SAMPLED_ROWS).to_pylist()
         )
 
     def _measured(self, batches: Sequence[BatchObject]) -> list[BatchFooter]:
@@ -153,11 +164,13 @@ def work_of(
     """Work of `rows` rows out of `all_rows`: lengths of committed batches where there are some, else estimates."""
     most = _most_output(generation)
     room = max(most, generation.longest_answer or 0)
+    before = room * (prompts.most_turns - 1)  # answers that a last request repeats
     answered = sum(footer.ok for footer in footers)
     prompt = sum(footer.prompt_tokens for footer in footers) / answered if answered else 0.0
     if answered and prompt > 0:
         output = sum(footer.completion_tokens for footer in footers) / answered
-        longest = prompts.longest * max(1.0, prompt / max(1.0, prompts.mean))
+        expected = prompts.mean + prompts.repeated * output / prompts.turns
+        longest = prompts.longest * max(1.0, prompt / max(1.0, expected)) + before
         mix = LengthMix(prompt, output if generation.task != "embedding" else 0.0)
         return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), most)
     fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
@@ -166,8 +179,13 @@ def work_of(
     limit = f"max_tokens ({most:,})" if generation.most_tokens else f"{most:,} tokens, as sampling has no limit"
     texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of {limit}"]
     assumed = (*said, *(Assumption(Subject.LENGTHS, text) for text in texts))
-    mix = LengthMix(max(1.0, prompts.mean), most * share)
-    return Workload(rows, all_rows, mix, round(prompts.longest + room), "estimated", "assumed", assumed, most)
+    if prompts.most_turns > 1:
+        text = f"conversations: {prompts.turns:.3g} turns a row, each with all answers before it in its prompt"
+        assumed = (*assumed, Assumption(Subject.LENGTHS, text))
+    answer = most * share
+    mix = LengthMix(max(1.0, prompts.mean + prompts.repeated * answer), prompts.turns * answer)
+    longest = round(prompts.longest + before + room)
+    return Workload(rows, all_rows, mix, longest, "estimated", "assumed", assumed, most)
 
 
 def spread_of(footers: Sequence[BatchFooter]) -> float:
@@ -221,15 +239,30 @@ def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: 
     return min(found, spec.source.limit or found)
 
 
-def _rendered(prompts: Prompts, block: Block) -> Iterator[bytes]:
-    """Prompts of a block's first rows, without those that cannot be used."""
+def _rendered(prompts: Prompts, block: Block) -> Iterator[tuple[bytes, Sequence[str]]]:
+    """Prompts of a block's first rows, with what the user says in each, without those that cannot be used."""
     part, refused = block.part(0, SAMPLED_ROWS), dict[int, str]()
-    yield from (prompt for i, prompt in enumerate(prompts.render(part, refused).prompts) if i not in refused)
+    found = prompts.render(part, refused)
+    turns: Sequence[Sequence[str]] = found.turns or [()] * len(found.prompts)
+    yield from (row for i, row in enumerate(zip(found.prompts, turns, strict=True)) if i not in refused)
 
 
-def _estimate(prompts: Iterable[bytes]) -> PromptLengths:
-    tokens = [_prompt_tokens(orjson.loads(prompt)) for prompt in prompts]
-    return PromptLengths(sum(tokens) / len(tokens), max(tokens)) if tokens else PromptLengths(0.0, 0.0)
+def _estimate(prompts: Iterable[tuple[bytes, Sequence[str]]]) -> PromptLengths:
+    """`prompts`: each with all that the user says in its row, where that is a conversation."""
+    tokens: list[tuple[float, float, int]] = []
+    for prompt, turns in prompts:
+        request = _prompt_tokens(orjson.loads(prompt))
+        whole, requests = request, 1
+        for said in turns[1:]:
+            request += len(said.encode()) / BYTES_PER_TOKEN + 2 * MESSAGE_TOKENS  # and around the answer before it
+            whole, requests = whole + request, requests + 1
+        tokens.append((whole, request, requests))
+    if not tokens:
+        return PromptLengths(0.0, 0.0)
+    wholes, lasts, turns_of = zip(*tokens, strict=True)
+    rows = len(tokens)
+    repeated = sum(n * (n - 1) / 2 for n in turns_of) / rows
+    return PromptLengths(sum(wholes) / rows, max(lasts), sum(turns_of) / rows, repeated, max(turns_of))
 
 
 def _prompt_tokens(prompt: Any) -> float:

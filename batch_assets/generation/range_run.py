@@ -40,6 +40,7 @@ from resources.store.dataset_store import (
     SnapshotManifest,
     check_object,
 )
+from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.reusable_answers import ReusableAnswers, ReusableBatch
 from resources.store.row_condition import RowCondition
@@ -73,7 +74,7 @@ class RangeSource:
         self._job, self._simulated = job, simulated
         self._store, self._manifest, self._works = job.store, job.manifest, job.works
         self._reads = StoreReads(job.health, job.store_is_there)
-        self._journaled: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        self._journaled: dict[str, dict[tuple[str, str], Outcome]] = defaultdict(dict)
         self._answers = ReusableAnswers(job.store.objects, job.store.dataset, reuse) if reuse else None
         self._reusable: Mapping[str, ReusableBatch] = {}
         self._gone: frozenset[str] = frozenset()
@@ -216,9 +217,15 @@ class RangeSource:
 
         elsewhere = {} if work.anew else self._reusable_outcomes(work.entry, rows)
         kept = of_this_batch(elsewhere.values()) | of_this_batch(self.kept(work))
-        journaled = of_this_batch(self._new_in_journal(work))
+        new = list(self._new_in_journal(work))
+        journaled = of_this_batch(outcome for outcome in new if not outcome.begun)
         self._job.reused[work.entry.key] = len(kept.keys() - journaled.keys())
-        return Batch(work.entry.key, rows, kept | journaled, job=self._job.name)
+        begun = [outcome for outcome in new if outcome.begun]
+        if any(row.turns for row in rows):
+            begun += [outcome for outcome in self._tried_again(work) if outcome.turns]
+        furthest = of_this_batch(sorted(begun, key=lambda outcome: len(outcome.turns)))
+        turns = {row_id: outcome.turns for row_id, outcome in furthest.items()}
+        return Batch(work.entry.key, rows, kept | journaled, job=self._job.name, begun=turns)
 
     def _new_in_journal(self, work: Work) -> Iterable[Outcome]:
         """What the journal has of a batch: where it is made anew, nothing that its former object has, too."""
@@ -257,14 +264,20 @@ class RangeSource:
         if work.anew is not None:
             yield from self._kept_beside(work.anew, work.where)
             return
-        outcomes: list[Outcome] = []
+        kept = (outcome for outcome in self._earlier(work) if work.keeps(outcome))
+        yield from sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at))
+
+    def _tried_again(self, work: Work) -> Iterator[Outcome]:
+        """Dead letters of earlier objects that are to be tried again: a conversation goes on after its last answer."""
+        return (outcome for outcome in self._earlier(work) if not work.keeps(outcome))
+
+    def _earlier(self, work: Work) -> Iterator[Outcome]:
+        """Outcomes of earlier objects."""
         for batch in work.keep:
             try:
-                outcomes += self._reads.read(partial(self._store.outcomes, batch))
+                yield from self._reads.read(partial(self._store.outcomes, batch))
             except (CorruptObject, FileNotFoundError):
                 continue  # verify names it; its rows are generated again
-        kept = (outcome for outcome in outcomes if work.keeps(outcome))
-        yield from sorted(kept, key=lambda outcome: (outcome.ok, outcome.started_at))
 
     def _kept_beside(self, former: BatchObject, where: str) -> Iterator[Outcome]:
         """Return, of a batch that is made anew, the outcomes of rows that are not asked again."""
@@ -282,7 +295,7 @@ class RangeSource:
             self._job.journal.take_in(path, outcomes)
             for key, rows in outcomes.items():
                 if key in self._works:
-                    self._journaled[key].update({outcome.row_id: outcome for outcome in rows})
+                    note_furthest(self._journaled[key], rows)
 
     def _segment(self, path: str) -> dict[str, list[Outcome]]:
         try:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batch_assets.publishing.prompt_column import PROMPT, decoded_prompts
+from batch_assets.publishing.prompt_column import PROMPT, decoded_prompts, last_requests
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.outcome_columns import OUTCOME_COLUMNS
+from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS
+from resources.store.snapshot_manifest import USER_TURNS
 
 RESERVED_COLUMNS = frozenset((*OUTCOME_COLUMNS, PROMPT, "batch", "duplicate_of"))
 _PIECE_ROWS = 1000
@@ -64,6 +65,7 @@ class CommittedRows:
     ) -> None:
         self._store, self._manifest, self._current = store, manifest, current
         self._columns = [*manifest.keep_columns, *([PROMPT] if prompt else [])]
+        self._columns += [USER_TURNS] if prompt and manifest.turns else []
         self._task = manifest.settings().task
         self._footer: tuple[int, pq.FileMetaData | None] = (-1, None)
 
@@ -93,10 +95,15 @@ class CommittedRows:
         for name in self._manifest.keep_columns:
             table = table.append_column(table_name(name), kept.column(name))
         if PROMPT in self._columns:
-            table = table.append_column(
-                PROMPT, decoded_prompts(kept.column(PROMPT), self._task, conversations=self._manifest.conversations)
-            )
+            table = table.append_column(PROMPT, self._prompts(kept, table))
         return table
+
+    def _prompts(self, kept: pa.Table, outcomes: pa.Table) -> pa.ChunkedArray:
+        prompts, conversations = kept.column(PROMPT), self._manifest.conversations
+        if not self._manifest.turns:
+            return decoded_prompts(prompts, self._task, conversations=conversations)
+        said = kept.column(USER_TURNS)
+        return last_requests(prompts, said, outcomes.column(TURNS), conversations=conversations)
 
     def _shard_path(self, number: int) -> str:
         return self._store.snapshot_path(self._manifest.snapshot, self._manifest.shards[number].path)
@@ -128,5 +135,7 @@ class CommittedRows:
         table = self._store.batch_table(batch)
         if table.num_rows != entry.rows:
             raise CorruptObject(f"{self._store.batch_path(batch)}: expected {entry.rows} rows, found {table.num_rows}")
+        if not self._manifest.turns and TURNS in table.schema.names:
+            table = table.drop_columns([TURNS])  # the source may have a column of this name
         keys = pa.array([entry.key] * entry.rows, pa.string())
         return table.replace_schema_metadata(None).append_column("batch", keys)

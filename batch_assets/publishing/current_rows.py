@@ -19,11 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.publishing.batch_reader import table_name
+from batch_assets.publishing.prompt_column import last_request
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.row_condition import SqlCondition
+from resources.store.snapshot_manifest import USER_TURNS
 
 MOST_ROWS = 200_000  # that one call looks at
 JOURNAL_BYTES = 64 << 20  # of the segments that one call reads, as they lie in the store
@@ -46,7 +48,8 @@ class RowState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CurrentRow:
-    """One row. `prompt`: messages or a text. `kept`: the source's columns, by their names in a table.
+    """One row. `prompt`: messages or a text; of a conversation, its last request. `kept`: the source's columns, by
+    their names in a table.
 
     `outcome`: None while the row waits.
     """
@@ -195,12 +198,16 @@ class _Reader:
         outcomes, committed = self._outcomes(entry), entry.key in self._current
         names = self._manifest.keep_columns
         found = []
-        for line in self._table(entry, ["row_id", "row_key", "prompt", *names]).to_pylist():
+        for line in self._table(entry, ["row_id", "row_key", "prompt", USER_TURNS, *names]).to_pylist():
             known = outcomes.get(line["row_id"])
             if known is not None and known.row_key != line["row_key"]:
                 known = None  # of an earlier snapshot: the row is asked again
             kept = {table_name(name): line[name] for name in names}
-            found.append(CurrentRow(entry.key, line["row_id"], orjson.loads(line["prompt"]), kept, known, committed))
+            prompt = orjson.loads(line["prompt"])
+            if said := line.get(USER_TURNS):
+                turns = () if known is None else known.turns
+                prompt = last_request(prompt, orjson.loads(said), [turn.output for turn in turns])
+            found.append(CurrentRow(entry.key, line["row_id"], prompt, kept, known, committed))
         return found
 
     def _table(self, entry: BatchEntry, columns: Sequence[str]) -> pa.Table:
@@ -236,5 +243,5 @@ class _Reader:
             except FileNotFoundError:
                 continue
             for key in batches.keys() & keys:
-                found.setdefault(key, {}).update({one.row_id: one for one in batches[key]})
+                found.setdefault(key, {}).update({one.row_id: one for one in batches[key] if not one.begun})
         return found

@@ -54,6 +54,8 @@ MEANING = {
     "started_at": "when its last request began",
     "seconds": "how long that took",
     "usd": "share of the instance's price; null while no price is known",
+    "turns": "of conversations (`prompt.turns`), each turn: user, output, finish_reason, reasoning, tokens, tries, "
+    "seconds and usd; those of the row are their sums, and its output is that of the last",
     "reused_from": "dataset that was asked and paid for this answer; null: this one",
     "batch": "Dagster partition",
     "duplicate_of": "row_id of the row that asked the same question, else null",

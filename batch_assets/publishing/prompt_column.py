@@ -2,12 +2,14 @@
 
 For chat it is a list of messages, each with `role` and `content`, as `datasets`, TRL and chat templates take it; where
 the messages come from a column (`prompt.messages_from`), with what else OpenAI's messages have, and a list of content
-parts is the JSON text of that list. For completions and embeddings it is the text. It is not called `messages`:
+parts is the JSON text of that list. Of a conversation of several turns it is the last request, with all answers but
+the last. For completions and embeddings it is the text. It is not called `messages`:
 trainers take a column of that name for whole conversations, with their answers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ _CONVERSATION = pa.list_(
         ]
     )
 )
+Message = dict[str, Any]
 _DECODED_MESSAGES = pl.List(pl.Struct({"role": pl.String, "content": pl.String}))
 
 
@@ -46,15 +49,45 @@ def decoded_prompts(stored: pa.ChunkedArray, task: Task, *, conversations: bool 
     `conversations` as in `prompt_type`: these are decoded in Python.
     """
     if conversations and task == "chat":
-        return pa.chunked_array([pa.array(map(_conversation, stored.to_pylist()), _CONVERSATION)], _CONVERSATION)
+        return _written(map(orjson.loads, stored.to_pylist()), conversations=True)
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))
     decoded = text.str.json_decode(_DECODED_MESSAGES if task == "chat" else pl.String)
     return pa.chunked_array([decoded.to_arrow().cast(prompt_type(task))], prompt_type(task))
 
 
-def _conversation(stored: bytes | None) -> list[dict[str, Any]] | None:
-    messages = None if stored is None else orjson.loads(stored)
-    for message in messages or ():
+def last_requests(
+    stored: pa.ChunkedArray, said: pa.ChunkedArray, turns: pa.ChunkedArray, *, conversations: bool
+) -> pa.ChunkedArray:
+    """Prompts as a table has them, of conversations: each with the answers before the last, and what the user said to
+    them. `said`: all that the user says, as a snapshot holds it; `turns`: the column of outcomes.
+    """
+    rows = zip(stored.to_pylist(), said.to_pylist(), turns.to_pylist(), strict=True)
+    return _written(
+        (
+            last_request(orjson.loads(prompt), orjson.loads(texts), [turn["output"] for turn in answered or ()])
+            for prompt, texts, answered in rows
+        ),
+        conversations=conversations,
+    )
+
+
+def last_request(prompt: list[Message], said: Sequence[str], answers: Sequence[str]) -> list[Message]:
+    """The messages of the last request of a conversation. `said`: all that the user says, of which `prompt` ends with
+    the first; `answers`: those that came.
+    """
+    messages = list(prompt)
+    for answer, text in zip(answers, said[1:], strict=False):
+        messages += ({"role": "assistant", "content": answer}, {"role": "user", "content": text})
+    return messages
+
+
+def _written(prompts: Iterable[list[Message]], *, conversations: bool) -> pa.ChunkedArray:
+    kind = prompt_type("chat", conversations=conversations)
+    return pa.chunked_array([pa.array(map(_texts, prompts), kind)], kind)
+
+
+def _texts(messages: list[Message]) -> list[Message]:
+    for message in messages:
         if isinstance(message.get("content"), list):
             message["content"] = orjson.dumps(message["content"]).decode()
     return messages

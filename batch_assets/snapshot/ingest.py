@@ -27,7 +27,7 @@ from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.snapshot.source.reader import refuse_deleted_version
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import sample_digest, sample_id
-from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX
+from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX, USER_TURNS
 
 MAX_KEPT = 1 << 20
 MAX_ID = 1024
@@ -133,7 +133,7 @@ def _is_unknown_zone(error: LookupError) -> bool:
 
 @dataclass(slots=True)
 class CheckedRows:
-    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields`: of requests, see
+    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields` and `turns`: see
     `prompts.rendering.Rendered`.
     """
 
@@ -142,6 +142,7 @@ class CheckedRows:
     ids: list[str] | None
     kept: list[bytes] | None
     refused: dict[int, str]
+    turns: list[list[str]] | None = None
 
     def take(self, rows: Sequence[int]) -> CheckedRows:
         """Those at these places, none of which is refused."""
@@ -151,6 +152,7 @@ class CheckedRows:
             self.ids and [self.ids[i] for i in rows],
             self.kept and [self.kept[i] for i in rows],
             {},
+            self.turns and [self.turns[i] for i in rows],
         )
 
 
@@ -165,7 +167,7 @@ class RowCheck:
         self._id = spec.id_column if spec.source.group_by is None else None
         self.columns = list(dict.fromkeys([*wanted, *([self._id] if self._id else [])]))
         self.unseen = Unseen(set(self.columns) - self._prompts.required - {self._id})
-        self.has_fields = self._prompts.has_fields
+        self.has_fields, self.has_turns = self._prompts.has_fields, self._prompts.has_turns
         self.kinds = ColumnKinds(spec.keep_columns)
         self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
         self._readable = False
@@ -207,8 +209,9 @@ class RowCheck:
         ids = None if found is None else _row_ids(found, refused, sampled, theirs=self._spec.id is not None)
         rendered, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
         if prompts := rendered.prompts:
-            self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ()))) // len(prompts)
-        return CheckedRows(prompts, rendered.fields, ids, kept, refused)
+            said = sum(len(text) for turns in rendered.turns or () for text in turns)
+            self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ())) + said) // len(prompts)
+        return CheckedRows(prompts, rendered.fields, ids, kept, refused, rendered.turns)
 
     def finish(self) -> None:
         """After the last block: raises SourceError for a column that was in no row, and where there was no row."""
@@ -266,13 +269,15 @@ class _Reading:
         return rejects
 
     def _write(self, part: Block, checked: CheckedRows) -> None:
-        digests, number = self._keys.digests(checked.prompts, checked.fields), self._spec.samples
+        digests = self._keys.digests(checked.prompts, checked.fields, checked.turns)
+        number, turns = self._spec.samples, checked.turns
         prompts, fields, ids, kept = checked.prompts, checked.fields, checked.ids, checked.kept
         samples = [sample for _ in prompts for sample in range(number)]
         if number > 1:  # those of one prompt stand next to each other: engines keep the prompt's prefix
             rows = [row for row in range(len(prompts)) for _ in range(number)]
             part, prompts = part.take(rows), [prompts[row] for row in rows]
             fields = fields and [fields[row] for row in rows]
+            turns = turns and [turns[row] for row in rows]
             digests = [sample_digest(digests[row], sample) for row, sample in zip(rows, samples, strict=True)]
             ids = ids and [sample_id(ids[row], sample) for row, sample in zip(rows, samples, strict=True)]
             kept = kept and [kept[row] for row in rows]
@@ -291,6 +296,8 @@ class _Reading:
             columns[SAMPLE_INDEX] = samples
         if fields is not None:
             columns[REQUEST_FIELDS] = [own or None for own in fields]
+        if turns is not None:
+            columns[USER_TURNS] = [orjson.dumps(said) for said in turns]
         arrays = [_array(columns[item.name], item.type) for item in stage.schema]
         file = self._files.setdefault(part.file, len(self._files))
         self._add_to_index(digests, ids, file, part.lines, stage.rows)
@@ -311,6 +318,8 @@ class _Reading:
             fields.append(_SAMPLE)
         if self.check.has_fields:
             fields.append(pa.field(REQUEST_FIELDS, pa.binary()))
+        if self.check.has_turns:
+            fields.append(pa.field(USER_TURNS, pa.binary()))
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:

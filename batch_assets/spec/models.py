@@ -40,7 +40,7 @@ from batch_assets.spec.fields import (
 )
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
-from batch_assets.spec.sampling_values import NUMBERS
+from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
 from batch_assets.templates.prompt_template import Template, single_braces
 from gpu_runner.client.protocol import CONTINUES_ANSWER
@@ -50,7 +50,7 @@ from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import LONGER_ANSWER, TOKEN_LIMITS, Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.model_catalog import DeclaredModel
-from resources.store.outcome_columns import OUTCOME_COLUMNS
+from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS
 from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX
 
 __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec"]
@@ -114,6 +114,17 @@ class PromptSpec(Strict):
         "JSON text. `system` and `examples` may stand before it, `user` after it.",
     )
     user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
+    turns: list[Text] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_TURNS,
+        description="What the user says in a conversation, instead of `user` (chat): templates, each asked after the "
+        "answer to the one before it. One row, one line, with all turns in the column `turns`.",
+    )
+    turns_from: Column | None = Field(
+        default=None,
+        description=f"As `turns`, from a column: a list of 1 to {MAX_TURNS} texts, or its JSON text.",
+    )
     messages: list[MessageSpec] | None = Field(
         default=None,
         min_length=1,
@@ -128,7 +139,13 @@ class PromptSpec(Strict):
         if self.messages is not None:
             return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
         parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
+        parts += [(f"turns.{i}", "user", text) for i, text in enumerate(self.turns or ())]
         return [(key, role, template) for key, role, template in parts if template is not None]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether rows are conversations, whose later turns are asked after the answers to those before."""
+        return self.turns is not None or self.turns_from is not None
 
 
 class SamplingSpec(Strict):
@@ -396,6 +413,7 @@ class GeneratedDatasetSpec(Strict):
         _check_refresh(self)
         _check_samples(self)
         _check_output_columns(self)
+        _check_turns(self)
         return self
 
     @property
@@ -462,22 +480,26 @@ def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
 
 
 def _check_prompt(task: Task, prompt: PromptSpec) -> None:
-    keys = ("system", "system_from", "examples", "messages_from", "user", "messages", "text")
+    keys = ("system", "system_from", "examples", "messages_from", "user", "turns", "turns_from", "messages", "text")
     given = [key for key in keys if getattr(prompt, key) is not None]
     allowed: tuple[list[str], ...] = (["text"], ["user"])
     expected = "prompt.text (or prompt.user) alone"
     asked = given
     if task == "chat":
-        allowed = (["user"], ["messages_from"], ["messages_from", "user"], ["messages"])
-        expected = "prompt.user, prompt.messages_from (with prompt.user after it or without), or prompt.messages"
+        said = (["user"], ["turns"], ["turns_from"])
+        allowed = (*said, ["messages_from"], *(["messages_from", *one] for one in said), ["messages"])
+        expected = (
+            "prompt.user, prompt.turns, prompt.turns_from, prompt.messages_from (with one of these after it or "
+            "without), or prompt.messages"
+        )
         if given != ["messages"]:
             asked = [key for key in given if key not in ("system", "system_from", "examples")]
-            expected += "; before user and messages_from prompt.system (or system_from) and prompt.examples"
+            expected += "; before user, turns and messages_from prompt.system (or system_from) and prompt.examples"
             twice = {"system", "system_from"} <= set(given) or asked == ["messages"]
             asked = given if twice else asked
     if asked not in allowed:
         raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
-    with_columns = prompt.messages_from is not None or prompt.system_from is not None
+    with_columns = any((prompt.messages_from, prompt.system_from, prompt.turns_from))
     if not with_columns and not any(Template(text).columns for _, _, text in prompt.templates()):
         for key, _, text in prompt.templates():
             if name := single_braces(text):
@@ -591,6 +613,7 @@ def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
         hint = "Leave output.columns out: the column output has the whole JSON as text."
         raise Unusable(error.expected, error.found, hint, key="output.columns") from error
     sampled = {SAMPLE_INDEX} if spec.samples > 1 else set()
+    sampled |= {TURNS} if spec.prompt.has_turns else set()
     taken = OWN_COLUMNS | sampled | {column.lower() for column in spec.keep_columns}
     for name in names:
         # DuckDB and others do not tell column names apart by case.
@@ -601,6 +624,20 @@ def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
             found, most = show(name[:MAX_COLUMN_NAME]), f"1 to {MAX_COLUMN_NAME} printable characters"
             raise Unusable(f"properties whose names are {most}", found, key="output.columns")
         taken |= {name.lower()}
+
+
+def _check_turns(spec: GeneratedDatasetSpec) -> None:
+    """Raises Unusable for what has no meaning in a conversation whose user's words are fixed."""
+    if not spec.prompt.has_turns:
+        return
+    key = "turns" if spec.prompt.turns is not None else "turns_from"
+    if spec.sampling.tools_from is not None or (spec.sampling.extra or {}).get("tools"):
+        hint = "Nobody would answer a tool call before the next turn."
+        raise Unusable("no tools beside it", "some", hint, key=f"prompt.{key}")
+    for index, column in enumerate(spec.keep_columns):
+        if column.lower() == TURNS:
+            hint = "Give it another name: source.rename, old name to new name."
+            raise Unusable(f"no such column beside prompt.{key}", show(column), hint, key=f"keep_columns.{index}")
 
 
 def _check_reuse(spec: GeneratedDatasetSpec) -> None:

@@ -12,6 +12,7 @@ import orjson
 MOST_STOPS = 16
 MAX_TOOLS_JSON = 1 << 20  # characters of tools that are JSON text
 MAX_DEPTH = 64
+MAX_TURNS = 100  # of the user, in a conversation
 
 
 class Unfit(Exception):

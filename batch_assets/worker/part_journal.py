@@ -1,7 +1,7 @@
 """Finished rows of open parts on their way into the journal of the store, and the segments that are there.
 
 A part is up to 250 rows that are committed as one object. Rows of a write that failed wait for the next one; a segment
-may hold a row that another one holds.
+may hold a row that another one holds, as a conversation is written again with each turn that was answered.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PartJournal:
         with self._flush:
             with self._guard:
                 waiting, self._waiting = self._waiting, defaultdict(list)
-                self._on_their_way = {key: rows for key, rows in waiting.items() if not self._closed(key)}
+                self._on_their_way = {key: _newest(rows) for key, rows in waiting.items() if not self._closed(key)}
             try:
                 for portion in list(_portions(self._on_their_way)):
                     self._write(portion)
@@ -163,6 +163,11 @@ class PartJournal:
         """Wait so long for a write that is under way."""
         if self._flush.acquire(timeout=seconds):
             self._flush.release()
+
+
+def _newest(rows: Sequence[Outcome]) -> list[Outcome]:
+    """Of each row the last one: each turn of a conversation has those before it."""
+    return list({row.row_id: row for row in rows}.values())
 
 
 def _portions(parts: Rows) -> Iterator[dict[str, list[Outcome]]]:

@@ -199,16 +199,17 @@ class EngineClient:
         admit: Admit | None = None,
         fields: bytes = b"",
         max_tokens: int | None = None,
+        free: bool = False,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient or RequestDenied.
 
         `admit` is awaited with a number of bytes before an answer of that size is read. `fields`: request fields of
         the row's own, a JSON object; `max_tokens` goes before them, and no more than the engine's context is asked
-        for, where that is known.
+        for, where that is known. `free`: the answer need not have the form that outputs have.
         """
         if max_tokens is not None and self._context is not None:
             max_tokens = min(max_tokens, self._context - 1)
-        body = self._requests.body(prompt, repair, fields, max_tokens)
+        body = self._requests.body(prompt, repair, fields, max_tokens, free=free)
         if not fields:
             return await self._ask(body, admit, self._completion)
         limit = self._answer_bytes or answer_limit(self._requests.with_fields(fields), self._context)

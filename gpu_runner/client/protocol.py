@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -197,6 +197,9 @@ class Requests:
         self._generation = generation
         self._field = {"chat": b"messages", "completion": b"prompt", "embedding": b"input"}[generation.task]
         self._head = self._encode(dict(generation.sampling))
+        self._free: Requests | None = None
+        if generation.json_schema is not None or self._given.structured_outputs is not None:
+            self._free = Requests(replace(self._given, json_schema=None, structured_outputs=None), dialect)
 
     def _encode(self, sampling: Mapping[str, Any]) -> bytes:
         fields: dict[str, Any] = {"model": self._generation.asked_model, **sampling}
@@ -227,12 +230,16 @@ class Requests:
         repair: Repair | None = None,
         fields: bytes = b"",
         max_tokens: int | None = None,
+        *,
+        free: bool = False,
     ) -> bytes:
         """The body for one row. `prompt` is JSON: messages for chat, a string otherwise. `fields`, `max_tokens`: the
-        row's own, the latter before all others.
+        row's own, the latter before all others. `free`: without the form that outputs have.
 
         Raises RowRejected where the server cannot do what they ask for.
         """
+        if free and self._free is not None:
+            return self._free.body(prompt, repair, fields, max_tokens)
         generation = self.with_fields(fields) if fields else self._generation
         sampling = dict(generation.sampling)
         if max_tokens is not None:

@@ -8,12 +8,13 @@ Plain bookkeeping on the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from sys import getsizeof
 
 from gpu_runner.answers import NO_PARTS
 from gpu_runner.client.protocol import Completion
-from gpu_runner.rows import Outcome
+from gpu_runner.rows import Outcome, Turn
 
 # A float object and its place in a tuple; in the store it is a float32.
 NUMBER_BYTES, STORED_NUMBER_BYTES = 32, 4
@@ -22,7 +23,7 @@ ROW_BYTES = 64 * 1024
 
 # The other fields of an outcome are what the row was answered with.
 _BESIDE = {"row_id", "row_key", "finish_reason", "prompt_tokens", "completion_tokens", "tries", "error"}
-_BESIDE |= {"error_message", "origin", "started_at", "seconds", "usd", "parts"}
+_BESIDE |= {"error_message", "origin", "started_at", "seconds", "usd", "parts", "turns"}
 _ANSWER_FIELDS = tuple(field.name for field in fields(Outcome) if field.name not in _BESIDE)
 
 
@@ -47,7 +48,7 @@ class _Reader:
 
 def bytes_of(answer: Outcome | Completion) -> tuple[int, int]:
     """(bytes in memory, bytes in the store before compression) of an answer."""
-    held = stored = 0
+    held, stored = bytes_of_turns(answer.turns) if isinstance(answer, Outcome) and answer.turns else (0, 0)
     for name in _ANSWER_FIELDS:
         value = getattr(answer, name, None)
         if type(value) is str:
@@ -60,6 +61,11 @@ def bytes_of(answer: Outcome | Completion) -> tuple[int, int]:
         return held, stored
     beside = answer.parts.bytes
     return held + beside, stored + beside
+
+
+def bytes_of_turns(turns: Sequence[Turn]) -> tuple[int, int]:
+    """As `bytes_of`, of turns of a conversation."""
+    return sum([turn.bytes for turn in turns]), sum([turn.stored_bytes for turn in turns])
 
 
 class AnswerMemory:

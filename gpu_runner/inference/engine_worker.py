@@ -239,7 +239,7 @@ class EngineWorker:
         return request
 
     def _kind_of(self, item: Item) -> object:
-        return None if self._list_engine is None else self._list_engine.list_kind(item.row.prompt)
+        return None if self._list_engine is None else self._list_engine.list_kind(item.prompt)
 
     def _companions(self, item: Item) -> int:
         return self._lists.with_tries_left(item.tries, self.policy.retry.max_tries)
@@ -266,7 +266,7 @@ class EngineWorker:
             self.work.start(item, time.time())
         try:
             with self._around(request):
-                prompts = [item.row.prompt for item in rows]
+                prompts = [item.prompt for item in rows]
                 completions = await self._list_engine.generate_list(prompts, admit=partial(self._admit, request))
         except (EngineLost, EngineRefused, Transient, RowRejected) as error:
             if not self._list_failed(request, error):
@@ -318,7 +318,7 @@ class EngineWorker:
         now = self._loop.time()
         self.liveness.answered(now)
         tokens = sum([completion.prompt_tokens for completion in completions])
-        size = sum([len(item.row.prompt) for item in rows])
+        size = sum([len(item.prompt) for item in rows])
         self._lists.counted(tokens, size)
         self._durations.answered(size, now - rows[0].sent, len(rows))
         if self.rate is not None:
@@ -356,11 +356,12 @@ class EngineWorker:
         try:
             with self._around(request):
                 completion = await self.engine.generate(
-                    item.row.prompt,
+                    item.prompt,
                     repair=item.repair,
                     admit=partial(self._admit, request),
                     fields=item.row.own_fields,
                     max_tokens=item.max_tokens,
+                    free=item.goes_on,
                 )
         except EngineError as error:
             self._failed(request, item, error)
@@ -397,7 +398,7 @@ class EngineWorker:
         if self.rate is not None:
             self.rate.on_answer(item, completion.prompt_tokens, completion.completion_tokens, self._loop.time())
         now = self._answered(item)
-        self._durations.answered(len(item.row.prompt), now - item.sent)
+        self._durations.answered(len(item.prompt), now - item.sent)
         self.liveness.answered(now)
         self.window.refusals.on_served()
         self._add_tokens(item, completion)
@@ -531,13 +532,17 @@ class EngineWorker:
         first = rows[0]
         with self._around(Request(rows)):
             if len(rows) == 1:
-                row = first.row
                 answer = await self.engine.generate(
-                    row.prompt, repair=first.repair, admit=admit, fields=row.own_fields, max_tokens=first.max_tokens
+                    first.prompt,
+                    repair=first.repair,
+                    admit=admit,
+                    fields=first.row.own_fields,
+                    max_tokens=first.max_tokens,
+                    free=first.goes_on,
                 )
                 return (answer,)
             assert self._list_engine is not None
-            return await self._list_engine.generate_list([item.row.prompt for item in rows], admit=admit)
+            return await self._list_engine.generate_list([item.prompt for item in rows], admit=admit)
 
     def count_request(self, prompt_bytes: int, rows: int) -> None:
         """A request that is none of a row which has a slot here: it counts in the engine's limits a minute."""
@@ -671,7 +676,7 @@ class EngineWorker:
 
 
 def _prompt_bytes(item: Item) -> int:
-    return len(item.row.prompt)
+    return len(item.prompt)
 
 
 def _order(item: Item) -> int:

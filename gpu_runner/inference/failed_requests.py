@@ -98,7 +98,7 @@ class FailedRequests:
 
     def failed(self, rows: Sequence[Item], error: Transient, now: float, in_flight: int) -> None:
         """A request of these rows failed; they are not in flight any more."""
-        self._work.failures.failed(error, error.code, error.message, now, rows[0].row.prompt)
+        self._work.failures.failed(error, error.code, error.message, now, rows[0].prompt)
         for item in rows:
             item.fail()
             self._work.count_failure()
@@ -113,7 +113,7 @@ class FailedRequests:
     def denied(self, item: Item, error: RequestDenied, now: float, in_flight: int) -> None:
         """The row waits until it is known whether it is the row that is not wanted, or we are. `judge` is to follow."""
         self._work.count_failure()
-        self._work.failures.failed(error, error.code, error.message, now, item.row.prompt)
+        self._work.failures.failed(error, error.code, error.message, now, item.prompt)
         self.denials.add(Denial(item, error, now))
         if self.evidence_wanted(now, in_flight) is not None:
             self._liveness.suspect()

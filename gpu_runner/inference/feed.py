@@ -83,7 +83,8 @@ class Feed:
     the loop, is that of the batch which `batches` gives next, where it knows: it is read while few ready rows go before
     its rows.
 
-    `on_row(job, batch key, outcome)` is called on the loop for every outcome of an engine and must be quick.
+    `on_row(job, batch key, outcome)` is called on the loop for every outcome of an engine and must be quick; also for
+    each turn of a conversation that goes on, with what has `begun`.
     `on_batch(job, batch key, outcomes in row order)` may wait: a bounded number run at once, and reading stops while
     too many batches wait for it. It is called again for a batch whose call was cancelled.
 
@@ -173,9 +174,14 @@ class Feed:
             engine_deaths=counts.engine_deaths,
             window=sum(worker.window.size for worker in self._workers),
             mean_seconds=counts.seconds / max(1, counts.ok + counts.dead),
-            last_rows=self._work.exhausted and work.queued == 0,
+            last_rows=self._work.exhausted and work.queued == 0 and not self._turns_to_come,
             finished=self.finished,
         )
+
+    @property
+    def _turns_to_come(self) -> bool:
+        """Whether a conversation in flight goes on after the turn that is asked now."""
+        return any(item.goes_on for worker in self._workers for item in worker.in_flight)
 
     def failing(self, before: float) -> FailingRequests | None:
         """What every request meets, since `before` (seconds of the loop's clock) or longer; None while one is answered.

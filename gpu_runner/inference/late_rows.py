@@ -109,7 +109,7 @@ def late_requests(
     limits: dict[int, float | None] = {}
     found = []
     for request, rows in _old(in_flight, policy, now).items():
-        size = sum(len(item.row.prompt) for item in rows)
+        size = sum(len(item.prompt) for item in rows)
         if size.bit_length() not in limits:
             limits[size.bit_length()] = durations.limit(size, len(in_flight))
         limit, repeats = limits[size.bit_length()], rows[0].repeats

@@ -3,6 +3,7 @@
 An answer is an outcome when its batch has room for it, its vector is as long as the others, and its text has the form
 that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
 One that was cut at the token limit is asked again with a higher limit, or is a dead letter, where that is wanted.
+After the answer to a turn of a conversation the next turn is asked behind it; only the last one is held to the form.
 
 Rows that an engine still had when it ended go back into the queue. Those that it may have worked on bear its death: at
 several deaths they become suspects (poison_rows.py), which are tried in groups, and a row that ends engines while it is
@@ -36,7 +37,7 @@ from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
-from gpu_runner.rows import Generation, Origin, Outcome, Output
+from gpu_runner.rows import Generation, Origin, Outcome, Output, Turn
 
 # Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
 SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
@@ -88,19 +89,32 @@ class RowOutcomes:
 
     def _ended(self, item: Item, completion: Completion, in_flight: int) -> bool:
         """An answer that is not asked for again because of its length."""
+        if item.goes_on:
+            return self._next_turn(item, completion, in_flight)
         if self._check is not None and isinstance(completion.output, str):
             unlike = self._check(completion.output)
             if unlike is not None:
                 if completion.finish_reason == "length":
                     unlike += "; the answer was cut at the token limit"
                 return self._repair(item, completion.output, unlike, in_flight)
-        output, reason = completion.output, completion.finish_reason
-        answered = self._outcome(item, output, reason, None, None, item.tries + 1, in_flight)
+        answered = self._answered(item, completion, in_flight)
         if completion.parts is not NO_PARTS:
             answered = replace(answered, parts=completion.parts)
+        return self._settle(item, answered)
+
+    def _answered(self, item: Item, completion: Completion, in_flight: int) -> Outcome:
+        output, reason = completion.output, completion.finish_reason
+        answered = self._outcome(item, output, reason, None, None, item.tries + 1, in_flight)
         if completion.model not in (None, self._origin.model):
             answered = replace(answered, origin=_answered_as(self._origin, completion.model))
-        return self._settle(item, answered)
+        if not item.row.turns:
+            return answered
+        turn = _turn(item, answered, completion.parts.reasoning)
+        return replace(_with_turns(answered, item.turns), turns=(*item.turns, turn))
+
+    def _next_turn(self, item: Item, completion: Completion, in_flight: int) -> bool:
+        answered = self._answered(item, completion, in_flight)
+        return self._work.next_turn(item, replace(answered, output=None, finish_reason=None))
 
     def end_dead(self, item: Item, code: str, message: str, in_flight: int, last: int = 1) -> bool:
         """The row becomes a dead letter; `last` as in `dead`."""
@@ -133,7 +147,7 @@ class RowOutcomes:
 
     def dead(self, item: Item, code: str, message: str, last: int, in_flight: int = 0) -> Outcome:
         """A dead letter; `last` counts the requests to charge that are not among the row's tries or repairs yet."""
-        return self._outcome(item, None, None, code, message, item.tries + last, in_flight)
+        return _with_turns(self._outcome(item, None, None, code, message, item.tries + last, in_flight), item.turns)
 
     def _check_vector(self, item: Item, length: int) -> str | None:
         try:
@@ -166,6 +180,7 @@ class RowOutcomes:
         tries: int,
         in_flight: int,
     ) -> Outcome:
+        """Of what was asked last: of a conversation, without the turns before."""
         repairs = 0 if item.repair is None else item.repair.attempt
         return Outcome(
             item.row.row_id,
@@ -180,10 +195,10 @@ class RowOutcomes:
             self._origin,
             item.started_at,
             item.seconds,
-            self._usd(item, in_flight),
+            self._usd(item, in_flight, over=error is not None or not item.goes_on),
         )
 
-    def _usd(self, item: Item, in_flight: int) -> float | None:
+    def _usd(self, item: Item, in_flight: int, *, over: bool) -> float | None:
         now, together = self._loop.time(), self.answered_together
         others = in_flight - together
         return self._spending.settle(
@@ -193,7 +208,39 @@ class RowOutcomes:
             now,
             together=together,
             cached_tokens=item.cached_tokens,
+            over=over,
         )
+
+
+def _turn(item: Item, answered: Outcome, reasoning: str | None) -> Turn:
+    """The turn that was asked last. `answered`: its outcome, without the turns before."""
+    return Turn(
+        item.row.turns[len(item.turns)],
+        str(answered.output),
+        str(answered.finish_reason),
+        reasoning,
+        answered.prompt_tokens,
+        answered.completion_tokens,
+        answered.tries,
+        answered.seconds,
+        answered.usd,
+    )
+
+
+def _with_turns(last: Outcome, before: Sequence[Turn]) -> Outcome:
+    """The outcome of a conversation whose last request became `last`. Dollars are known where all turns' are."""
+    if not before:
+        return last
+    usd = [last.usd, *(turn.usd for turn in before)]
+    return replace(
+        last,
+        prompt_tokens=last.prompt_tokens + sum([turn.prompt_tokens for turn in before]),
+        completion_tokens=last.completion_tokens + sum([turn.completion_tokens for turn in before]),
+        tries=last.tries + sum([turn.tries for turn in before]),
+        seconds=last.seconds + sum([turn.seconds for turn in before]),
+        usd=None if None in usd else sum([one for one in usd if one is not None]),
+        turns=tuple(before),
+    )
 
 
 # Answers of one model share their origin.

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.client.vector_length import VectorLength
-from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of
+from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of, bytes_of_turns
 from gpu_runner.inference.failures.failing_requests import FailureRecord
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
-from gpu_runner.inference.row_state import Item, OpenBatch
+from gpu_runner.inference.row_state import NEXT_TURN, Item, OpenBatch
 from gpu_runner.rows import Batch, Outcome, Urgency
 
 ROWS_IN_TURN = 64
@@ -152,7 +152,7 @@ class ReadyRows:
     def _count(self, item: Item, rows: int) -> None:
         self._size += rows
         self.unsent += rows if item.started_at == 0.0 else 0
-        self.prompt_bytes += rows * len(item.row.prompt)
+        self.prompt_bytes += rows * len(item.prompt)
 
 
 CANCEL_AGAIN_SECONDS = 1.0
@@ -183,7 +183,9 @@ class Counts:
 
 
 class Work:
-    """All open rows. `on_row` hears of every outcome that an engine gave, with job and key of its batch."""
+    """All open rows. `on_row` hears of every outcome that an engine gave, with job and key of its batch, and of every
+    turn of a conversation that goes on: then the outcome has only `begun`.
+    """
 
     def __init__(
         self, on_row: Callable[[str, str, Outcome], None], memory: AnswerMemory, vectors: VectorLength
@@ -226,7 +228,11 @@ class Work:
                     self.vectors.expected = len(outcome.output)
         for index, row in enumerate(batch.rows):
             if outcomes[index] is None:
-                self.ready.add(Item(row, opened, index, self._order))
+                item = Item(row, opened, index, self._order)
+                if answered := batch.begun.get(row.row_id, ())[: max(0, len(row.turns) - 1)]:
+                    item.resume(answered)
+                    self._keep_turns(item, 1)
+                self.ready.add(item)
                 self._order += 1
         self.counts.known += len(outcomes) - opened.left
         self._open[opened] = None
@@ -305,17 +311,44 @@ class Work:
         item.end(outcome)
         if item.kept:
             self.memory.keep(batch.bytes, -item.kept)
+        if item.turns:
+            self._keep_turns(item, -1)
         self.memory.keep(batch.bytes, *bytes_of(outcome))
         counts = self.counts
         if outcome.error is None:
             counts.ok += 1
         else:
             counts.dead += 1
-        counts.seconds += outcome.seconds
-        counts.prompt_tokens += outcome.prompt_tokens
-        counts.completion_tokens += outcome.completion_tokens
+        counts.seconds += item.seconds
+        counts.prompt_tokens += item.prompt_tokens
+        counts.completion_tokens += item.completion_tokens
         if batch.left == 0:
             self.complete.append(batch)
+
+    def next_turn(self, item: Item, so_far: Outcome) -> bool:
+        """The row's next turn is to be asked, in its old place, unless `on_row` raises. A row in a trial leaves it: it
+        has ended no engine. Returns whether the trial is over.
+        """
+        batch, group = item.batch, item.group
+        item.check(NEXT_TURN)
+        self._on_row(batch.job, batch.key, so_far)
+        counts = self.counts
+        counts.prompt_tokens += item.prompt_tokens
+        counts.completion_tokens += item.completion_tokens
+        if item.kept:
+            self.memory.keep(batch.bytes, -item.kept)
+        if item.turns:
+            self._keep_turns(item, -1)
+        item.next_turn(so_far.turns[-1])
+        self._keep_turns(item, 1)
+        self.ready.add(item)
+        self.look_below += 1
+        return group is not None and self.suspects.row_ended(group)
+
+    def _keep_turns(self, item: Item, sign: int) -> None:
+        """The turns of a conversation are held twice while it goes on: the next prompt has them, too."""
+        held, stored = bytes_of_turns(item.turns)
+        self.memory.keep(item.batch.bytes, sign * 2 * held, sign * stored)
 
     def take(self) -> Item | None:
         """The next ready row; while the memory is full, the next one of the oldest batch."""

@@ -27,7 +27,7 @@ from gpu_runner.client.protocol import Completion, Repair
 from gpu_runner.inference.answer_memory import BatchBytes
 from gpu_runner.inference.poison_rows import Group
 from gpu_runner.micro_batches.bisection import RefusedList
-from gpu_runner.rows import ALIKE, Outcome, Row, Urgency
+from gpu_runner.rows import ALIKE, Outcome, Row, Turn, Urgency, next_request
 
 
 class RowState(IntEnum):
@@ -63,6 +63,7 @@ SEND = _transition("send", "WAITING SUSPECT", RowState.IN_FLIGHT)
 WAIT_FOR_ROOM = _transition("wait for room", "IN_FLIGHT", RowState.ANSWER_WAITING)
 READ_ANSWER = _transition("read answer", "ANSWER_WAITING", RowState.IN_FLIGHT)
 ASK_AGAIN = _transition("ask again", "IN_FLIGHT BACKING_OFF", RowState.WAITING)
+NEXT_TURN = _transition("ask for the next turn", "IN_FLIGHT", RowState.WAITING)
 ASK_AGAIN_IN_TRIAL = _transition("ask again in trial", "IN_FLIGHT BACKING_OFF", RowState.SUSPECT)
 FAIL = _transition("fail", "IN_FLIGHT", RowState.UNDECIDED)
 BACK_OFF = _transition("back off", "UNDECIDED SET_ASIDE", RowState.BACKING_OFF)
@@ -83,6 +84,7 @@ TRANSITIONS = (
     WAIT_FOR_ROOM,
     READ_ANSWER,
     ASK_AGAIN,
+    NEXT_TURN,
     ASK_AGAIN_IN_TRIAL,
     FAIL,
     BACK_OFF,
@@ -128,6 +130,10 @@ class Item:
     the row is asked for after its answer `cut`, which happened `cuts` times. `sent` is a time of the loop,
     `started_at` one of the clock. `repeats`: further requests for it since `sent` (hedging/). `group` is
     the trial that the row takes part in, in whatever state.
+
+    `turns` are those of a conversation that were answered; `conversation` is the prompt with them and what the user
+    says next, empty before the first one is. What is counted, of failures, tokens and seconds, is that of the turn that
+    is asked now.
     """
 
     row: Row
@@ -153,6 +159,18 @@ class Item:
     kept: int = 0
     reading: int = 0
     repeats: int = 0
+    turns: tuple[Turn, ...] = ()
+    conversation: bytes = b""
+
+    @property
+    def prompt(self) -> bytes:
+        """What the next request asks, as JSON."""
+        return self.conversation or self.row.prompt
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is another turn to ask after the one that is asked now."""
+        return len(self.turns) + 1 < len(self.row.turns)
 
     def check(self, transition: Transition) -> None:
         """Raises InvalidTransition where the transition is not allowed now."""
@@ -261,6 +279,22 @@ class Item:
         """The cut answer that is left as it is, as there is no room for a longer one. None: there is none."""
         cut, self.cut, self.max_tokens = self.cut, None, None
         return cut
+
+    def next_turn(self, turn: Turn) -> None:
+        """A turn was answered: the next one is to be asked, and nothing counts against it yet."""
+        self._move(NEXT_TURN)
+        self.group = None
+        self.tries = self.voids = self.deaths = self.alone_deaths = self.cuts = self.kept = 0
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.seconds = 0.0
+        self.repair = self.max_tokens = self.cut = None
+        self.resume((turn,))
+
+    def resume(self, turns: Sequence[Turn]) -> None:
+        """These turns were answered, by whatever run: the conversation goes on after them."""
+        for turn in turns:
+            self.turns = (*self.turns, turn)
+            self.conversation = next_request(self.prompt, turn.output, self.row.turns[len(self.turns)])
 
     def give_back(self) -> None:
         """Its engine serves no longer."""

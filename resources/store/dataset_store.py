@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import dagster as dg
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -32,7 +33,15 @@ from resources.store.outcome_tables import (
     with_all_columns,
     without_empty_columns,
 )
-from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, SAMPLE_INDEX, BatchEntry, Shard, SnapshotManifest
+from resources.store.snapshot_manifest import (
+    REPEATS,
+    REQUEST_FIELDS,
+    SAMPLE_INDEX,
+    USER_TURNS,
+    BatchEntry,
+    Shard,
+    SnapshotManifest,
+)
 
 FOOTER_KEY = b"batch_assets"
 _OBJECT_NAME = re.compile(r"^(?P<key>\d{5,})/(?P<version>[0-9a-f]{16})-g(?P<generation>\d+)\.parquet$")
@@ -320,7 +329,7 @@ class DatasetStore:
     ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
         """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
         sampled = (SAMPLE_INDEX,) if manifest.samples > 1 else ()
-        columns = ("row_id", "row_key", "prompt", REPEATS, REQUEST_FIELDS, *sampled)
+        columns = ("row_id", "row_key", "prompt", REPEATS, REQUEST_FIELDS, USER_TURNS, *sampled)
         for entry, table in self.prompt_tables(manifest, entries, columns):
             ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
             if data_version(zip(ids, keys, strict=True)) != entry.data_version:
@@ -333,12 +342,22 @@ class DatasetStore:
             own = (
                 table.column(REQUEST_FIELDS).to_pylist() if REQUEST_FIELDS in table.schema.names else [None] * len(ids)
             )
-            lines = zip(ids, keys, prompts, repeats, samples, own, strict=True)
+            turns = table.column(USER_TURNS).to_pylist() if USER_TURNS in table.schema.names else [None] * len(ids)
+            lines = zip(ids, keys, prompts, repeats, samples, own, turns, strict=True)
             yield (
                 entry,
                 tuple(
-                    Row(entry.key, row_id, key, prompt, repeats=again, sample=sample, fields=fields or b"")
-                    for row_id, key, prompt, again, sample, fields in lines
+                    Row(
+                        entry.key,
+                        row_id,
+                        key,
+                        prompt,
+                        repeats=again,
+                        sample=sample,
+                        fields=fields or b"",
+                        turns=tuple(orjson.loads(said)) if said else (),
+                    )
+                    for row_id, key, prompt, again, sample, fields, said in lines
                 ),
             )
 

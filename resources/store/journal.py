@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -66,7 +66,8 @@ class Journal:
         return found_segments
 
     def read(self, path: str) -> dict[str, list[Outcome]]:
-        """Outcomes of one segment by batch key; empty when it is torn (its rows are generated again).
+        """Outcomes of one segment by batch key; empty when it is torn (its rows are generated again). Of conversations
+        that go on, those that have `begun`, too (`note_furthest`).
 
         Raises FileNotFoundError when it is gone.
         """
@@ -88,6 +89,16 @@ class Journal:
         prefix = f"{self.dataset}/journal/"
         folders = ((info.path, info.path[len(prefix) :].partition("/")[0]) for info in self.objects.list(prefix))
         return [path for path, folder in folders if folder.count("-") == 1]
+
+
+def note_furthest(known: dict[tuple[str, str], Outcome], rows: Iterable[Outcome]) -> None:
+    """Add rows of a segment to those of others, by row id and row key. Of a conversation its outcome counts, else the
+    record with the most turns; segments come in no order.
+    """
+    for row in rows:
+        before = known.get((row.row_id, row.row_key))
+        if before is None or not row.begun or (before.begun and len(row.turns) >= len(before.turns)):
+            known[row.row_id, row.row_key] = row
 
 
 def _checksum(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
@@ -10,8 +11,15 @@ from typing import Any
 import pyarrow as pa
 
 from gpu_runner.answers import NO_PARTS, Alternative, AnswerParts, EntryColumns, Logprobs, TokenLogprob, ToolCall
-from gpu_runner.rows import Origin, Outcome, Task
-from resources.store.outcome_columns import OPTIONAL_COLUMNS, OUTCOME_COLUMNS, PART_COLUMNS, PROVENANCE, REUSED_FROM
+from gpu_runner.rows import Origin, Outcome, Task, Turn
+from resources.store.outcome_columns import (
+    OPTIONAL_COLUMNS,
+    OUTCOME_COLUMNS,
+    PART_COLUMNS,
+    PROVENANCE,
+    REUSED_FROM,
+    TURNS,
+)
 
 # The parts of an answer as Arrow columns: tool calls, reasoning, a refusal, log-probabilities.
 #
@@ -28,6 +36,16 @@ PART_FIELDS: tuple[pa.Field, ...] = (
     pa.field("refusal", pa.string()),
     pa.field("logprobs", pa.list_(_TOKEN)),
 )
+
+_TURN = pa.struct(
+    [
+        *[(name, pa.string()) for name in ("user", "output", "finish_reason", "reasoning")],
+        *[(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens")],
+        ("tries", pa.int32()),
+        *[(name, pa.float64()) for name in ("seconds", "usd")],
+    ]
+)
+TURNS_FIELD = pa.field(TURNS, pa.list_(_TURN))
 
 
 def part_arrays(parts: Sequence[AnswerParts]) -> dict[str, pa.ChunkedArray]:
@@ -102,7 +120,7 @@ def _entries(found: EntryColumns) -> list[pa.Array]:
 def outcome_schema(task: Task) -> pa.Schema:
     """Schema of a batch object. `output` is text (or JSON text), and a list of float32 for embeddings.
 
-    An embedding is all there is of its answer: its table has no columns of parts.
+    An embedding is all there is of its answer: its table has no columns of parts, nor of turns.
     """
     return pa.schema(
         [
@@ -126,6 +144,7 @@ def outcome_schema(task: Task) -> pa.Schema:
             pa.field("seconds", pa.float64()),
             pa.field("usd", pa.float64()),
             pa.field(REUSED_FROM, pa.string()),
+            *(() if task == "embedding" else (TURNS_FIELD,)),
         ]
     )
 
@@ -163,6 +182,8 @@ def with_all_columns(table: pa.Table) -> pa.Table:
     for number, item in enumerate(PART_FIELDS):
         if item.name not in table.schema.names:
             table = table.add_column(at + number, item, pa.nulls(table.num_rows, item.type))
+    if TURNS not in table.schema.names:
+        table = table.append_column(TURNS_FIELD, pa.nulls(table.num_rows, TURNS_FIELD.type))
     return table
 
 
@@ -177,6 +198,7 @@ def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
         columns[name] = [getattr(outcome.origin, name) for outcome in outcomes]
     if task != "embedding":
         columns |= part_arrays([outcome.parts for outcome in outcomes])
+        columns[TURNS] = [[asdict(turn) for turn in outcome.turns] or None for outcome in outcomes]
     columns["started_at"] = [datetime.fromtimestamp(outcome.started_at, UTC) for outcome in outcomes]
     return pa.Table.from_pydict(columns, schema=outcome_schema(task))
 
@@ -186,7 +208,9 @@ def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
     origins: dict[tuple[Any, ...], Origin] = {}
     there = set(table.schema.names)
     plain = [
-        name for name in OUTCOME_COLUMNS if name not in OPTIONAL_COLUMNS or (name == REUSED_FROM and name in there)
+        name
+        for name in (*OUTCOME_COLUMNS, TURNS)
+        if name not in OPTIONAL_COLUMNS or (name in (REUSED_FROM, TURNS) and name in there)
     ]
     for line, parts in zip(table.select(plain).to_pylist(), parts_of(table), strict=True):
         source = tuple(line[name] for name in PROVENANCE)
@@ -208,4 +232,5 @@ def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
             usd=line["usd"],
             parts=parts,
             reused_from=line.get(REUSED_FROM),
+            turns=tuple([Turn(**turn) for turn in line.get(TURNS) or ()]),
         )

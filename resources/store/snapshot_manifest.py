@@ -16,6 +16,8 @@ REPEATS = "~repeats"
 SAMPLE_INDEX = "sample_index"
 # Column of a shard: request fields of a row's own, as a JSON object; null where it has none.
 REQUEST_FIELDS = "~fields"
+# Column of a shard: all that the user says in a row's conversation, as a JSON list of texts.
+USER_TURNS = "~turns"
 
 
 class Shard(BaseModel):
@@ -32,7 +34,8 @@ class SnapshotManifest(Sealed):
     `files`: all its other files with size and checksum; empty in a snapshot made before there were checksums.
     `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
     `upstream_version`: of the published table of another dataset that was read.
-    `conversations`: prompts are messages that may hold more than a role and a text.
+    `conversations`: prompts are messages that may hold more than a role and a text. `turns`: rows are conversations of
+    several turns, of which prompts end with the first one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +63,7 @@ class SnapshotManifest(Sealed):
     samples: int = 1
     upstream_version: str | None = None
     conversations: bool = False
+    turns: bool = False
 
     @property
     def expected_rows(self) -> int:

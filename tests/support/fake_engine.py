@@ -69,6 +69,7 @@ class FakeEngine:
         admit: Admit | None = None,
         fields: bytes = b"",
         max_tokens: int | None = None,
+        free: bool = False,
     ) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,13 +13,14 @@ from typing import Any
 
 @dataclass
 class PlainEngine:
-    """`requests`: bodies of the chats so far. `answer`: fields of the choice of the next answers. `model`: what these
+    """`requests`: bodies of the chats so far. `text`: what it answers, or makes that of a request (None: it refuses).
+    `answer`: fields of the choice of the next answers. `model`: what these
     name as the model that wrote them. `cached_tokens`: that these say of their prompt."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     answer: Mapping[str, Any] = field(default_factory=lambda: {"finish_reason": "stop"})
-    text: str = "a real answer"
+    text: str | Callable[[dict[str, Any]], str | None] = "a real answer"
     cached_tokens: int | None = None
     model: str | None = None
 
@@ -41,7 +42,11 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             engine.requests.append(asked)
-            choice = {"index": 0, "message": {"role": "assistant", "content": engine.text}, **engine.answer}
+            text = engine.text(asked) if callable(engine.text) else engine.text
+            if text is None:
+                self._say(400, {"error": {"message": "no"}})
+                return
+            choice = {"index": 0, "message": {"role": "assistant", "content": text}, **engine.answer}
             usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
             if engine.cached_tokens is not None:
                 usage["prompt_tokens_details"] = {"cached_tokens": engine.cached_tokens}

@@ -177,6 +177,8 @@ def _row_json(row: PreviewRow, counter: TokenCounter) -> dict[str, Any]:
     said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": prompt, "refused": row.refused or None}
     if row.fields:
         said["request_fields"] = row.own_fields
+    if row.turns:
+        said["turns"] = list(row.turns)
     said["prompt_tokens_before"] = None if prompt is None else counter.of(prompt)
     answer = row.answer
     completion = dataclasses.asdict(answer.completion) if answer is not None and answer.completion is not None else None
@@ -223,6 +225,10 @@ def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) ->
         return
     prompt = row.decoded()
     say_prompt(say, prompt)
+    if row.answer is None:
+        for turn, text in enumerate(row.turns[1:], 2):
+            say(f"  user, turn {turn}", "cyan")
+            say(indented(text))
     if row.fields:
         said = ", ".join(f"{name} {value}" for name, value in row.own_fields.items())
         say(f"  of its own: {said if len(said) <= SHOWN_FIELDS else said[:SHOWN_FIELDS] + '…'}", "dim")

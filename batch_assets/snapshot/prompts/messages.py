@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from batch_assets.spec.sampling_values import Unfit, without_nulls
+from batch_assets.spec.sampling_values import MAX_TURNS, Unfit, without_nulls
 
 MAX_MESSAGES = 2_000
 MAX_JSON = 1 << 20  # characters of a conversation that is JSON text
@@ -52,6 +52,18 @@ def read_conversation(value: Any) -> list[Message]:
     return messages
 
 
+def read_turns(value: Any) -> list[str]:
+    """What the user says in a conversation, by a cell: a list of texts, or its JSON text. Raises Unfit."""
+    if isinstance(value, str):
+        value = _parsed(value, "texts")
+    if not isinstance(value, list):
+        raise Unfit(f"expected a list of texts, or its JSON text, found {_kind(value)}")
+    if not 1 <= len(value) <= MAX_TURNS:
+        found = f"{len(value):,}" if value else "an empty list"
+        raise Unfit(f"expected 1 to {MAX_TURNS} turns, found {found}")
+    return [_text(one, f"turn {number}") for number, one in enumerate(value, 1)]
+
+
 def check_whole(messages: Sequence[Message]) -> None:
     """A conversation as it is sent, with what stands before and after the column. Raises Unfit."""
     if len(messages) > MAX_MESSAGES:
@@ -83,13 +95,13 @@ def _part_words(part: Mapping[str, Any]) -> str:
     return str(part.get("text") or part.get("refusal") or "")
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, of: str = "messages") -> Any:
     if len(text) > MAX_JSON:
         raise Unfit(f"expected JSON text of at most {MAX_JSON:,} characters, found {len(text):,}")
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Unfit(f"expected the JSON text of a list of messages, found text that is no JSON ({error})") from None
+        raise Unfit(f"expected the JSON text of a list of {of}, found text that is no JSON ({error})") from None
 
 
 def _message(value: Any, called: set[str]) -> Message:

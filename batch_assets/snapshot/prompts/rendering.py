@@ -16,6 +16,7 @@ from batch_assets.snapshot.prompts.messages import (
     check_whole,
     continues,
     read_conversation,
+    read_turns,
 )
 from batch_assets.snapshot.prompts.request_fields import RowFields
 from batch_assets.snapshot.source.block import Block
@@ -37,17 +38,24 @@ class _Column:
     name: str
 
 
-# What messages are made of: a template with its role, messages that are the same for all rows, a column.
-_Part = tuple[str, Template] | list[Message] | _Column
+@dataclass(frozen=True, slots=True)
+class _FirstTurn:
+    """The first of what the user says, by a column of turns."""
+
+
+# What messages are made of: a template with its role, messages that are the same for all rows, columns.
+_Part = tuple[str, Template] | list[Message] | _Column | _FirstTurn
 
 
 @dataclass(slots=True)
 class Rendered:
     """What rows ask, by their place. `fields`: request fields of each row's own, as JSON objects or empty; None where
-    no row of the dataset can have any."""
+    no row of the dataset can have any. `turns`: all that the user says, of which the prompt ends with the first; None
+    where rows are no conversations."""
 
     prompts: list[bytes]
     fields: list[bytes] | None
+    turns: list[list[str]] | None = None
 
 
 class Prompts:
@@ -63,9 +71,13 @@ class Prompts:
         self._continues = {name: value for name, value in CONTINUES_ANSWER.items() if name not in sampling}
         names = {name for _, template in self._templates for name in template.columns}
         self._fields = RowFields(spec)
-        column = {self._column} if self._column else set()
+        self._later = [Template(text) for text in (spec.prompt.turns or ())[1:]]
+        self._turns_from, self.has_turns = spec.prompt.turns_from, spec.prompt.has_turns
+        names |= {name for template in self._later for name in template.columns}
+        column = {name for name in (self._column, self._turns_from) if name}
         self.columns = sorted(names | column | self._fields.columns)
         self.required = {name for _, template in self._templates for name in template.required}
+        self.required |= {name for template in self._later for name in template.required}
         self.required |= column | self._fields.required
         self.has_fields = self._column is not None or bool(self._fields)
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
@@ -79,10 +91,35 @@ class Prompts:
         fields: list[dict[str, Any]] = []
         if self.has_fields:
             fields = self._fields.of(block, refused)
-        prompts = self._encode(rows, refused) if self._plain else self._conversations(rows, block, refused, fields)
-        for i in [i for i, prompt in enumerate(prompts) if len(prompt) > MAX_PROMPT]:
-            refused.setdefault(i, f"the prompt has {len(prompts[i])} bytes, more than {MAX_PROMPT}")
-        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None)
+        turns = self._turns(rows, block, refused) if self.has_turns else None
+        if self._plain:
+            prompts = self._encode(rows, refused)
+        else:
+            prompts = self._conversations(rows, block, refused, fields, turns)
+        sizes = [len(prompt) for prompt in prompts]
+        if turns is not None:
+            sizes = [size + sum(map(len, said[1:])) for size, said in zip(sizes, turns, strict=True)]
+        for i in [i for i, size in enumerate(sizes) if size > MAX_PROMPT]:
+            refused.setdefault(i, f"the prompt has {sizes[i]} bytes, more than {MAX_PROMPT}")
+        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None, turns)
+
+    def _turns(self, rows: Sequence[tuple[Any, ...]], block: Block, refused: dict[int, str]) -> list[list[str]]:
+        """What the user says in each row; nothing in one that is refused."""
+        if self._turns_from is None:
+            later = [self._texts(f"turn {n}", one, block, refused) for n, one in enumerate(self._later, 2)]
+            first = [texts[-1] for texts in rows]
+            turns = [list(said) for said in zip(first, *later, strict=True)]
+            return [[] if i in refused else said for i, said in enumerate(turns)]
+        turns = [[] for _ in rows]
+        for i, cell in enumerate(block.columns[self._turns_from]):
+            try:
+                turns[i] = read_turns(cell)
+                orjson.dumps(turns[i])
+            except Unfit as error:
+                refused.setdefault(i, f"column {self._turns_from!r}: {error}")
+            except TypeError:
+                refused.setdefault(i, _SURROGATES)
+        return turns
 
     def _encode_fields(self, fields: Sequence[dict[str, Any]], refused: dict[int, str]) -> list[bytes]:
         found = [b""] * len(fields)
@@ -99,13 +136,19 @@ class Prompts:
         try:
             column: list[Any] = template.render_column(block.columns, len(block.lines))
         except TemplateExhausted as error:
-            where = f"prompt, message {role}" if self._chat else "prompt"
+            where = f"prompt, {self._place(role)}" if self._chat else "prompt"
             raise SourceError(f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}") from None
         for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
             reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
-            refused.setdefault(i, f"{f'message {role}' if self._chat else 'prompt'}: {reason}")
+            refused.setdefault(i, f"{self._place(role) if self._chat else 'prompt'}: {reason}")
             column[i] = ""
         return column
+
+    def _place(self, role: str) -> str:
+        """A message as errors call it, by its role, or by the number of the user's turn."""
+        if role == "user" and self._later:
+            return "turn 1"
+        return role if role.startswith("turn ") else f"message {role}"
 
     def _conversations(
         self,
@@ -113,6 +156,7 @@ class Prompts:
         block: Block,
         refused: dict[int, str],
         fields: Sequence[dict[str, Any]],
+        turns: Sequence[Sequence[str]] | None,
     ) -> list[bytes]:
         """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so."""
         cells = [None] * len(rows) if self._column is None else block.columns[self._column]
@@ -121,7 +165,7 @@ class Prompts:
             if i in refused:
                 continue
             try:
-                messages = self._messages(texts, cell)
+                messages = self._messages(texts, cell, turns[i][0] if turns else "")
                 prompts[i] = orjson.dumps(messages, option=_SORTED)
             except Unfit as error:
                 refused[i] = f"column {self._column!r}: {error}" if self._column is not None else str(error)
@@ -132,7 +176,7 @@ class Prompts:
                     fields[i].update(self._continues)
         return prompts
 
-    def _messages(self, texts: tuple[str, ...], cell: Any) -> list[Message]:
+    def _messages(self, texts: tuple[str, ...], cell: Any, first_turn: str) -> list[Message]:
         messages: list[Message] = []
         rest = iter(texts)
         for part in self._parts:
@@ -140,6 +184,8 @@ class Prompts:
                 messages.append({"content": next(rest), "role": part[0]})
             elif isinstance(part, list):
                 messages += part
+            elif isinstance(part, _FirstTurn):
+                messages.append({"content": first_turn, "role": "user"})
             else:
                 found = read_conversation(cell)
                 if messages and messages[0]["role"] == "system" and found[0]["role"] in INSTRUCTS:
@@ -186,4 +232,8 @@ def _parts(prompt: PromptSpec, base: Path) -> list[_Part]:
         parts.append(_Column(prompt.messages_from))
     if (text := prompt.user if prompt.user is not None else prompt.text) is not None:
         parts.append(("user", Template(text)))
+    if prompt.turns is not None:
+        parts.append(("user", Template(prompt.turns[0])))
+    if prompt.turns_from is not None:
+        parts.append(_FirstTurn())
     return parts

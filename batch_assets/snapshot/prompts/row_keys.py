@@ -24,13 +24,26 @@ class RowKeys:
         self._generation = generation
         self._after: dict[bytes, bytes] = {}
 
-    def digests(self, prompts: Sequence[bytes], fields: Sequence[bytes] | None = None) -> list[bytes]:
+    def digests(
+        self,
+        prompts: Sequence[bytes],
+        fields: Sequence[bytes] | None = None,
+        turns: Sequence[Sequence[str]] | None = None,
+    ) -> list[bytes]:
         """Sha256 of each request; `prompts` are JSON with sorted keys. `fields`: request fields of each row's own, as
-        JSON objects, or empty."""
+        JSON objects, or empty. `turns`: what the user says in each row's conversation."""
+        if turns is not None:
+            own = fields or [b""] * len(prompts)
+            ends = [self._end_with(self._end(one), said) for one, said in zip(own, turns, strict=True)]
+            return [hashlib.sha256(self._before + p + end).digest() for p, end in zip(prompts, ends, strict=True)]
         sha256, before, after = hashlib.sha256, self._before, self._end(b"")
         if fields is None:
             return [sha256(before + prompt + after).digest() for prompt in prompts]
         return [sha256(before + prompt + self._end(own)).digest() for prompt, own in zip(prompts, fields, strict=True)]
+
+    @staticmethod
+    def _end_with(end: bytes, turns: Sequence[str]) -> bytes:
+        return end if len(turns) < 2 else end[:-1] + b',"turns":' + orjson.dumps(turns) + b"}"
 
     def _end(self, fields: bytes) -> bytes:
         found = self._after.get(fields)

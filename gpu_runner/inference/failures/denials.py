@@ -194,11 +194,11 @@ class Denials:
     def _all_denied(self) -> EngineRefused:
         last = self._aside[-1]
         if last.error.of_account:
-            return told(last.error, last.item.row.prompt)
+            return told(last.error, last.item.prompt)
         return EngineRefused(
             f"expected rows to be answered, found {self._sum} refused ({last.error.code}) and none answered, "
             "though a short request without their content was: check the prompt template against what the server, or "
-            f"the gateway before it, allows.{says(last.error.message, last.item.row.prompt)}"
+            f"the gateway before it, allows.{says(last.error.message, last.item.prompt)}"
         )
 
 

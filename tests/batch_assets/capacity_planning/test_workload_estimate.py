@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.specs import spec
 
-from batch_assets.capacity_planning.workload_estimate import PromptLengths, work_of
+from batch_assets.capacity_planning.workload_estimate import PromptLengths, work_of, work_of_source
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,17 @@ def test_answers_have_a_length_to_plan_with_however_they_are_limited(
     work = work_of(spec(sampling=sampling).generation(), 10, 10, PromptLengths(20.0, 40.0), ())
     assert (work.mix.output_tokens, work.longest) == (most / 2, 40 + most)
     assert said in [one.text for one in work.assumptions]
+
+
+def test_a_conversation_counts_the_prompts_of_all_its_turns(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"q": "12345678"}\n')
+    sampling = {"max_tokens": 100, "extra": {"ignore_eos": True}}
+    prompt = {"system": "1234", "turns": ["{{ q }}", "1234", "123456781234"]}
+    work = work_of_source(spec(prompt=prompt, sampling=sampling), tmp_path)
+    first = (1 + 4) + (2 + 4)  # a token for four bytes, and four for each message
+    second = first + (100 + 4) + (1 + 4)
+    third = second + (100 + 4) + (3 + 4)
+    assert (work.mix.prompt_tokens, work.mix.output_tokens) == (first + second + third, 300)
+    assert work.longest == third + 100 and work.longest_output == 100
+    one = work_of_source(spec(prompt={"system": "1234", "turns": ["{{ q }}"]}, sampling=sampling), tmp_path)
+    assert (one.mix.prompt_tokens, one.mix.output_tokens, one.longest) == (first, 100, first + 100)

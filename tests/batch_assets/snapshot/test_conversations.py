@@ -141,7 +141,7 @@ def test_messages_of_the_file_that_end_with_the_assistant_s_are_continued_in_eve
     ],
 )
 def test_ways_to_write_a_prompt_that_exclude_each_other_are_refused(tmp_path: Path, prompt: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"prompt: expected prompt\.user, prompt\.messages_from"):
+    with pytest.raises(SpecError, match=r"prompt: expected prompt\.user, prompt\.turns, "):
         spec_of(tmp_path, prompt=prompt)
     if "text" not in prompt:
         with pytest.raises(SpecError, match=r"prompt\.text \(or prompt\.user\) alone for task completion"):

@@ -34,7 +34,7 @@ from gpu_runner.inference.row_state import (
     RowState,
     Transition,
 )
-from gpu_runner.rows import Outcome, Urgency
+from gpu_runner.rows import Outcome, Turn, Urgency
 
 
 def outcome(error: str | None = None) -> Outcome:
@@ -50,11 +50,18 @@ def in_trial(state: RowState) -> Item:
     return item(state, in_trial=True)
 
 
+def in_conversation(state: RowState) -> Item:
+    one = in_trial(state)
+    return dataclasses.replace(one, row=dataclasses.replace(one.row, turns=("hi", "why?", "so?")))
+
+
+TURN = Turn("hi", "yes", "stop", None, 1, 1, 1, 0.5, None)
 MOVES: dict[Transition, tuple[Callable[[RowState], Item], Callable[[Item], object]]] = {
     row_state.SEND: (item, lambda one: one.send(1.0)),
     row_state.WAIT_FOR_ROOM: (item, Item.wait_for_room),
     row_state.READ_ANSWER: (item, lambda one: one.read_answer(5)),
     row_state.ASK_AGAIN: (item, Item.ask_again),
+    row_state.NEXT_TURN: (in_conversation, lambda one: one.next_turn(TURN)),
     row_state.ASK_AGAIN_IN_TRIAL: (in_trial, Item.ask_again),
     row_state.FAIL: (item, Item.fail),
     row_state.BACK_OFF: (item, Item.back_off),

@@ -42,6 +42,7 @@ class CountedEngine(FakeEngine):
         admit: Admit | None = None,
         fields: bytes = b"",
         max_tokens: int | None = None,
+        free: bool = False,
     ) -> Completion:
         self.sent.release()
         return await super().generate(prompt, repair=repair, admit=admit)

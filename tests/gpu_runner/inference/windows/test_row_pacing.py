@@ -153,6 +153,7 @@ class TimedEngine(FakeEngine):
         admit: Admit | None = None,
         fields: bytes = b"",
         max_tokens: int | None = None,
+        free: bool = False,
     ) -> Completion:
         self.times.append(asyncio.get_running_loop().time())
         return await super().generate(prompt, repair=repair, admit=admit)
