@@ -434,7 +434,8 @@ class EngineSupervisor:
     def _lost(self, reason: str) -> StepResult:
         self.warn(f"{reason}; asking for another engine")
         now, before = self.run.progress(), self._before
-        self._fruitless = self._fruitless + 1 if now.rows_done == before.rows_done else 0
+        fruitless = (now.rows_done, now.turns) == (before.rows_done, before.turns)
+        self._fruitless = self._fruitless + 1 if fruitless else 0
         self._unused = self._unused + 1 if now.requests == before.requests else 0
         self._before = now
         if self.heartbeat.ended.is_set():

@@ -69,6 +69,7 @@ class FeedProgress:
     mean_seconds: float
     last_rows: bool
     finished: bool
+    turns: int = 0
 
 
 def _unknown() -> None:
@@ -176,6 +177,7 @@ class Feed:
             mean_seconds=counts.seconds / max(1, counts.ok + counts.dead),
             last_rows=self._work.exhausted and work.queued == 0 and not self._turns_to_come,
             finished=self.finished,
+            turns=counts.turns,
         )
 
     @property

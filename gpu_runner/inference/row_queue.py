@@ -161,7 +161,8 @@ CANCEL_AGAIN_SECONDS = 1.0
 @dataclass(slots=True)
 class Counts:
     """What happened so far. `requests` counts row requests, not canaries; `hedges` those of them that are second
-    requests for late rows. `longer` counts requests after a cut answer. `seconds` adds up those of all outcomes.
+    requests for late rows. `longer` counts requests after a cut answer, `turns` answers to conversations that go on.
+    `seconds` adds up those of all outcomes.
     """
 
     known: int = 0
@@ -177,6 +178,7 @@ class Counts:
     voided: int = 0
     repairs: int = 0
     longer: int = 0
+    turns: int = 0
     canaries: int = 0
     engine_deaths: int = 0
     seconds: float = 0.0
@@ -333,6 +335,7 @@ class Work:
         item.check(NEXT_TURN)
         self._on_row(batch.job, batch.key, so_far)
         counts = self.counts
+        counts.turns += 1
         counts.prompt_tokens += item.prompt_tokens
         counts.completion_tokens += item.completion_tokens
         if item.kept:

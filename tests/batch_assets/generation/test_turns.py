@@ -21,7 +21,9 @@ from support.specs import spec
 
 from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.component import spec_version
-from batch_assets.generation.range_run import Intent, RangeRun
+from batch_assets.exports.options import checked_options
+from batch_assets.exports.training_formats import record_of
+from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.publishing.current_rows import RowState, find_rows
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
@@ -29,6 +31,7 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.prompts.messages import read_turns
+from batch_assets.snapshot.reuse import find_reusable
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.sampling_values import Unfit
 from gpu_runner.rows import Outcome, row_key
@@ -300,3 +303,48 @@ def check(site: DatasetProject, engine: PlainEngine) -> None:
     rows = pl.read_parquet(table.glob(site.store.objects))
     assert len(engine.requests) == 4 and [len(turns) for turns in rows["turns"].to_list()] == [2, 2, 2]
     assert rows["prompt"][2].to_list() == rows["prompt"][0].to_list()
+
+
+def test_answers_to_the_same_turns_are_taken_from_another_dataset(tmp_path: Path, store: DatasetStore) -> None:
+    write(tmp_path, *questions(2))
+    sampling = {"temperature": 0}
+    manifest = snapshot_of(tmp_path, store, sampling=sampling)
+    other = DatasetStore(store.objects, "e")
+    with plain_engine(MODEL) as engine:
+        engine.text = answer
+        finish(store, manifest, engine.url, "run-1")
+        engine.requests.clear()
+        write(tmp_path, *questions(3))
+        copy = snapshot_of(tmp_path, other, sampling=sampling, reuse=True)
+        find_reusable(other, copy, True, workdir=tmp_path / "reuse")
+        entries, intent = other.entries(copy.snapshot), Intent("run-2")
+        identity = RunIdentity("run-2", intent, (entries[0].key, entries[-1].key))
+        run = RangeRun(other, copy, plan_range(other, entries, intent), identity, reuse=True)
+        asyncio.run(generate(run, engine.url))
+        run.close()
+    assert [said(request).split("|")[1] for request in engine.requests] == ["q2?"] * 3
+    taken = found(other, copy)["r1"]
+    assert (taken.reused_from, taken.output, taken.tries, len(taken.turns)) == ("d", "a3", 0, 3)
+    prompts = table_of(other, copy, tmp_path)["prompt"].to_list()
+    assert [one["content"] for one in prompts[1]] == ["Be kind.", "q1?", "a1", "Why?", "a2", "Shorter, q1."]
+
+
+def test_exports_hold_the_whole_conversation(tmp_path: Path, store: DatasetStore) -> None:
+    write(tmp_path, *questions(1))
+    manifest = snapshot_of(tmp_path, store)
+    with plain_engine(MODEL) as engine:
+        engine.text = answer
+        finish(store, manifest, engine.url, "run-1")
+    (line,) = table_of(store, manifest, tmp_path).to_dicts()
+    record = record_of(line, checked_options(list(line), "messages"))
+    assert [one["content"] for one in record["messages"]] == [
+        "Be kind.",
+        "q0?",
+        "a1",
+        "Why?",
+        "a2",
+        "Shorter, q0.",
+        "a3",
+    ]
+    record = record_of(line, checked_options(list(line), "alpaca"))
+    assert record["history"] == [["q0?", "a1"], ["Why?", "a2"]] and record["instruction"] == "Shorter, q0."

@@ -15,9 +15,10 @@ from support.fake_engine import ORIGIN, FakeEngine, Sink
 from support.virtual_time import run
 
 from gpu_runner.client.protocol import Completion, EngineLost, RowRejected, Transient
-from gpu_runner.cost_meter import CostMeter
+from gpu_runner.cost_meter import CostMeter, TokenMeter
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.rows import Batch, Generation, Outcome, Row, Turn
+from gpu_runner.token_price import TokenPrice
 
 CHAT = Generation("chat", "m", {"max_tokens": 15})
 SCHEMA = {"type": "object", "required": ["a"]}
@@ -279,3 +280,22 @@ def test_more_turns_than_a_row_has_are_not_believed() -> None:
     engine = ChatEngine()
     found = outcomes(engine, [replace(batch, begun={"r0": (turn,) * 5})])["r0"]
     assert len(found.turns) == 2 and list(engine.asked) == ["r0.1|a|r0.2"]
+
+
+def test_a_budget_that_is_spent_between_turns_lets_the_next_turn_wait() -> None:
+    sink, engine = Sink(), ChatEngine()
+    meter = TokenMeter(TokenPrice(0.0, 1e6), row_usd=5.0)  # a dollar for a token of an answer, five for a turn
+    asked: list[int] = []
+
+    async def main() -> None:
+        feed = make_feed(conversations(2), sink)
+        meter.grant(15.0)
+        loop = asyncio.get_running_loop()
+        loop.call_later(5, lambda: asked.append(sum(engine.asked.values())))
+        loop.call_later(6, lambda: meter.grant(30.0))
+        await feed.serve(engine, ORIGIN, 4, spending=meter)
+        assert feed.progress().turns == 4
+
+    run(main)
+    assert asked == [3] and set(engine.asked.values()) == {1} and len(engine.asked) == 6
+    assert [one.usd for one in sink.outcomes().values()] == [15.0, 15.0]
