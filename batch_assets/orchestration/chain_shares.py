@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 
+from batch_assets import settings
 from batch_assets.capacity_planning.workload_estimate import PromptLengths, WorkloadEstimator, work_of
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.snapshot.source.errors import SourceError
@@ -101,7 +102,7 @@ def step_tags(
     own = request_options(specs[name], {})
     found = chain.tags()
     if chain.budget_usd is not None:
-        left = chain.budget_usd - spent_since(fleet_db, steps[:at], chain.since)
+        left = chain.budget_usd - spent_since(fleet_db, steps[:at], chain.since) - promised(fleet_db, steps[:at])
         usd = min(share(left, weights), own.budget_usd or math.inf)
         found[BUDGET_TAG] = f"{max(LEAST_USD, usd):.6f}"
     if chain.deadline_at is not None:
@@ -124,6 +125,12 @@ def spent_since(fleet_db: FleetDatabase, datasets: Sequence[str], since: float) 
     """US dollars that datasets were charged from a moment of the fleet's database on."""
     parts = (charge.between(since, math.inf) for name in datasets for charge in fleet_db.charges_of(name))
     return math.fsum(part.usd.total for part in parts if part is not None)
+
+
+def promised(fleet_db: FleetDatabase, datasets: Sequence[str]) -> float:
+    """US dollars that instances which datasets pay for will cost until they are ended: those of a request with a budget
+    are, at the next tick of the capacity sensor."""
+    return math.fsum(fleet_db.spend(name).held_back(settings.capacity_seconds()) for name in datasets)
 
 
 def expected_tokens(

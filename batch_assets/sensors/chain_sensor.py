@@ -71,7 +71,7 @@ def _look(
     cache: SnapshotCache,
 ) -> TickOutcome:
     """Whether the step after one dataset is to be started now."""
-    request = _newest(instance, name)
+    request = newest_refresh(instance, name)
     last = request.tags.get(UPSTREAM_TAG) if request is not None else None
     if request is None or last is None or CHAIN_TAG not in request.tags:
         return TickOutcome("no chain")
@@ -94,7 +94,7 @@ def _look(
     return TickOutcome(f"its table is published: refreshing {following}", "open", [started])
 
 
-def _newest(instance: dg.DagsterInstance, dataset: str) -> dg.DagsterRun | None:
+def newest_refresh(instance: dg.DagsterInstance, dataset: str) -> dg.DagsterRun | None:
     """The newest refresh that a person, a schedule or a chain has asked for: one of the automation ends no chain."""
     done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
     return next((run for run in instance.get_runs(done, limit=LOOKED_AT) if AUTOMATIC_TAG not in run.tags), None)

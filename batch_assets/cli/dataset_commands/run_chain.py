@@ -6,7 +6,7 @@ The first is asked for here; each further one is asked for by the sensor `chain`
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.local_dagster.home import StackAddress, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, stack
 from batch_assets.request_status.display import display
-from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REFRESH_TAG
+from batch_assets.tags import CANCELED_TAG, CHAIN_SINCE_TAG, CHAIN_TAG, REFRESH_TAG
 from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
@@ -79,20 +79,21 @@ class ChainRun:
     def _step(self, number: int, address: StackAddress, own: Stack | None) -> int | None:
         """One step, from its launch to its table; its exit status. None when a Dagster that is not ours has ended."""
         name = self.steps[number]
+        options: Mapping[str, str] = {} if number else self.request.request_options
         if number and name not in self._run_ids:
-            found = self._started(self.steps[number - 1], name, own=own is not None)
+            found, others = self._started(self.steps[number - 1], name, own=own is not None)
             if found is None:
                 return None
-            if not found:
+            if not found and not others:
                 self._complain(
                     f"{name}: not started {QUIET_SECONDS:.0f} s after the table that it reads was published: "
                     "is the sensor `chain` on (UI: Automation), and is the daemon running?"
                 )
                 return 1
-            self._run_ids[name] = found
-        request = replace(
-            self.request, dataset=name, request_options=self.request.request_options if not number else {}
-        )
+            if found:
+                self._run_ids[name] = found
+            options = others
+        request = replace(self.request, dataset=name, request_options=options)
         with display(self.console, name, progress=self.progress) as shown:
             runner = Runner(request, shown, self.signals, self._run_ids.get(name))
             try:
@@ -112,8 +113,11 @@ class ChainRun:
         self.done[request.dataset] = found
         return status
 
-    def _started(self, before: str, name: str, *, own: bool) -> str | None:
-        """The run that the sensor has started for a step; "" where there is none for long. None: Dagster has ended."""
+    def _started(self, before: str, name: str, *, own: bool) -> tuple[str | None, Mapping[str, str]]:
+        """The run that the sensor has started for a step; "" where there is none for long. None: Dagster has ended.
+
+        With "", the tags to start it with, where the sensor will not: somebody else has refreshed `before` since.
+        """
         began = time.monotonic()
         with observing_one(before) as seen:
             while time.monotonic() - began < QUIET_SECONDS:
@@ -121,11 +125,13 @@ class ChainRun:
                     seen.instance.add_run_tags(self._run_ids[before], {CANCELED_TAG: "true"})
                     raise Interrupted
                 if found := self._run_of(seen, before, name):
-                    return found
+                    return found, {}
+                if tags := handed_on_by_others(seen, self._run_ids[before], before):
+                    return "", tags
                 if not own and running_stack(settings.dagster_home()) is None:
-                    return None
+                    return None, {}
                 time.sleep(LOOK_SECONDS)
-        return ""
+        return "", {}
 
     def _run_of(self, seen: Observer, before: str, name: str) -> str | None:
         """The run that reads the table of `before` for this chain."""
@@ -153,9 +159,25 @@ class ChainRun:
     def _complain(self, text: str) -> None:
         self.console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
+    @property
+    def run_of_first(self) -> str:
+        """The refresh with which the chain began."""
+        return self._run_ids.get(self.steps[0], "")
+
     def not_started(self) -> list[str]:
         """Steps below the one that did not end well."""
         return [] if self.failed is None else list(self.steps[self.steps.index(self.failed) + 1 :])
+
+
+def handed_on_by_others(seen: Observer, run_id: str, dataset: str) -> dict[str, str]:
+    """What the sensor hands on from a refresh of a chain, where it will not, as a newer refresh of the dataset is of
+    another chain or of none. Else empty."""
+    from batch_assets.sensors.chain_sensor import HANDED_ON, newest_refresh
+
+    mine, newest = seen.instance.get_run_by_id(run_id), newest_refresh(seen.instance, dataset)
+    if mine is None or newest is None or newest.tags.get(CHAIN_TAG) == mine.tags.get(CHAIN_TAG):
+        return {}
+    return {tag: mine.tags[tag] for tag in HANDED_ON if tag in mine.tags}
 
 
 def carry_out_chain(steps: Sequence[str], request: Request, *, as_json: bool, progress: bool) -> int:
@@ -168,6 +190,9 @@ def carry_out_chain(steps: Sequence[str], request: Request, *, as_json: bool, pr
             status = chain.run()
         except Interrupted:
             return EXIT_STATUS
+    if chain.done:
+        with observing_one(last) as seen:
+            final_bills(seen, chain.run_of_first, chain.done)
     found = _as_json(last, chain)
     if as_json:
         from batch_assets.cli.output import print_json
@@ -181,6 +206,18 @@ def carry_out_chain(steps: Sequence[str], request: Request, *, as_json: bool, pr
         said = f"not started, as {'they need' if len(waiting) > 1 else 'it needs'} {chain.failed}: {', '.join(waiting)}"
         console.print(f"{said}; {todo}", style="red", markup=False, highlight=False, soft_wrap=True)
     return status
+
+
+def final_bills(seen: Observer, run_id: str, done: Mapping[str, dict[str, Any]]) -> None:
+    """What each step was charged since the chain began, in place of what it was when it ended: a bill goes on until its
+    instance has ended, is handed on, or turns out never to have been there. `run_id`: of the first step."""
+    from batch_assets.orchestration.chain_shares import spent_since
+
+    run = seen.instance.get_run_by_id(run_id)
+    if run is None or CHAIN_SINCE_TAG not in run.tags:
+        return
+    for name, found in done.items():
+        found["request"]["usd_spent"] = spent_since(seen.fleet_db, [name], float(run.tags[CHAIN_SINCE_TAG]))
 
 
 def _as_json(last: str, chain: ChainRun) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import dagster as dg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fleet_databases import ready
 from support.sensor_dataset import SPEC, S, SensorDataset
 from support.snapshots import questions, write_snapshot
 
@@ -79,6 +80,15 @@ def test_a_step_gets_of_the_budget_what_earlier_steps_have_left_by_its_expected_
     assert handed_on(last) == handed_on(first)
     spent["questions"] = 50.0
     assert 0 < float(tags_of(site, "answers", **handed_on(second))[BUDGET_TAG]) < 0.00001
+
+
+def test_what_instances_of_earlier_steps_cost_until_they_are_ended_is_not_left(site: SensorDataset):
+    write_snapshot(site.store, questions(120))
+    first = tags_of(site, "topics", **{BUDGET_TAG: "900"})
+    before = float(tags_of(site, "answers", **handed_on(first))[BUDGET_TAG])
+    ready(site.fleet_db, dataset="topics", ttl=100)  # 3.6 $ an hour, by a clock that is 60 times as fast
+    after = float(tags_of(site, "answers", **handed_on(first))[BUDGET_TAG])
+    assert before == pytest.approx(900) and before - after > 0.06 * (100 + 10)
 
 
 def test_a_run_that_is_started_again_by_dagster_gets_its_share_of_the_same_whole(site: SensorDataset):
