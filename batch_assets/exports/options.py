@@ -86,11 +86,12 @@ class ExportOptions:
         return said | {"format": self.format.value, "columns": dict(sorted(self.columns.items())), "kept": [*self.kept]}
 
     def read_columns(self, known: Sequence[str]) -> list[str]:
-        """Columns of the table that have to be read, besides those of `where`."""
+        """Columns of the table that have to be read, besides those of `where`, in the table's order."""
         always = [name for name in ("error", "engine", "finish_reason", "tool_calls") if name in known]
         split = [name for name in (self.split_by, self.group_by, self.rank_by) if name is not None]
         kept = self.kept if self.format.is_training or self.kept else known
-        return list(dict.fromkeys([*always, *self.columns.values(), *self.elements.values(), *split, *kept]))
+        wanted = {*always, *self.columns.values(), *self.elements.values(), *split, *kept}
+        return [name for name in known if name in wanted]
 
 
 def checked_options(

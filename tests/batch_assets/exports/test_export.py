@@ -304,6 +304,16 @@ def test_parquet_has_the_lines_of_the_table(sums: Published, command: Callable[.
     assert frame.columns == ["row_id", "output"] and len(frame) == 49
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_whole_lines_have_the_columns_in_the_order_of_the_table(form: str, sums: Published) -> None:
+    sums.export(form)
+    if form == "parquet":
+        found = pl.read_parquet(sums.to / "train-*.parquet").columns
+    else:
+        found = [*sums.records()[0]]
+    assert found == [column.name for column in sums.table.columns]
+
+
 def test_parquet_has_row_groups_as_large_as_those_of_the_table(local_objects: Objects, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
