@@ -37,6 +37,7 @@ DEADLINE_TAG = "batch/deadline"
 BUDGET_TAG = "batch/budget_usd"
 OBJECTIVE_TAG = "batch/objective"
 INSTANCES_TAG = "batch/max_instances"
+ACCEPT_GATES_TAG = "batch/accept_gates"  # names of gates that do not pause it, with commas between them
 
 PUBLISH_TAG = "batch/publish"
 PUBLISH_VOID_TAG = "batch/publish_void"  # on a publication whose table was lost, or that failed before a new request

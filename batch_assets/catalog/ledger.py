@@ -20,6 +20,7 @@ from batch_assets.dagster_internals import (
     SqlEventLogStorage,
     SqlEventLogStorageTable,
 )
+from batch_assets.gates.quality_gates import GateTrip
 from batch_assets.tags import (
     CODE_VERSION_TAG,
     DATA_VERSION_TAG,
@@ -209,6 +210,26 @@ def move_event(dataset: str, decision: Migration) -> dg.AssetObservation:
             "tokens_left": dg.MetadataValue.int(round(decision.tokens_left)),
             "saved_usd": dg.MetadataValue.float(round(decision.saved_usd, 6)),
             "reason": dg.MetadataValue.text(decision.sentence),
+        },
+    )
+
+
+def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
+    """Why a request is paused: too many of the rows that came are bad. Rows by their ids, without their texts."""
+    sentence = trip.describe()
+    return dg.AssetObservation(
+        asset_key=rows_key(dataset),
+        description=sentence,
+        metadata={
+            "decision": dg.MetadataValue.text("gate"),
+            "gate": dg.MetadataValue.text(trip.gate),
+            "rate": dg.MetadataValue.float(round(trip.stretch.marked / trip.stretch.rows, 6)),
+            "bound": dg.MetadataValue.float(trip.bound),
+            "rows": dg.MetadataValue.int(trip.stretch.rows),
+            "marked": dg.MetadataValue.int(trip.stretch.marked),
+            "row_ids": dg.MetadataValue.json(list(trip.row_ids)),
+            "go_on": dg.MetadataValue.text(f"batch-assets adjust {dataset} --accept {trip.gate}"),
+            "reason": dg.MetadataValue.text(sentence),
         },
     )
 

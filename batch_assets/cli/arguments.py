@@ -6,6 +6,7 @@ The checks raise CommandError, which names the option; heavy packages are import
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +38,10 @@ Concurrency = Annotated[int | None, typer.Option(min=1, help="Endpoint only: mos
 RequestsPerMinute = Annotated[int | None, typer.Option(min=1, help="Endpoint only: most requests in any minute.")]
 TokensPerMinute = Annotated[
     int | None, typer.Option(min=1, help="Endpoint only: most tokens in a minute, of prompts and answers.")
+]
+AcceptedGates = Annotated[
+    list[str] | None,
+    typer.Option("--accept-gate", metavar="GATE", help="A gate that shall not pause it; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -174,6 +179,7 @@ def wished_options(
     budget_usd: float | None,
     objective: str | None,
     max_instances: int | None,
+    accepted_gates: Sequence[str] = (),
 ) -> RequestOptions:
     """The dataset's wishes with those of the command line. Raises CommandError naming the option."""
     from batch_assets import tags
@@ -184,8 +190,9 @@ def wished_options(
         tags.BUDGET_TAG: "--budget-usd",
         tags.OBJECTIVE_TAG: "--objective",
         tags.INSTANCES_TAG: "--max-instances",
+        tags.ACCEPT_GATES_TAG: "gates",
     }
     try:
-        return request_options(spec, tags_of(deadline, budget_usd, objective, max_instances))
+        return request_options(spec, tags_of(deadline, budget_usd, objective, max_instances, accepted_gates))
     except InvalidTag as error:
         raise CommandError(f"{options[error.tag]}: {error.problem}") from None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from batch_assets.cli.arguments import (
+    AcceptedGates,
     Concurrency,
     Json,
     Name,
@@ -138,6 +139,7 @@ def run(
         bool,
         typer.Option("--simulate", help="Where no engine serves the model: made-up texts."),
     ] = False,
+    accept_gate: AcceptedGates = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Ask rows again that have answers; says the cost and asks first.")
     ] = False,
@@ -145,7 +147,7 @@ def run(
         str | None, typer.Option(help="With --regenerate: only rows like \"finish_reason = 'length'\" (SQL).")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --regenerate: do not ask.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait while the budget pauses it, instead of status 3.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait while it is paused, instead of status 3.")] = False,
     timeout: Timeout = None,
     concurrency: Concurrency = None,
     requests_per_minute: RequestsPerMinute = None,
@@ -155,7 +157,7 @@ def run(
 ) -> None:
     """Generate what is missing of a dataset, follow it to the table, and say where the table is."""
     with user_errors():
-        wished_options(known_dataset(name), deadline, budget_usd, objective, max_instances)
+        wished_options(known_dataset(name), deadline, budget_usd, objective, max_instances, accept_gate or ())
         price = token_price(usd_per_million_tokens, endpoint)
         limits = RequestLimits(timeout, concurrency, requests_per_minute, tokens_per_minute)
         endpoint, of_environment = usable_endpoint(endpoint, limits, price)
@@ -164,15 +166,14 @@ def run(
         from batch_assets.cli.dataset_commands.run_summary import carry_out
         from batch_assets.spec.request_options import tags_of
 
-        request_options = tags_of(deadline, budget_usd, objective, max_instances)
+        request_options = tags_of(deadline, budget_usd, objective, max_instances, accept_gate or ())
         asked = Request(name, endpoint, model, request_options, verify, rows, simulate, waits=wait, limits=limits)
         if regenerate:
             asked = _regenerating(asked, where, endpoint or of_environment, yes=yes)
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
-        if upstream:
-            raise typer.Exit(_with_upstream(asked, as_json=as_json, progress=progress))
-        raise typer.Exit(carry_out(asked, as_json=as_json, progress=progress))
+        end = _with_upstream if upstream else carry_out
+        raise typer.Exit(end(asked, as_json=as_json, progress=progress))
 
 
 def _with_upstream(asked: Request, *, as_json: bool, progress: bool) -> int:
@@ -449,16 +450,23 @@ def adjust(
     name: Name,
     deadline: Annotated[str | None, typer.Option(help="The new one; a time like 6h counts from now.")] = None,
     budget_usd: Annotated[float | None, typer.Option(help="The new one, for the whole request.")] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GATE", help="A gate that has paused it and shall not do so again; may be repeated."),
+    ] = None,
 ) -> None:
-    """Change deadline or budget of what is being made now. A paused dataset goes on within half a minute."""
+    """Change deadline or budget of what is being made now, or accept its rows. A paused dataset goes on within half a
+    minute."""
     with user_errors():
         spec, folder = declared_dataset(name)
-        if deadline is None and budget_usd is None:
-            raise CommandError("name what is to change: --deadline or --budget-usd")
-        wished = wished_options(spec, deadline, budget_usd, None, None)
+        if deadline is None and budget_usd is None and not accept:
+            raise CommandError("name what is to change: --deadline, --budget-usd or --accept")
+        wished = wished_options(spec, deadline, budget_usd, None, None, accept or ())
         from batch_assets.cli.dataset_commands.plan import adjust_request
 
-        said = adjust_request(spec, folder, wished.deadline if deadline is not None else None, budget_usd)
+        said = adjust_request(
+            spec, folder, wished.deadline if deadline is not None else None, budget_usd, wished.accepted_gates
+        )
         if said is None:
             said = f"{name}: no request is under way, so there is nothing to change."
             raise CommandError(f"{said} Give the options to `batch-assets run {name}` instead.")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from batch_assets.durations import duration
+from batch_assets.gates.quality_gates import GateTrip
 from batch_assets.generation.loop_thread import BackgroundTask, LoopThread, Running
 from batch_assets.generation.progress_report import late_words
 from batch_assets.generation.range_run import RangeRun
@@ -42,6 +43,7 @@ class LeaveKind(enum.Enum):
     PREEMPTION_NOTICE = "preemption_notice"  # its provider takes it away
     RETIRED = "retired"  # the fleet gives it up
     BUDGET = "budget"  # it is paid by the token, and the budget pays for no further row
+    GATE = "gate"  # too many of the rows that come are bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +221,11 @@ class EngineSupervisor:
         decided: Callable[[Migration], None],
         leased: Callable[[LeasedEngine], None] = lambda _: None,
         given_back: Callable[[LeasedEngine, str], None] = lambda *_: None,
+        paused: Callable[[GateTrip], None] = lambda _: None,
     ) -> None:
         self.client, self.heartbeat, self.need, self.run, self.loop = client, heartbeat, need, run, loop
         self.say, self.warn, self.decided = say, warn, decided
-        self.leased, self.given_back = leased, given_back
+        self.leased, self.given_back, self.paused = leased, given_back, paused
         self.sessions: list[EngineSession] = []
         self.lease_request: _LeaseRequest | None = None
         heartbeat.drain_seconds = self._drain_seconds
@@ -231,6 +234,7 @@ class EngineSupervisor:
         self._rest_until = self._scout_at = self._replace_at = 0.0
         self._migration_check: BackgroundTask[Migration | None] | None = None
         self._preparing: Running[bool] | None = None
+        self._pausing: tuple[GateTrip, BackgroundTask[bool]] | None = None
         self._silent = False
         self._late = self._usual = ""
         self._failing: FailingRequests | None = None
@@ -267,6 +271,7 @@ class EngineSupervisor:
         return CONTINUE
 
     def _step(self) -> StepResult:
+        self._look_at_gates()
         for session in list(self.sessions):
             if (result := self._watch(session)) != CONTINUE:
                 return result
@@ -289,6 +294,32 @@ class EngineSupervisor:
         self._roll_over()
         self._tell_failing(time.monotonic())
         return CONTINUE
+
+    def _look_at_gates(self) -> None:
+        """Pause the request for a gate that has tripped, unless somebody has accepted that."""
+        if self._pausing is None:
+            if (trip := self.run.tripped()) is not None:
+                self._pausing = trip, self._pause_for(trip)
+            return
+        trip, asking = self._pausing
+        if not asking.done:
+            return
+        if asking.error is not None:  # the fleet's database does not answer
+            self._pausing = trip, self._pause_for(trip)
+            return
+        self._pausing = None
+        if not asking.result:
+            self.say(f"{trip.describe()}; it is accepted for this request")
+            return
+        self.paused(trip)
+        self.warn(f"paused: {trip.describe()}")
+        for session in self.sessions:
+            if session.leaving is None:
+                session.leaving = LeaveReason(LeaveKind.GATE, trip.describe())
+                self.loop.call(session.stop.set)
+
+    def _pause_for(self, trip: GateTrip) -> BackgroundTask[bool]:
+        return BackgroundTask(lambda: self.client.fleet_db.trip_gate(self.need.dataset, trip.gate, trip.describe()))
 
     def _tell_late(self) -> None:
         """Rows that are late, unless the run has something else to say."""
@@ -507,12 +538,13 @@ class EngineSupervisor:
             session.leaving = LeaveReason(LeaveKind.BUDGET)
             self.warn(f"leaves {session.leased.name}: {session.leaving.describe()}")
             self.loop.call(session.stop.set)
-        if session.leased.offer is None:
-            return
         if session.looking is None:
             if now >= session.look_at:
                 session.look_at = now + LOOK_SECONDS
-                session.looking = BackgroundTask(lambda: self.client.look(session.leased))
+                client, leased, need = self.client, session.leased, self.need
+                session.looking = BackgroundTask(
+                    lambda: client.look(leased) if leased.offer is not None else client.look_for_dataset(need)
+                )
             return
         if not session.looking.done:
             return

@@ -18,12 +18,14 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
+from batch_assets.gates.quality_gates import GateBounds, QualityGates, Rule
 from batch_assets.generation.engine_supervisor import DONE, WAITS, EngineSupervisor, StepKind, StepResult, failed
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.progress_report import ProgressReport, RunProgress
 from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunClaims, RunIdentity, plan_range
 from batch_assets.generation.store_reads import StoreReads, silence, while_store_answers
 from batch_assets.spec.endpoint_limits import endpoint_limits
+from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
 from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REFUSED_TAG, REQUEST_TAG, ROWS_TAG
@@ -134,6 +136,7 @@ def _generate_range(
                 reuse=spec.reuse,
                 simulated=_is_simulation(context, spec, fleet, manifest),
                 neighbours=_neighbours(catalog, store.entries(manifest.snapshot), known),
+                gates=None if config.redrive else _gates(spec, manifest, plan),
             )
             running.append(run)
             need = _requirement(context, spec, run, objective, WorkloadEstimator(spec, store, folder).look)
@@ -176,6 +179,30 @@ def _is_simulation(
 
 def _endpoint(context: dg.AssetExecutionContext) -> str | None:
     return context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
+
+
+def bounds_of(gates: GatesSpec, rows: int, run_rows: int) -> GateBounds:
+    """The gates of a dataset of so many rows, for a run that has some of them: the more there are, the longer is the
+    stretch of bad rows that trips them."""
+    length = gates.length
+    return GateBounds(
+        dead=gates.max_dead_rate,
+        empty=gates.max_empty_rate,
+        cut=gates.max_cut_rate,
+        refused=gates.max_refused_rate,
+        repeated=gates.max_repeated_rate,
+        length=None if length is None else length.max_rate,
+        letters=(0, None) if length is None else (length.min_letters, length.max_letters),
+        phrases=tuple(gates.refusals),
+        rules=tuple(Rule(name, one.where, one.max_rate) for name, one in gates.rules.items()),
+        least_rows=max(gates.least_rows, min(rows // 200, run_rows // 10)),
+    )
+
+
+def _gates(spec: GeneratedDatasetSpec, manifest: SnapshotManifest, plan: RangePlan) -> QualityGates:
+    settings = manifest.settings()
+    bounds = bounds_of(spec.gates, manifest.rows, sum(work.entry.rows for work in plan.todo))
+    return QualityGates(bounds, max_tokens=settings.most_tokens, json_schema=settings.json_schema)
 
 
 def _conditions(catalog: Catalog, known: Mapping[str, CatalogEntry]) -> dict[str, str]:
@@ -365,6 +392,7 @@ def _supervisor(
         decided=lambda decision: context.log_event(ledger.move_event(need.dataset, decision)),
         leased=lambda leased: context.log_event(ledger.lease_event(need.dataset, leased)),
         given_back=lambda leased, why: context.log_event(ledger.bill_event(need.dataset, leased, why)),
+        paused=lambda trip: context.log_event(ledger.gate_event(need.dataset, trip)),
     )
 
 

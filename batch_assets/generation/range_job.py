@@ -10,6 +10,7 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
 
+from batch_assets.gates.quality_gates import GateTrip, QualityGates
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
 from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
@@ -54,6 +55,7 @@ class RangeJob:
     successor does. `claims` keep it from asking for rows that another run of these batches asks for. `reports` has the
     footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
     come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
+    `gates` look at every new outcome; `trips` has those that have tripped, for whoever pauses the request.
     """
 
     over = False  # what comes is always kept
@@ -69,6 +71,7 @@ class RangeJob:
         fence: Callable[[], bool],
         claims: RunClaims | None,
         health: StoreHealth,
+        gates: QualityGates | None = None,
     ) -> None:
         self.store, self.manifest, self.identity, self.health = store, manifest, identity, health
         self.task = manifest.settings().task
@@ -77,6 +80,8 @@ class RangeJob:
         self.claims, self._fence = claims, fence
         self.reports: queue.SimpleQueue[BatchFooter] = queue.SimpleQueue()
         self.reused: dict[str, int] = {}
+        self._gates = gates
+        self.trips: queue.SimpleQueue[GateTrip] = queue.SimpleQueue()
         self.epoch = 0
         self.failure: Exception | None = None  # why a batch cannot be committed, whatever is tried
         self._committed: set[str] = {footer.key for footer in plan.done}
@@ -138,6 +143,9 @@ class RangeJob:
     def note(self, part: str, outcome: Outcome) -> None:
         """A row has its outcome."""
         self.journal.note(part, outcome)
+        if self._gates is not None:
+            for trip in self._gates.note(outcome):
+                self.trips.put(trip)
 
     def is_whole(self, part: str, outcomes: Sequence[Outcome]) -> bool:
         """No row of a batch is left out."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from batch_assets import settings
+from batch_assets.gates.quality_gates import GateTrip, QualityGates
 from batch_assets.generation.range_job import RangeJob, RunClaims
 from batch_assets.generation.range_plan import Intent, RangePlan, RunIdentity, Work, mixed, plan_range, vector_length
 from batch_assets.generation.store_reads import StoreReads
@@ -320,7 +321,7 @@ class RangeRun:
     All methods but `serve` may be called from any thread. `fence` and `claims`: see RangeJob. `reuse`: whose answers
     rows take, where the snapshot has some beside it. `simulated`: which known answers are taken, see RangeSource.
     `neighbours`: True where committed batches of the dataset are simulated, False where some are not: a table never has
-    both.
+    both. `gates`: of its rows, see `tripped`.
     """
 
     def __init__(
@@ -339,6 +340,7 @@ class RangeRun:
         reuse: bool | Sequence[str] = False,
         simulated: bool | None = None,
         neighbours: frozenset[bool] = frozenset(),
+        gates: QualityGates | None = None,
     ) -> None:
         self.store, self.manifest, self.identity = store, manifest, identity
         self.generation = manifest.settings()
@@ -346,7 +348,9 @@ class RangeRun:
         self._answer_bytes = settings.max_answer_bytes()
         self._journal_seconds, self._neighbours = journal_seconds, neighbours
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="store")
-        self._job = RangeJob(store, manifest, plan, identity, fence=fence, claims=claims, health=self.health)
+        self._job = RangeJob(
+            store, manifest, plan, identity, fence=fence, claims=claims, health=self.health, gates=gates
+        )
         self.source = RangeSource(self._job, reuse=reuse, simulated=simulated)
         self._worker = JobWorker[RangeJob](
             self.source.batches(),
@@ -370,6 +374,12 @@ class RangeRun:
     def failing(self, before: float) -> FailingRequests | None:
         """What every request meets, since `before` (by time.monotonic) or longer; None: one is answered."""
         return self._worker.failing(before)
+
+    def tripped(self) -> GateTrip | None:
+        """A gate that has tripped, each once."""
+        with contextlib.suppress(queue.Empty):
+            return self._job.trips.get_nowait()
+        return None
 
     @property
     def rows(self) -> int:

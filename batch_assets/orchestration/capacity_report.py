@@ -8,11 +8,11 @@ from batch_assets.capacity_planning.decision import Decision
 from batch_assets.catalog import ledger
 from batch_assets.durations import duration
 from batch_assets.orchestration.asset_checks import ON_TIME, to_go_on
-from gpu_runner.fleet_database.capacity_plan import RequestSummary
+from gpu_runner.fleet_database.capacity_plan import PauseKind, RequestSummary
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.fleet_database.wait_reason import WaitReason
 from gpu_runner.money import format_usd
-from resources.alerts import Alert
+from resources.alerts import Alert, AlertKind
 
 
 def check_event(report: Decision) -> dg.AssetCheckEvaluation:
@@ -90,9 +90,8 @@ def alerts_of(report: Decision) -> list[Alert]:
     numbers = {"instances": command.instances, "spent_usd": round(report.spend.usd, 4)}
     found: list[Alert] = []
     if command.pause:
-        found.append(
-            Alert("budget", report.dataset, f"{report.dataset} is paused: {command.pause.describe()}", numbers)
-        )
+        kind: AlertKind = "quality" if command.pause.kind is PauseKind.QUALITY else "budget"
+        found.append(Alert(kind, report.dataset, f"{report.dataset} is paused: {command.pause.describe()}", numbers))
     elif plan.chosen is None and not report.held:
         text = f"{report.dataset}: nothing suitable can be rented: {plan.reason}"
         found.append(Alert("no_capacity", report.dataset, text, numbers))

@@ -45,16 +45,16 @@ STILL_SECONDS = 1.5
 NAMED_PROBLEMS = 3
 # One that is canceled before it is queued would never end: Dagster's daemon does not queue it then.
 NOT_CANCELABLE = (dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.CANCELING)
-OF_BUDGET = (PauseKind.BUDGET_REACHED, PauseKind.LEASE_REFUSED)
+ENDS = (PauseKind.BUDGET_REACHED, PauseKind.LEASE_REFUSED, PauseKind.QUALITY)  # what somebody has to decide on
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """How the work ended. `runs` are those to look at, newest first.
 
-    `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over. `pause`: the
-    budget stopped it; the runs that are under way wait for a larger one. `spent_usd`: US dollars of the request when
-    that was decided.
+    `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over. `pause`: its
+    budget, or a gate, stopped it; the runs that are under way wait until somebody decides. `spent_usd`: US dollars of
+    the request when that was decided.
     """
 
     ok: bool
@@ -85,7 +85,7 @@ class RequestMonitor:
 
     `progress` is told where a verification is, in this thread: raising ends it. `verifies`: without, the end is checked
     by names and sizes only. `redrive_error`: the request is a re-drive, of dead letters of this error; "": of all.
-    `waits`: a request that its budget pauses is followed until the budget is raised.
+    `waits`: a request that is paused is followed until somebody lets it go on.
     """
 
     def __init__(
@@ -178,13 +178,13 @@ class RequestMonitor:
         return ProgressUpdate("rows", self._said(sight, runs, backfill), sight.figures, self._meter.rate())
 
     def _paused(self, request: str) -> RunResult | None:
-        """The end of a request whose budget lets nothing be done any more; None while it does, or rows are in flight.
+        """The end of a request that its budget or a gate has paused; None while it goes on, or rows are in flight.
 
         Until the capacity sensor has begun the request, the fleet's database holds the command for the one before. A
         command from before the last lease ended was about what was held then: a cheaper offer may fit what is left now.
         """
         target = self.observer.fleet_db.target(self._dataset)
-        if target is None or target.request != request or target.pause is None or target.pause.kind not in OF_BUDGET:
+        if target is None or target.request != request or target.pause is None or target.pause.kind not in ENDS:
             return None
         leased = any(one.works_for == self._dataset for one in self.observer.fleet_db.fleet())
         leased = leased or self.observer.fleet_db.engines_held()[self._dataset] > 0

@@ -33,14 +33,14 @@ from batch_assets.orchestration.capacity_report import alerts_of, check_event, d
 from batch_assets.orchestration.request_summary import request_status, summary_of
 from batch_assets.sensors.open_datasets import Datasets, Open, OpenDatasets, Seen
 from batch_assets.tags import ENDPOINT_TAG
-from gpu_runner.fleet_database.capacity_plan import Pause, PauseKind
+from gpu_runner.fleet_database.capacity_plan import Assignment, Pause, PauseKind
 from gpu_runner.fleet_database.database import FleetDatabase
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.money import round_up_usd
 from gpu_runner.offers.offer import Objective
 from gpu_runner.planner.budget import needed_usd
 from gpu_runner.planner.controller import Command
-from gpu_runner.planner.types import ControlTiming, Plan, Target
+from gpu_runner.planner.types import ControlTiming, HeldInstance, Plan, Target
 from resources.alerts import Alert, AlertConfig, Alerts
 from resources.fleet.fleet_config import ENDPOINT_VARIABLE
 from resources.fleet.resource import FleetConfigError, GpuFleet
@@ -224,6 +224,8 @@ def _answer(
     if not asked.held:
         report.command = _unless_refused(report.command, question, spend.usd, report.plan, timing)
     report.command = _with_enough(report.command, spend.usd)
+    if target.pause is not None and target.pause.kind is PauseKind.QUALITY:
+        report.command = paused_by_gates(target.pause, asked.held)
     report.idle = around.idle(spec.name, timing.tick) if _bounded(target) else ()
     return _write(fleet_db, report)
 
@@ -283,6 +285,13 @@ def _unless_refused(command: Command, question: Open, spent: float, plan: Plan, 
     elif plan.least_usd is not None:
         enough = max(enough, plan.least_usd)
     return dataclasses.replace(command, pause=Pause(PauseKind.LEASE_REFUSED, refused.words(), enough), kind="paused")
+
+
+def paused_by_gates(pause: Pause, held: Sequence[HeldInstance]) -> Command:
+    """Nothing is leased until somebody has accepted the gates, and what is held ends."""
+    names = tuple(one.instance for one in held)
+    drained = tuple(Assignment(name) for name in names)
+    return Command(0, (), names, pause=pause, kind="paused", reason=pause.text, assignments=drained)
 
 
 def _with_enough(command: Command, spent: float) -> Command:

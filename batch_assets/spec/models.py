@@ -38,6 +38,7 @@ from batch_assets.spec.fields import (
     TextFile,
     TimeZone,
 )
+from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
@@ -362,6 +363,9 @@ class GeneratedDatasetSpec(Strict):
     batch_rows: int = Field(default=250, ge=1, le=10_000, description="Rows per batch, the unit of durability.")
     batches_per_run: int = Field(default=100, ge=1, le=100_000, description="Most batches that one Dagster run takes.")
     checks: ChecksSpec = Field(default=ChecksSpec(), description="Thresholds of the asset checks.")
+    gates: GatesSpec = Field(
+        default=GatesSpec(), description="Rates of bad rows that pause the request while it is made."
+    )
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
@@ -414,6 +418,7 @@ class GeneratedDatasetSpec(Strict):
         _check_samples(self)
         _check_output_columns(self)
         _check_turns(self)
+        _check_rules(self)
         return self
 
     @property
@@ -597,6 +602,21 @@ def _check_columns(spec: GeneratedDatasetSpec) -> None:
         raise Unusable("no id beside group_by, whose values name a row", show(spec.id), key="id")
     if spec.source.dataset == spec.name:
         raise Unusable("another dataset", "the dataset itself", key="source.dataset")
+
+
+def _check_rules(spec: GeneratedDatasetSpec) -> None:
+    if not spec.gates.rules:
+        return
+    from batch_assets.gates.quality_gates import rule_columns
+    from resources.store.row_condition import BadCondition, SqlCondition
+
+    known = rule_columns(spec.output.json_schema)
+    for name, rule in spec.gates.rules.items():
+        try:
+            SqlCondition(rule.where, known)
+        except BadCondition as error:
+            key = f"gates.rules.{name}.where"
+            raise Unusable("a condition over a row's outcome", show(rule.where), f"{error}.", key=key) from None
 
 
 def _check_output_columns(spec: GeneratedDatasetSpec) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, get_args
 
 from batch_assets.spec.deadline import Deadline, InvalidDeadline, parse_deadline
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import (
+    ACCEPT_GATES_TAG,
     BACKFILL_TAG,
     BUDGET_TAG,
     DEADLINE_TAG,
@@ -22,6 +23,7 @@ from batch_assets.tags import (
     OBJECTIVE_TAG,
     REQUEST_TAG,
     SIMULATE_TAG,
+    UPSTREAM_TAG,
 )
 from gpu_runner.errors import ExitStatus, UserFacingError
 from gpu_runner.offers.offer import Objective
@@ -29,7 +31,7 @@ from gpu_runner.offers.offer import Objective
 if TYPE_CHECKING:
     from gpu_runner.fleet_database.targets import DatasetTarget, Targets
 
-OPTION_TAGS = (DEADLINE_TAG, BUDGET_TAG, OBJECTIVE_TAG, INSTANCES_TAG)
+OPTION_TAGS = (DEADLINE_TAG, BUDGET_TAG, OBJECTIVE_TAG, INSTANCES_TAG, ACCEPT_GATES_TAG)
 
 BY_HAND = "run:"
 
@@ -46,12 +48,14 @@ class InvalidTag(UserFacingError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Deadline, budget in US dollars, objective and most instances; None: nothing was said."""
+    """Deadline, budget in US dollars, objective and most instances; None: nothing was said. `accepted_gates`: those
+    that do not pause the request."""
 
     deadline: Deadline | None = None
     budget_usd: float | None = None
     objective: Objective = "cheapest"
     max_instances: int | None = None
+    accepted_gates: tuple[str, ...] = ()
 
 
 def simulates(tags: Mapping[str, str]) -> bool:
@@ -86,6 +90,19 @@ def request_options(spec: GeneratedDatasetSpec, tags: Mapping[str, str]) -> Requ
         if not (text.isdecimal() and 1 <= int(text) <= 999):
             raise InvalidTag(INSTANCES_TAG, f"expected a whole number from 1 to 999, found {text[:80]!r}")
         found = dataclasses.replace(found, max_instances=int(text))
+    if (text := tags.get(ACCEPT_GATES_TAG)) is not None:
+        found = dataclasses.replace(found, accepted_gates=_gates(spec, text, of_chain=UPSTREAM_TAG in tags))
+    return found
+
+
+def _gates(spec: GeneratedDatasetSpec, text: str, *, of_chain: bool) -> tuple[str, ...]:
+    """Of a chain, those that this dataset has: rules are of one step."""
+    found = tuple(name.strip() for name in text.split(","))
+    if of_chain:
+        return tuple(name for name in found if name in spec.gates.names)
+    for name in found:
+        if name not in spec.gates.names:
+            raise InvalidTag(ACCEPT_GATES_TAG, f"expected gates ({', '.join(spec.gates.names)}), found {name[:80]!r}")
     return found
 
 
@@ -100,10 +117,15 @@ def _amount(text: str) -> float:
 
 
 def tags_of(
-    deadline: str | None, budget_usd: float | None, objective: str | None, max_instances: int | None
+    deadline: str | None,
+    budget_usd: float | None,
+    objective: str | None,
+    max_instances: int | None,
+    accepted_gates: Sequence[str] = (),
 ) -> dict[str, str]:
     """The tags that say this; what is None is left out."""
-    said = zip(OPTION_TAGS, (deadline, budget_usd, objective, max_instances), strict=True)
+    values = (deadline, budget_usd, objective, max_instances, ",".join(accepted_gates) or None)
+    said = zip(OPTION_TAGS, values, strict=True)
     return {tag: str(value) for tag, value in said if value is not None}
 
 
@@ -127,6 +149,7 @@ def begin(fleet_db: Targets, spec: GeneratedDatasetSpec, request: str, tags: Map
         budget_usd=wanted.budget_usd,
         objective=wanted.objective,
         max_instances=wanted.max_instances,
+        accepted_gates=wanted.accepted_gates,
     )
 
 

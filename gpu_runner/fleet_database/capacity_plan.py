@@ -34,6 +34,7 @@ class PauseKind(enum.StrEnum):
 
     BUDGET_REACHED = "budget_reached"  # by the plan: what is left pays for no instance and its end
     LEASE_REFUSED = "lease_refused"  # by the fleet's database, which holds the budget to the cent
+    QUALITY = "quality"  # gates have tripped: the rows that come are bad too often
     UNKNOWN = "unknown"  # of a later version of this program
 
 
@@ -41,16 +42,23 @@ class PauseKind(enum.StrEnum):
 class Pause:
     """Nothing may be rented. `text`: the rule that says so with its numbers, one sentence for people.
 
-    `enough_usd`: US dollars with which the work would be done; None where nobody knows.
+    `enough_usd`: US dollars with which the work would be done; None where nobody knows. `gates`: with QUALITY, those
+    that have tripped, and what each says; somebody has to accept all of them.
     """
 
     kind: PauseKind
     text: str
     enough_usd: float | None = None
+    gates: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
         """For people."""
         return self.text or self.kind.value.replace("_", " ")
+
+
+def pause_of_gates(gates: Mapping[str, str]) -> Pause | None:
+    """The pause for gates that have tripped, each with what it says; None without any."""
+    return Pause(PauseKind.QUALITY, "; ".join(gates.values()), gates=tuple(gates.items())) if gates else None
 
 
 def pause_to_json(pause: Pause | None) -> str:
@@ -66,9 +74,10 @@ def read_pause(text: str) -> Pause | None:
         found = json.loads(text)
         kind, words, enough = str(found["kind"]), str(found["text"]), found.get("enough_usd")
         enough = None if enough is None else float(enough)
+        gates = tuple((str(name), str(said)) for name, said in found.get("gates") or ())
     except (ValueError, TypeError, KeyError, AttributeError):
         return Pause(PauseKind.BUDGET_REACHED, text)
-    return Pause(PauseKind(kind) if kind in [*PauseKind] else PauseKind.UNKNOWN, words, enough)
+    return Pause(PauseKind(kind) if kind in [*PauseKind] else PauseKind.UNKNOWN, words, enough, gates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ LEASES = sa.Table(
 # `instances`, `offers`, `pause`: the command. `request`: what is made now ("": nothing), since when. What an operator
 # overrides holds for that request. `memory`, `plan`: what the capacity sensor keeps and shows, as JSON. `counted_…`:
 # what was spent, and US dollars per second, when it was last added up (NULL: that is not the most any more).
+# `accepted_gates`: names of gates that pause this request no more, as JSON.
 DATASETS = sa.Table(
     "datasets",
     METADATA,
@@ -87,6 +88,7 @@ DATASETS = sa.Table(
     sa.Column("counted_at", sa.Float),
     sa.Column("counted_usd", sa.Float, nullable=False, server_default="0"),
     sa.Column("counted_rate", sa.Float, nullable=False, server_default="0"),
+    sa.Column("accepted_gates", sa.Text, nullable=False, server_default="[]"),
 )
 
 # `created_at`: billing starts. `notice_at`: it is taken away. `seen_at`: first in the provider's list. `retire_at`:

@@ -8,7 +8,7 @@ A dataset without a row may lease one instance and has no budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -21,8 +21,10 @@ from gpu_runner.fleet_database.capacity_plan import (
     CapacityMemory,
     CapacityPlan,
     Pause,
+    PauseKind,
     RequestSummary,
     memory_to_json,
+    pause_of_gates,
     pause_to_json,
     read_memory,
     read_pause,
@@ -35,7 +37,13 @@ from gpu_runner.fleet_database.leases import end_retired, mark_retired
 
 NO_COMMAND: Mapping[str, Any] = {
     **{"instances": 1, "offers": "[]", "pause": "", "memory": "{}", "plan": "{}"},
-    **{"deadline_override": None, "budget_override": None, "updated_at": None, "counted_at": None},
+    **{
+        "accepted_gates": "[]",
+        "deadline_override": None,
+        "budget_override": None,
+        "updated_at": None,
+        "counted_at": None,
+    },
 }
 NO_TARGET: Mapping[str, Any] = {"deadline_at": None, "budget_usd": None, "objective": "", "max_instances": None}
 
@@ -109,11 +117,13 @@ class Targets(Tables):
         budget_usd: float | None = None,
         objective: str = "",
         max_instances: int | None = None,
+        accepted_gates: Collection[str] = (),
     ) -> DatasetTarget:
         """What is wanted of `request`, which is made now.
 
         A new request starts with one instance, and its spending counts from this moment. Of the one that stands there
-        already only the wishes are updated. Raises ValueError for a request without a name.
+        already only the wishes are updated. `accepted_gates` pause it never. Raises ValueError for a request without a
+        name.
         """
         if not request:
             raise ValueError("begin_request: expected the name of a request, found none")
@@ -124,7 +134,8 @@ class Targets(Tables):
             if before is not None and before.request == request:
                 _write(connection, dataset, **wishes, counted_at=None)
             else:
-                _write(connection, dataset, **NO_COMMAND, **wishes, request=request, since=now)
+                command = {**NO_COMMAND, "accepted_gates": json.dumps(sorted(accepted_gates))}
+                _write(connection, dataset, **command, **wishes, request=request, since=now)
                 begin_spending(connection, dataset)
             found = _read(connection, dataset, now)
         assert found is not None
@@ -160,16 +171,51 @@ class Targets(Tables):
     ) -> bool:
         """What the dataset may lease from now on. False when its request is another one by now: nothing is written.
 
-        `decided_at`: when that was seen which it rests on; None: now.
+        Gates that have tripped meanwhile allow no instance. `decided_at`: when that was seen which it rests on; None:
+        now.
         """
-        words = {"offers": json.dumps([list(one) for one in offers]), "pause": pause_to_json(pause)}
-        words |= {"memory": memory_to_json(memory), "plan": to_json(plan)}
         mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request)
         with self._transaction() as (connection, now):
+            if (tripped := _quality_pause(connection, dataset)) is not None:
+                instances, pause = 0, tripped
+            words = {"offers": json.dumps([list(one) for one in offers]), "pause": pause_to_json(pause)}
+            words |= {"memory": memory_to_json(memory), "plan": to_json(plan)}
             change = DATASETS.update().where(mine).values(instances=max(0, instances), **words, updated_at=now)
             if decided_at is not None:
                 change = change.values(updated_at=min(now, decided_at))
             return connection.execute(change).rowcount == 1
+
+    def trip_gate(self, dataset: str, gate: str, text: str) -> bool:
+        """Pause what is being made of the dataset: nothing is leased for it until the gate is accepted.
+
+        `text`: why, one sentence for people. False: somebody has accepted this gate, and nothing is paused.
+        """
+        with self._transaction() as (connection, _):
+            if gate in _accepted(connection, dataset):
+                return False
+            before = _quality_pause(connection, dataset)
+            gates = {gate: text} | dict(before.gates if before is not None else ())
+            _write(connection, dataset, instances=0, pause=pause_to_json(pause_of_gates(gates)))
+            return True
+
+    def accept_gates(self, dataset: str, gates: Collection[str]) -> bool:
+        """These gates pause the current request no more. False when there is no request.
+
+        When none is left of those that have paused it, one instance may be leased until the next command.
+        """
+        with self._transaction() as (connection, now):
+            found = _read(connection, dataset, now)
+            if found is None or not found.request:
+                return False
+            accepted = {*_accepted(connection, dataset), *gates}
+            values: dict[str, Any] = {"accepted_gates": json.dumps(sorted(accepted))}
+            pause = _quality_pause(connection, dataset)
+            if pause is not None:
+                left = {name: said for name, said in pause.gates if name not in accepted}
+                values["pause"] = pause_to_json(pause_of_gates(left))
+                values |= {} if left else {"instances": 1}
+            _write(connection, dataset, **values)
+            return True
 
     def remember(self, dataset: str, request: str, memory: CapacityMemory) -> None:
         """Keep this for the next decision on the request, beside the command that stands."""
@@ -219,6 +265,17 @@ class Targets(Tables):
 def _read(connection: sa.Connection, dataset: str, now: float) -> DatasetTarget | None:
     row = connection.execute(sa.select(DATASETS).where(DATASETS.c.dataset == dataset)).mappings().first()
     return None if row is None else _target(row, now)
+
+
+def _accepted(connection: sa.Connection, dataset: str) -> frozenset[str]:
+    found = connection.execute(sa.select(DATASETS.c.accepted_gates).where(DATASETS.c.dataset == dataset)).scalar()
+    return frozenset(json.loads(found or "[]"))
+
+
+def _quality_pause(connection: sa.Connection, dataset: str) -> Pause | None:
+    found = connection.execute(sa.select(DATASETS.c.pause).where(DATASETS.c.dataset == dataset)).scalar()
+    pause = read_pause(found or "")
+    return pause if pause is not None and pause.kind is PauseKind.QUALITY else None
 
 
 def _write(connection: sa.Connection, dataset: str, **values: Any) -> None:

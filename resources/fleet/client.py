@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from gpu_runner.cost_meter import CostMeter, LeaseUsage, TokenMeter
+from gpu_runner.fleet_database.capacity_plan import PauseKind
 from gpu_runner.fleet_database.database import BudgetReached, FleetDatabase, FleetFull, Lease
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.fleet_database.wait_reason import RunActivity, WaitKind
@@ -193,6 +194,13 @@ class FleetClient:
         retired = (instance.reason or "it is to end") if instance.retiring else None
         why = "" if instance.notice_seconds is None else instance.reason
         return LeaseSignals(instance.notice_seconds, instance.epoch > leased.epoch, retired, why)
+
+    def look_for_dataset(self, need: Requirement) -> LeaseSignals:
+        """The same of an engine that is not rented: it is left when gates have paused the request."""
+        target = self.fleet_db.target(need.dataset)
+        pause = None if target is None else target.pause
+        paused = pause is not None and pause.kind is PauseKind.QUALITY
+        return LeaseSignals(retired=pause.describe() if pause and paused else None)
 
     def why_lost(self, leased: LeasedEngine) -> str:
         """What is known of an engine that was lost: the fleet's record of its end, else what its provider says now."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -32,6 +33,11 @@ class SqlCondition:
             raise BadCondition(f"expected an SQL condition, found {text[:80]!r}: {_first_line(error)}") from None
         if unknown := [name for name in self.columns if name not in known]:
             raise BadCondition(f"no column is called {unknown[0][:80]!r}. Columns: {', '.join(known)}")
+
+    def marks(self, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
+        """For each row of columns of equal length whether it meets the condition, see `mask`."""
+        names = self.columns or list(columns)[:1]
+        return self.mask(pl.DataFrame({name: columns[name] for name in names}, strict=False)).to_list()
 
     def mask(self, frame: pl.DataFrame) -> pl.Series:
         """For each row whether it meets the condition; a null result is a no, as in SQL. Raises BadCondition."""

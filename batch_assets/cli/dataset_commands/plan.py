@@ -110,7 +110,11 @@ def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Wor
 
 
 def adjust_request(
-    spec: GeneratedDatasetSpec, folder: Path, deadline: Deadline | None, budget_usd: float | None
+    spec: GeneratedDatasetSpec,
+    folder: Path,
+    deadline: Deadline | None,
+    budget_usd: float | None,
+    accepted_gates: Sequence[str] = (),
 ) -> str | None:
     """Change what is wanted of the request under way; returns what is wanted now, None when there is no request."""
     name = spec.name
@@ -123,10 +127,14 @@ def adjust_request(
             changes["deadline_at"] = deadline.at(fleet_db.now())
         if not fleet_db.override(name, **changes):
             return None
+        if accepted_gates:
+            fleet_db.accept_gates(name, accepted_gates)
         target = fleet_db.target(name)
     assert target is not None
     wanted = Target(target.deadline_in, target.budget_usd)
-    return f"{name}: now {wanted_words(wanted, most=False)}"
+    accepted = f"; accepted: {', '.join(accepted_gates)}" if accepted_gates else ""
+    paused = f"; still paused: {target.pause.describe()}" if target.pause is not None and accepted_gates else ""
+    return f"{name}: now {wanted_words(wanted, most=False)}{accepted}{paused}"
 
 
 def report(view: Proposal) -> Group:

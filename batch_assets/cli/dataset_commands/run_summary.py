@@ -13,6 +13,7 @@ from batch_assets.cli.dataset_commands.run import Request, Runner
 from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.durations import duration
 from batch_assets.request_status.display import display
+from gpu_runner.fleet_database.capacity_plan import PauseKind
 from gpu_runner.money import format_usd, round_up_usd
 
 if TYPE_CHECKING:
@@ -115,12 +116,14 @@ def run_pointers(runs: Sequence[str], url: str | None) -> list[str]:
 
 
 def paused(dataset: str, pause: Pause, spent: float, *, own: bool, upstream: str | None = None) -> list[str]:
-    """The last lines of a run that its budget stopped. `spent`: US dollars of its request when that was decided.
+    """The last lines of a run that its budget or a gate stopped. `spent`: US dollars of its request by then.
 
     `own`: its Dagster ends with it: the next `run` is a request of its own. Else its runs wait for a larger budget.
     `upstream`: it is a step of a chain that ends with this dataset.
     """
     said = f"{dataset}: paused: {pause.describe()}"
+    if pause.kind is PauseKind.QUALITY:
+        return [said, *_at_gates(dataset, [gate for gate, _ in pause.gates], own=own, upstream=upstream)]
     enough = pause.enough_usd
     if own and enough is not None:
         enough = round_up_usd(enough - spent)
@@ -138,6 +141,18 @@ def paused(dataset: str, pause: Pause, spent: float, *, own: bool, upstream: str
         said,
         f"a budget of {format_usd(enough)} $ {of} would do: `{command} {number}` goes on from there; "
         "what is finished is kept",
+    ]
+
+
+def _at_gates(dataset: str, gates: Sequence[str], *, own: bool, upstream: str | None) -> list[str]:
+    """What there is to be seen of rows that were paused for, and both ways on."""
+    run = f"run {dataset}" if upstream is None else f"run {upstream} --upstream"
+    options = " ".join(f"{'--accept-gate' if own else '--accept'} {gate}" for gate in gates)
+    command = f"batch-assets {run if own else f'adjust {dataset}'} {options}"
+    return [
+        f"batch-assets show {dataset} --order newest: shows the rows; --errors those without an answer",
+        f"mend the prompt or the sampling, and `batch-assets {run}` asks again what that changes; or `{command}` goes "
+        "on as it is; what is finished is kept",
     ]
 
 

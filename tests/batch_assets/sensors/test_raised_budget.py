@@ -165,3 +165,20 @@ def test_an_engine_that_is_paid_by_the_token_is_paused_at_the_price_of_a_row_and
     site.tick("capacity")
     assert target(site).pause.kind is PauseKind.LEASE_REFUSED
     assert paused(site).endswith("are spent, and a row may cost 0.04 $")
+
+
+def test_what_gates_have_paused_stays_so_until_they_are_accepted_whatever_is_planned(site: SensorDataset) -> None:
+    site.tick("capacity")
+    assert site.fleet_db.override("d", budget_usd=50)
+    site.tick("capacity")
+    before = target(site)
+    assert before.instances > 0 and before.pause is None
+    assert site.fleet_db.trip_gate("d", "cut", "gate cut: all rows are cut; its bound is 50%")
+    site.tick("capacity")
+    found = target(site)
+    assert (found.instances, found.pause.kind, found.plan.kind) == (0, PauseKind.QUALITY, "paused")
+    assert found.plan.reason == "gate cut: all rows are cut; its bound is 50%"
+    assert "paused: gate cut: all rows are cut" in says(site)
+    assert site.fleet_db.accept_gates("d", ["cut"])
+    site.tick("capacity")
+    assert (target(site).instances, target(site).pause) == (before.instances, None)

@@ -270,3 +270,47 @@ def test_what_an_older_sensor_kept_is_read_from_its_row(url: str, clock: Clock):
         kept = CapacityMemory(ControllerState((("x", 3),)), (ToldAlert("late", 5.0, over=True),))
         found = fleet_db.target("d")
         assert found is not None and (found.memory, found.pause) == (kept, PAUSE)
+
+
+def test_a_gate_pauses_the_request_until_it_is_accepted(fleet_db: FleetDatabase):
+    fleet_db.begin_request("d", "refresh")
+    assert fleet_db.command("d", "refresh", 4, [("a", 4)])
+    assert fleet_db.trip_gate("d", "cut", "half of the rows are cut")
+    assert fleet_db.trip_gate("d", "cut", "said by another run, too")
+    assert fleet_db.trip_gate("d", "empty", "all are empty")
+    gates = (("empty", "all are empty"), ("cut", "half of the rows are cut"))
+    paused = Pause(PauseKind.QUALITY, "all are empty; half of the rows are cut", gates=gates)
+    assert (found := fleet_db.target("d")) is not None and (found.instances, found.pause) == (0, paused)
+    # The sensor has looked before: its command allows nothing.
+    assert fleet_db.command("d", "refresh", 4, [("a", 4)])
+    assert (found := fleet_db.target("d")) is not None and (found.instances, found.pause) == (0, paused)
+
+    assert fleet_db.accept_gates("d", ["cut"])
+    assert (found := fleet_db.target("d")) is not None and found.pause == replace(
+        paused, text="all are empty", gates=gates[:1]
+    )
+    assert not fleet_db.trip_gate("d", "cut", "again")
+    assert fleet_db.accept_gates("d", ["empty", "dead"])
+    assert (found := fleet_db.target("d")) is not None and (found.instances, found.pause) == (1, None)
+    assert not fleet_db.trip_gate("d", "dead", "no answers")
+    assert fleet_db.command("d", "refresh", 4, [("a", 4)])
+    assert fleet_db.instances("d") == 4
+
+
+def test_what_was_accepted_is_of_one_request(fleet_db: FleetDatabase):
+    assert not fleet_db.accept_gates("d", ["cut"])
+    fleet_db.begin_request("d", "one", accepted_gates=["cut"])
+    fleet_db.begin_request("d", "one")
+    assert not fleet_db.trip_gate("d", "cut", "half of the rows are cut")
+    fleet_db.begin_request("d", "two")
+    assert fleet_db.trip_gate("d", "cut", "half of the rows are cut")
+    fleet_db.begin_request("d", "three")
+    assert (found := fleet_db.target("d")) is not None and (found.instances, found.pause) == (1, None)
+
+
+def test_a_budget_that_pauses_it_gives_way_to_a_gate(fleet_db: FleetDatabase):
+    fleet_db.begin_request("d", "refresh")
+    assert fleet_db.command("d", "refresh", 0, (), PAUSE)
+    assert fleet_db.trip_gate("d", "cut", "half of the rows are cut")
+    assert (found := fleet_db.target("d")) is not None and found.pause is not None
+    assert found.pause.kind is PauseKind.QUALITY

@@ -227,6 +227,20 @@ def test_deadline_and_budget_of_what_is_being_made_may_be_changed(home: Path) ->
     assert target is not None and target.deadline_in == pytest.approx(190 * 60, abs=60) and target.budget_usd == 5.0
 
 
+def test_rows_that_gates_have_paused_may_be_accepted(home: Path) -> None:
+    status, said = adjust("--accept", "cutt")
+    assert status == 2
+    assert "gates: expected gates (dead, empty, cut, refused, repeated, length), found 'cutt'" in said
+    with contextlib.closing(FleetDatabase(f"sqlite:///{home}/fleet.db")) as fleet_db:
+        fleet_db.begin_request("d", refresh(dg.DagsterRunStatus.STARTED))
+        assert fleet_db.trip_gate("d", "cut", "gate cut: all rows are cut")
+        assert fleet_db.trip_gate("d", "empty", "gate empty: all rows are empty")
+        left = "d: now no deadline, no budget; accepted: cut; still paused: gate empty: all rows are empty"
+        assert adjust("--accept", "cut") == (0, left)
+        assert adjust("--accept", "empty") == (0, "d: now no deadline, no budget; accepted: empty")
+        assert (found := fleet_db.target("d")) is not None and found.pause is None
+
+
 def test_a_request_that_no_sensor_has_ended_is_over_for_adjust_and_plan(home: Path) -> None:
     """The Dagster of its `run` ended with it, before the capacity sensor looked once more."""
     request = refresh(dg.DagsterRunStatus.CANCELED)

@@ -69,3 +69,16 @@ def test_a_run_that_its_budget_stopped_says_the_sum_and_the_command_that_goes_on
     before = read_pause('{"kind": "budget_reached", "text": "of an earlier version"}')
     assert before is not None and before.enough_usd is None
     assert "nobody knows which budget would do: `batch-assets plan d` says it" in paused("d", before, 0.0, own=True)[1]
+
+
+def test_a_pause_of_a_gate_says_what_to_look_at_and_both_ways_on() -> None:
+    pause = Pause(
+        PauseKind.QUALITY, "gate cut: 240 of the last 250 rows (96%) are cut", gates=(("cut", ""), ("empty", ""))
+    )
+    said = paused("d", pause, 0.5, own=True)
+    assert said[0] == "d: paused: gate cut: 240 of the last 250 rows (96%) are cut"
+    assert "batch-assets show d --order newest" in said[1]
+    assert "`batch-assets run d --accept-gate cut --accept-gate empty` goes on as it is" in said[2]
+    assert "`batch-assets adjust d --accept cut --accept empty` goes on" in paused("d", pause, 0.5, own=False)[2]
+    of_chain = paused("d", pause, 0.5, own=True, upstream="answers")[2]
+    assert "`batch-assets run answers --upstream --accept-gate cut --accept-gate empty` goes on" in of_chain

@@ -1,0 +1,264 @@
+"""Gates: whether the rows that come are so often bad that a request is paused, and why.
+
+Each gate marks rows and has a bound on the rate of marked ones. Looking after every row costs no false alarms: a gate
+is several sequential probability ratio tests (Wald, 1945) of the bound against higher rates, each begun anew whenever
+it speaks for the bound (Page, Continuous inspection schemes, Biometrika 41, 1954). By the bound on such sums (Lorden,
+1971; Shin, Ramdas and Rinaldo, E-detectors, 2024, theorem 2.4) a dataset whose rate never passes the bound has at most
+one false alarm in RUN_LENGTH rows, on average. Rows of one place of a source may be alike, so a gate trips only on a
+stretch of at least `least_rows` rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batch_assets.gates.refusals import is_refusal
+from gpu_runner.client.json_schemas.column_types import Misfit, column_types, fitted_row
+from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
+from gpu_runner.rows import Outcome
+from resources.store.row_condition import BadCondition, SqlCondition
+
+RUN_LENGTH = 1e8  # rows of a dataset at its bound, on average, until a false alarm
+ODDS = (1.5, 3.0, 10.0, 100.0)  # of the rates that the bound is tested against, as multiples of its own odds
+NAMED_ROWS = 10
+SHORT_LIMIT = 32  # tokens: a limit up to here is meant to cut
+REMEMBERED, LONG_TEXT = 5_000, 80  # outputs that a repetition is looked for in; letters, below which none counts
+RULE_ROWS = 64
+RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
+
+Mark = Callable[[Outcome], bool | None]  # None: the gate has nothing to say of the row
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows after each other of which so many are marked."""
+
+    rows: int
+    marked: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateTrip:
+    """A gate that has tripped: `stretch` has more marked rows than its bound allows. `row_ids`: the last of these."""
+
+    gate: str
+    what: str
+    stretch: Stretch
+    bound: float
+    row_ids: tuple[str, ...]
+
+    def describe(self) -> str:
+        """In one sentence, for people, without a word of a prompt or output."""
+        seen = self.stretch
+        found = f"{seen.marked:,} of the last {seen.rows:,} rows ({seen.marked / seen.rows:.0%}) {self.what}"
+        return f"gate {self.gate}: {found}; its bound is {100 * self.bound:.3g}%"
+
+
+class RateDetector:
+    """Whether the rate of marked rows is above `bound`, which lies between 0 and 1."""
+
+    def __init__(self, bound: float, least_rows: int) -> None:
+        self._least = least_rows
+        self._limit = math.log(len(ODDS) * RUN_LENGTH)
+        odds = bound / (1 - bound)
+        higher = [factor * odds / (1 + factor * odds) for factor in ODDS]
+        self._steps = [(math.log(rate / bound), math.log((1 - rate) / (1 - bound))) for rate in higher]
+        self._scores = [0.0] * len(ODDS)
+        self._rows, self._marked = [0] * len(ODDS), [0] * len(ODDS)
+        self._quiet = True  # all scores are 0
+
+    def add(self, marked: bool) -> Stretch | None:
+        """Take in the next row; the stretch that passes the bound, if one does."""
+        if self._quiet and not marked:
+            return None
+        found: Stretch | None = None
+        for number, (up, down) in enumerate(self._steps):
+            score = self._scores[number] + (up if marked else down)
+            if score <= 0.0:
+                self._scores[number], self._rows[number], self._marked[number] = 0.0, 0, 0
+                continue
+            self._scores[number] = score
+            self._rows[number] += 1
+            self._marked[number] += marked
+            if score >= self._limit and self._rows[number] >= self._least:
+                found = Stretch(self._rows[number], self._marked[number])
+        self._quiet = not any(self._scores)
+        return found
+
+
+class _Gate:
+    def __init__(self, name: str, what: str, bound: float, least_rows: int) -> None:
+        self.name, self._what, self._bound = name, what, bound
+        self._detector = RateDetector(bound, least_rows)
+        self._marked: deque[str] = deque(maxlen=NAMED_ROWS)
+
+    def add(self, row_id: str, marked: bool) -> GateTrip | None:
+        if marked:
+            self._marked.append(row_id)
+        stretch = self._detector.add(marked)
+        if stretch is None:
+            return None
+        return GateTrip(self.name, self._what, stretch, self._bound, tuple(self._marked))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A gate of one's own: rows that meet the condition (`SqlCondition`) are marked."""
+
+    name: str
+    where: str
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateBounds:
+    """Most of the rows that each gate may mark; None: it is off. `letters`: the fewest and the most of an output.
+
+    `phrases`: with which a refusal begins, besides those that are known. `least_rows`: of a stretch that trips a gate.
+    """
+
+    dead: float | None = None
+    empty: float | None = None
+    cut: float | None = None
+    refused: float | None = None
+    repeated: float | None = None
+    length: float | None = None
+    letters: tuple[int, int | None] = (0, None)
+    phrases: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    least_rows: int = 200
+
+
+class QualityGates:
+    """The gates of one run of a dataset. For one thread.
+
+    `max_tokens`: of the answers. `json_schema`: of the outputs, whose fields are columns for the rules.
+    Raises BadCondition for a rule that cannot be evaluated.
+    """
+
+    def __init__(
+        self, bounds: GateBounds, *, max_tokens: int | None = None, json_schema: Mapping[str, Any] | None = None
+    ) -> None:
+        short = max_tokens is not None and max_tokens <= SHORT_LIMIT
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._bounds, self._least = bounds, bounds.least_rows
+        self._gates: dict[str, tuple[_Gate, Mark]] = {}
+        self._add("dead", "have no answer", bounds.dead, lambda one: not one.ok)
+        self._add("empty", "are empty", bounds.empty, _of_text(lambda text: not text.strip()))
+        self._add("cut", "are cut at the token limit", None if short else bounds.cut, _is_cut)
+        self._add("refused", "refuse the request", bounds.refused, self._refuses)
+        self._add("repeated", "repeat another output", bounds.repeated, _of_text(self._repeats))
+        self._add("length", "are shorter or longer than wanted", bounds.length, _of_text(self._outside))
+        self._rules = _Rules(bounds.rules, bounds.least_rows, json_schema)
+
+    def _add(self, name: str, what: str, bound: float | None, mark: Mark) -> None:
+        if bound is not None:
+            self._gates[name] = (_Gate(name, what, bound, self._least), mark)
+
+    def note(self, outcome: Outcome) -> list[GateTrip]:
+        """Take in the next outcome; the gates that trip. They look no more, until a request is made anew."""
+        found = []
+        for gate, mark in self._gates.values():
+            marked = mark(outcome)
+            if marked is not None and (trip := gate.add(outcome.row_id, marked)) is not None:
+                found.append(trip)
+        found += self._rules.note(outcome)
+        for trip in found:
+            self._gates.pop(trip.gate, None)
+        return found
+
+    def _refuses(self, one: Outcome) -> bool | None:
+        if one.ok and one.parts.refusal:
+            return True
+        return _of_text(lambda text: is_refusal(text, self._bounds.phrases))(one)
+
+    def _repeats(self, text: str) -> bool:
+        if len(text) < LONG_TEXT:
+            return False
+        key = hash(" ".join(text.casefold().split()))
+        known = key in self._seen
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return known
+
+    def _outside(self, text: str) -> bool:
+        least, most = self._bounds.letters
+        return len(text) < least or (most is not None and len(text) > most)
+
+
+class _Rules:
+    """Some rows at a time, because a frame costs more than its rows."""
+
+    def __init__(self, rules: Sequence[Rule], least_rows: int, json_schema: Mapping[str, Any] | None) -> None:
+        self._types = _fields(json_schema) if rules else {}
+        known = rule_columns(json_schema)
+        self._rules = {one.name: SqlCondition(one.where, known) for one in rules}
+        self._gates = {one.name: _Gate(one.name, "meet its condition", one.bound, least_rows) for one in rules}
+        self._waiting: list[Outcome] = []
+
+    def note(self, outcome: Outcome) -> list[GateTrip]:
+        if not self._gates:
+            return []
+        self._waiting.append(outcome)
+        if len(self._waiting) < RULE_ROWS:
+            return []
+        rows, self._waiting = self._waiting, []
+        columns, found = self._columns(rows), []
+        for name, gate in list(self._gates.items()):
+            try:
+                marks = self._rules[name].marks(columns)
+            except BadCondition:  # of these rows: a value that no function of the rule takes
+                continue
+            trips = [trip for row, marked in zip(rows, marks, strict=True) if (trip := gate.add(row.row_id, marked))]
+            if trips:
+                found.append(trips[0])
+                del self._gates[name]
+        return found
+
+    def _columns(self, rows: Sequence[Outcome]) -> dict[str, list[Any]]:
+        columns = {name: [getattr(row, name) for row in rows] for name in RULE_COLUMNS}
+        columns["output"] = [text if isinstance(text, str) else None for text in columns["output"]]
+        fitted = [self._fitted(text) for text in columns["output"]] if self._types else []
+        return columns | {name: [None if row is None else row[name] for row in fitted] for name in self._types}
+
+    def _fitted(self, text: str | None) -> Mapping[str, Any] | None:
+        if text is None:
+            return None
+        try:
+            return fitted_row(text, self._types)
+        except Misfit:
+            return None
+
+
+def rule_columns(json_schema: Mapping[str, Any] | None) -> list[str]:
+    """What the conditions of rules may look at: of a row's outcome, and the fields of its JSON."""
+    return [*RULE_COLUMNS, *_fields(json_schema)]
+
+
+def _fields(json_schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    try:
+        found = column_types(json_schema) if json_schema is not None else {}
+    except SchemaProblem:
+        return {}
+    return {name: kind for name, kind in found.items() if name not in RULE_COLUMNS}
+
+
+def _of_text(marks: Callable[[str], bool]) -> Mark:
+    """Over texts: not of a dead letter, a vector, or tool calls without a text."""
+
+    def mark(one: Outcome) -> bool | None:
+        if not one.ok or not isinstance(one.output, str) or (one.parts.tool_calls and not one.output.strip()):
+            return None
+        return marks(one.output)
+
+    return mark
+
+
+def _is_cut(one: Outcome) -> bool | None:
+    return one.finish_reason == "length" if one.ok and isinstance(one.output, str) else None

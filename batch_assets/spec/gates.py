@@ -1,0 +1,80 @@
+"""`gates:` of a defs.yaml: when a request is paused because of the rows that come."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from batch_assets.spec.errors import Unusable
+from batch_assets.spec.fields import Condition, Name, Strict
+
+Words = Annotated[str, Field(min_length=1, max_length=300)]
+Bound = Annotated[float, Field(gt=0, lt=1)]
+
+
+class RuleSpec(Strict):
+    """A gate of one's own."""
+
+    where: Condition = Field(
+        description="SQL condition over a row's output, finish_reason, error, tokens, tries and seconds, and over the "
+        "fields of its JSON."
+    )
+    max_rate: Bound = Field(description="Most of the rows that may meet it.")
+
+
+class LengthSpec(Strict):
+    """How long an output is to be."""
+
+    min_letters: int = Field(default=0, ge=0, description="Fewest letters of an output.")
+    max_letters: int | None = Field(default=None, ge=1, description="Most letters of an output.")
+    max_rate: Bound = Field(default=0.5, description="Most of the outputs that may be shorter or longer.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max_letters is not None and self.max_letters < self.min_letters:
+            raise Unusable(f"max_letters of at least min_letters ({self.min_letters})", str(self.max_letters))
+        return self
+
+
+class GatesSpec(Strict):
+    """Rates of bad rows that pause a request while it is made. Leave one empty (null) to switch its gate off."""
+
+    max_dead_rate: Bound | None = Field(default=0.5, description="Most rows without an answer.")
+    max_empty_rate: Bound | None = Field(default=0.5, description="Most outputs that are blank.")
+    max_cut_rate: Bound | None = Field(
+        default=0.5, description="Most outputs that end at the token limit, where max_tokens is above 32."
+    )
+    max_refused_rate: Bound | None = Field(
+        default=0.5, description="Most outputs that refuse the request: by the engine's word, or by how they begin."
+    )
+    max_repeated_rate: Bound | None = Field(
+        default=0.7, description="Most outputs of 80 letters or more that repeat one of the 5,000 before."
+    )
+    refusals: list[Words] = Field(
+        default=[], max_length=100, description="Beginnings of a refusal, besides those known in eight languages."
+    )
+    length: LengthSpec | None = Field(default=None, description="How long an output is to be.")
+    rules: dict[Name, RuleSpec] = Field(default={}, max_length=20, description="Gates of one's own, by their names.")
+    least_rows: int = Field(
+        default=100,
+        ge=20,
+        le=1_000_000,
+        description="A gate trips only on a stretch of so many rows of a run, or of 1 in 200 rows of the dataset, at "
+        "most a tenth of the run's.",
+    )
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> Self:
+        for name in self.rules:
+            if name in OWN_GATES:
+                raise Unusable(f"names of rules other than {', '.join(OWN_GATES)}", name)
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all gates."""
+        return (*OWN_GATES, *self.rules)
+
+
+OWN_GATES = ("dead", "empty", "cut", "refused", "repeated", "length")

@@ -1,0 +1,168 @@
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.snapshots import ORIGIN
+
+from batch_assets.gates.quality_gates import GateBounds, GateTrip, QualityGates, RateDetector, Rule
+from batch_assets.gates.refusals import is_refusal
+from gpu_runner.answers import AnswerParts, ToolCall
+from gpu_runner.rows import Outcome
+from resources.store.row_condition import BadCondition
+
+SCHEMA = {"type": "object", "properties": {"score": {"type": "integer"}, "label": {"type": "string"}}}
+
+
+def row(number: int, output: str | None = "a good answer", finish_reason: str = "stop", **other: object) -> Outcome:
+    dead = output is None
+    base = Outcome(
+        f"row-{number}", "key", output, None if dead else finish_reason, 10, 5, 1, "invalid_output" if dead else None,
+        None, ORIGIN, 1_700_000_000.0, 0.5,
+    )  # fmt: skip
+    return replace(base, **other)  # type: ignore[arg-type]
+
+
+def trips(gates: QualityGates, rows: list[Outcome]) -> list[tuple[int, GateTrip]]:
+    return [(number, trip) for number, one in enumerate(rows, 1) for trip in gates.note(one)]
+
+
+def first(bound: float, least: int, marks: list[bool]) -> int | None:
+    detector = RateDetector(bound, least)
+    return next((number for number, marked in enumerate(marks, 1) if detector.add(marked)), None)
+
+
+def test_rows_that_turn_bad_are_seen_within_a_few_hundred() -> None:
+    assert first(0.5, 200, [False] * 500 + [True] * 500) == 700
+    assert first(0.5, 20, [False] * 500 + [True] * 500) is not None
+    drawn = random.Random(1)
+    found = first(0.5, 200, [False] * 500 + [drawn.random() < 0.75 for _ in range(2000)])
+    assert found is not None and 700 <= found < 1100
+    found = first(0.01, 200, [False] * 500 + [drawn.random() < 0.2 for _ in range(2000)])
+    assert found is not None and 700 <= found < 900
+
+
+@pytest.mark.parametrize("bound", [0.01, 0.1, 0.5, 0.9])
+def test_a_rate_at_its_bound_trips_nothing(bound: float) -> None:
+    drawn = random.Random(2)
+    assert first(bound, 20, [drawn.random() < bound for _ in range(100_000)]) is None
+
+
+def test_a_bad_place_of_the_source_trips_nothing() -> None:
+    assert first(0.5, 200, [False] * 300 + [True] * 110 + [False] * 300 + [True] * 110 + [False] * 9000) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), max_size=400), st.floats(0.01, 0.99))
+def test_a_stretch_is_of_the_last_rows_and_passes_the_bound(marks: list[bool], bound: float) -> None:
+    detector = RateDetector(bound, 20)
+    for number, marked in enumerate(marks, 1):
+        if found := detector.add(marked):
+            last = marks[number - found.rows : number]
+            assert len(last) >= 20 and sum(last) == found.marked
+            assert found.marked / found.rows > bound
+
+
+@pytest.mark.parametrize(
+    ("gate", "bad"),
+    [
+        ("dead", {"output": None}),
+        ("empty", {"output": " \n"}),
+        ("cut", {"finish_reason": "length"}),
+        ("refused", {"output": "I'm sorry, but I can't assist with that request."}),
+        ("refused", {"parts": AnswerParts(refusal="no")}),
+        (
+            "repeated",
+            {"output": "The same long sentence, word for word, for whatever the prompt was asking about here."},
+        ),
+        ("length", {"output": "x" * 50}),
+    ],
+)
+def test_each_gate_says_what_it_has_seen(gate: str, bad: dict[str, object]) -> None:
+    bounds = GateBounds(dead=0.5, empty=0.5, cut=0.5, refused=0.5, repeated=0.9, length=0.5, letters=(3, 40))
+    if gate in ("empty", "refused", "repeated"):
+        bounds = replace(bounds, length=None)
+    gates = QualityGates(bounds)
+    good = [row(number, f"good answer {number}") for number in range(300)]
+    assert not trips(gates, good)
+    found = trips(gates, [row(number, **bad) for number in range(300, 700)])  # type: ignore[arg-type]
+    number, trip = found[0]
+    assert trip.gate == gate and number >= 200 and len(found) == 1
+    assert len(trip.row_ids) == 10 and trip.row_ids[-1] == f"row-{299 + number}"
+    said = trip.describe()
+    assert said.startswith(f"gate {gate}: ") and "rows (100%)" in said and "sorry" not in said
+
+
+def test_what_a_gate_cannot_judge_counts_neither_way() -> None:
+    gates = QualityGates(GateBounds(empty=0.5, cut=0.5))
+    call = AnswerParts(tool_calls=(ToolCall("id", "function", "look", "{}"),))
+    assert not trips(gates, [row(number, "", parts=call) for number in range(400)])
+    assert not trips(gates, [row(number, (0.1, 0.2), "length") for number in range(400)])  # type: ignore[arg-type]
+    assert not trips(QualityGates(GateBounds(cut=0.5), max_tokens=8), [row(n, "no", "length") for n in range(400)])
+
+
+def test_a_gate_that_is_off_or_has_tripped_says_no_more() -> None:
+    bad = [row(number, "", "length") for number in range(1000)]
+    assert not trips(QualityGates(GateBounds()), bad)
+    assert [trip.gate for _, trip in trips(QualityGates(GateBounds(empty=0.5, cut=0.5)), bad)] == ["empty", "cut"]
+
+
+def test_rules_look_at_the_outcome_and_at_the_fields_of_its_json() -> None:
+    rules = (Rule("low", "score < 3", 0.2), Rule("slow", "seconds > 60 AND finish_reason = 'stop'", 0.2))
+    gates = QualityGates(GateBounds(rules=rules), json_schema=SCHEMA)
+    good = [row(number, f'{{"score": {3 + number % 3}, "label": "a"}}') for number in range(640)]
+    assert not trips(gates, good)
+    broken = [row(number, text) for number, text in enumerate(["no json", '{"score": "x"}', None] * 100)]
+    assert not trips(gates, broken)
+    found = trips(gates, [row(number, '{"score": 1, "label": "b"}') for number in range(640)])
+    assert [trip.gate for _, trip in found] == ["low"]
+    assert "meet its condition" in found[0][1].describe() and "score" not in found[0][1].describe()
+
+
+def test_a_rule_that_cannot_be_evaluated_is_refused_at_once() -> None:
+    with pytest.raises(BadCondition, match="no column is called 'scroe'"):
+        QualityGates(GateBounds(rules=(Rule("low", "scroe < 3", 0.2),)), json_schema=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry, but I can't help with that.",
+        "I’m really sorry, but I cannot assist with this request.",
+        "Sorry, I am unable to provide that.",
+        "I cannot create content of this kind.",
+        "As an AI language model, I do not have opinions.",
+        "I must respectfully decline.",
+        "Es tut mir leid, aber ich kann dabei nicht helfen.",
+        "Je suis désolé, mais je ne peux pas répondre à cette demande.",
+        "Lo siento, pero no puedo ayudar con eso.",
+        "Mi dispiace, ma non posso aiutarti.",
+        "Desculpe, mas não posso ajudar com isso.",
+        "抱歉，我无法回答这个问题。",
+        "申し訳ありませんが、そのご質問にはお答えできません。",
+    ],
+)
+def test_refusals_are_known_by_how_they_begin(text: str) -> None:
+    assert is_refusal(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "I can't believe it is already winter, said the fox.",
+        "Sorry is the hardest word.",
+        "The assistant said: I'm sorry, but I can't help with that.",
+        "I'm sorry to hear about your loss.",
+        "As an engineer I would begin with the drawings.",
+        "Leider regnet es heute.",
+        "Lo siento mucho por tu perro.",
+    ],
+)
+def test_other_texts_are_no_refusals(text: str) -> None:
+    assert not is_refusal(text)
+
+
+def test_phrases_of_ones_own_count_too() -> None:
+    assert is_refusal("  NO COMMENT on this.", ["no comment"]) and not is_refusal("I have no comment", ["no comment"])
