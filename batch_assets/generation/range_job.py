@@ -143,7 +143,7 @@ class RangeJob:
     def note(self, part: str, outcome: Outcome) -> None:
         """A row has its outcome."""
         self.journal.note(part, outcome)
-        if self._gates is not None:
+        if self._gates is not None and not outcome.begun:
             for trip in self._gates.note(outcome):
                 self.trips.put(trip)
 
