@@ -307,10 +307,7 @@ def test_parquet_has_the_lines_of_the_table(sums: Published, command: Callable[.
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_whole_lines_have_the_columns_in_the_order_of_the_table(form: str, sums: Published) -> None:
     sums.export(form)
-    if form == "parquet":
-        found = pl.read_parquet(sums.to / "train-*.parquet").columns
-    else:
-        found = [*sums.records()[0]]
+    found = pl.read_parquet(sums.to / "train-*.parquet").columns if form == "parquet" else [*sums.records()[0]]
     assert found == [column.name for column in sums.table.columns]
 
 
