@@ -61,7 +61,7 @@ def _without_placeholders(value: str) -> str:
 
 
 def _template(value: str) -> str:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if "{" not in value:
@@ -69,9 +69,11 @@ def _template(value: str) -> str:
     if not value.isprintable():
         raise Unusable("a template on one line", show(value), "Fold it in the YAML (>-), or name a file there.")
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(value)
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(value)
     except (TemplateError, RecursionError) as error:
         raise Unusable("a Jinja template", show(value), f"{error!s:.200}.") from None
+    if any(parsed.find(kind) for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        raise Unusable("a template by itself", "one that reads another", "The engine has no others to read.")
     return _without_placeholders(value)
 
 

@@ -172,7 +172,7 @@ def work_of(
         expected = prompts.mean + prompts.repeated * output / prompts.turns
         longest = prompts.longest * max(1.0, prompt / max(1.0, expected)) + before
         mix = LengthMix(prompt, output if generation.task != "embedding" else 0.0)
-        return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), most)
+        return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), room)
     fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
     share = 1.0 if fixed else OUTPUT_SHARE
     texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
@@ -185,7 +185,7 @@ def work_of(
     answer = most * share
     mix = LengthMix(max(1.0, prompts.mean + prompts.repeated * answer), prompts.turns * answer)
     longest = round(prompts.longest + before + room)
-    return Workload(rows, all_rows, mix, longest, "estimated", "assumed", assumed, most)
+    return Workload(rows, all_rows, mix, longest, "estimated", "assumed", assumed, room)
 
 
 def spread_of(footers: Sequence[BatchFooter]) -> float:

@@ -19,12 +19,7 @@ from gpu_runner.models.names import name_problem
 
 MAX_SCHEMA_BYTES = 100_000
 MAX_CHOICES, MAX_GRAMMAR = 1_000, 50_000
-# Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
-_NOT_PER_ROW = re.compile(
-    r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
-    r"|lag|lead|ntile|over)\s*\(",
-    re.IGNORECASE,
-)
+MAX_FIELDS_BYTES = 1 << 20
 MAX_CONDITION = 20_000
 MAX_OPERATORS = 500
 MAX_PARENTHESES = 50
@@ -35,7 +30,6 @@ _SQL_OPERATOR = re.compile(
 _SQL_CALL = re.compile(r"\b(\w+)\s*\(")
 _SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
 _SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
-_SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 
@@ -76,7 +70,7 @@ def _source_path(value: str) -> str:
 def _text_file(value: str) -> str:
     if "://" in value or "\0" in value:
         raise Unusable("a file beside the defs.yaml", show(value), "Copy it there.")
-    return str(encodable(value))
+    return value
 
 
 def _delimiter(value: str) -> str:
@@ -164,6 +158,12 @@ def _regex(value: str) -> str:
     return value
 
 
+def _grammar(value: str) -> str:
+    if not value.strip():
+        raise Unusable("a grammar", "nothing but blanks")
+    return value
+
+
 def _choice(value: list[str]) -> list[str]:
     encodable(value)
     if len(set(value)) < len(value):
@@ -179,10 +179,11 @@ def _choice(value: list[str]) -> list[str]:
 def _where(value: str) -> str:
     import polars as pl
 
-    bare = _SQL_TEXT.sub("''", value)
-    _check_condition_size(value, bare)
-    if found := _NOT_PER_ROW.search(bare):
-        raise Unusable("a condition on one row at a time", show(value), f"{found[1]}() looks at many rows.")
+    from resources.store.row_condition import SQL_TEXT, looks_at_many_rows
+
+    _check_condition_size(value, SQL_TEXT.sub("''", value))
+    if found := looks_at_many_rows(value):
+        raise Unusable("a condition on one row at a time", show(value), f"{found}() looks at many rows.")
     try:
         columns = pl.sql_expr(value).meta.root_names()
     except Exception as error:  # Polars has no one class for what its SQL parser refuses
@@ -229,6 +230,16 @@ def encodable(value: Any) -> Any:
         raise Unusable("what JSON can carry", show(value), f"{error}.") from error
     if not _finite(value):
         raise Unusable("finite numbers", show(value), "JSON has no nan and no infinity.")
+    return value
+
+
+def request_fields(value: dict[str, Any]) -> dict[str, Any]:
+    """Fields that each request of the dataset has: what JSON can carry, and not too much of it. Raises Unusable."""
+    import orjson
+
+    encodable(value)
+    if (size := len(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))) > MAX_FIELDS_BYTES:
+        raise Unusable(f"at most {MAX_FIELDS_BYTES:,} bytes of request fields", f"{size:,}")
     return value
 
 
@@ -286,6 +297,6 @@ Choice = Annotated[
     Field(min_length=1, max_length=MAX_CHOICES),
     AfterValidator(_choice),
 ]
-Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), AfterValidator(encodable)]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), AfterValidator(_grammar)]
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
-Encodable = Annotated[dict[str, Any], AfterValidator(encodable)]
+Encodable = Annotated[dict[str, Any], AfterValidator(request_fields)]

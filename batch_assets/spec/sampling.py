@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.fields import encodable
+from batch_assets.spec.fields import request_fields
 from gpu_runner.client.answers.answer_parts import MOST_ALTERNATIVES
 from gpu_runner.rows import TOKEN_LIMITS, Task
 
@@ -91,8 +91,7 @@ def extra_fields(value: dict[str, Any], sampling_fields: Iterable[str]) -> dict[
             raise Unusable("request fields that this platform does not set itself", show(key), _RESERVED[key])
         if key in _REFUSED and given not in _CHANGES_NOTHING:
             raise Unusable("request fields whose answer has a column", show(key), _REFUSED[key])
-    encodable(value)
-    return value
+    return request_fields(value)
 
 
 def check_parts(task: Task, extra: Mapping[str, Any], form: str | None) -> None:

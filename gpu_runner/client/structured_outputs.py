@@ -32,9 +32,11 @@ def compile_pattern(pattern: str) -> Check:
     Matches in time that is linear in the output: without look-around and back-references, which engines do not take
     either. Raises UnusablePattern.
     """
-    schema = {"type": "string", "pattern": f"^(?:{pattern})$"}
     try:
-        validator = jsonschema_rs.validator_for(schema, offline=True, pattern_options=_PATTERNS)
+        # By itself, too: as a part of a longer one "a)|(b" would match more than a whole output.
+        for one in (pattern, f"^(?:{pattern})$"):
+            schema = {"type": "string", "pattern": one}
+            validator = jsonschema_rs.validator_for(schema, offline=True, pattern_options=_PATTERNS)
     except (jsonschema_rs.ValidationError, ValueError, TypeError) as error:
         raise UnusablePattern(pattern[:80]) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,21 @@ from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.store.outcome_tables import outcome_schema
 
 LONGEST = 4096
+
+
+# Conditions are evaluated block by block, so what looks across rows would depend on where a block ends.
+_NOT_PER_ROW = re.compile(
+    r"\b(avg|sum|count|min|max|first|last|median|std\w*|var\w*|quantile\w*|corr|covar\w*|rank|dense_rank|row_number"
+    r"|lag|lead|ntile|over)\s*\(",
+    re.IGNORECASE,
+)
+SQL_TEXT = re.compile(r"'(?:[^']|'')*'")
+
+
+def looks_at_many_rows(condition: str) -> str:
+    """The function in an SQL condition whose value depends on other rows; empty: there is none."""
+    found = _NOT_PER_ROW.search(SQL_TEXT.sub("''", condition))
+    return found[1] if found else ""
 
 
 class BadCondition(UserFacingError, ValueError):
@@ -26,6 +42,8 @@ class SqlCondition:
     def __init__(self, text: str, known: Sequence[str]) -> None:
         if len(text) > LONGEST:
             raise BadCondition(f"expected at most {LONGEST:,} letters, found {len(text):,}")
+        if found := looks_at_many_rows(text):
+            raise BadCondition(f"expected a condition on one row at a time, found {found}(), which looks at many")
         try:
             self._expression = pl.sql_expr(text)
             self.columns = list(dict.fromkeys(self._expression.meta.root_names()))

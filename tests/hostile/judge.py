@@ -16,10 +16,11 @@ from typing import Any
 from hostile.case import Case
 from hostile.conversations import ROW_REQUESTS
 from hostile.files import BASE, FILES
+from hostile.outputs import OUTPUTS, SCHEMA
 from hostile.schemas import SCHEMAS
 from hostile.templates import TEMPLATES
 
-CASES = [*TEMPLATES, *SCHEMAS, *FILES, *ROW_REQUESTS]
+CASES = [*TEMPLATES, *SCHEMAS, *FILES, *ROW_REQUESTS, *OUTPUTS]
 ROW: dict[str, Any] = {
     "text": "a short text",
     "number": 7,
@@ -120,6 +121,49 @@ def _fits(read: Callable[[], object]) -> tuple[str, str]:
     return "accepted", ""
 
 
+def _typed(given: str) -> tuple[str, str]:
+    """An output in typed columns, as a table of Arrow."""
+    import pyarrow as pa
+
+    from batch_assets.publishing.output_columns import OutputColumns
+    from gpu_runner.client.json_schemas.column_types import column_types
+
+    columns = OutputColumns(column_types(SCHEMA), {})
+    table = columns.add(pa.table({"output": [given]}), count=True)
+    table.validate(full=True)
+    assert table.column_names == ["output", *SCHEMA["properties"]]
+    if columns.mismatches:
+        assert all(column.null_count == 1 for column in table.columns[1:])
+        return "error", "does not match"
+    return "accepted", ""
+
+
+def _export(given: dict[str, Any]) -> tuple[str, str]:
+    from batch_assets.exports.options import ExportError, checked_options
+
+    known = ["row_id", "prompt", "output", "reasoning", "topic", "error"]
+    try:
+        checked_options(known, **{"form": "messages", **given})
+    except ExportError as error:
+        assert len(str(error)) < 1000
+        return "error", str(error)
+    return "accepted", ""
+
+
+def _examples(given: bytes) -> tuple[str, str]:
+    from batch_assets.snapshot.prompts.files import read_examples
+    from batch_assets.snapshot.source.errors import SourceError
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "shots.jsonl").write_bytes(given)
+        try:
+            read_examples("shots.jsonl", Path(folder))
+        except SourceError as error:
+            assert str(error).startswith("shots.jsonl") and len(str(error)) < 500
+            return "error", str(error)
+    return "accepted", ""
+
+
 def _defs(given: str | bytes) -> tuple[str, str]:
     from batch_assets.spec.discovery import declarations
 
@@ -180,6 +224,9 @@ _JUDGES: dict[str, Callable[[Any], tuple[str, str]]] = {
     "conversation": _conversation,
     "row_field": _row_field,
     "row_tools": _row_tools,
+    "typed": _typed,
+    "export": _export,
+    "examples": _examples,
     "defs": _defs,
     "fleet": _fleet,
     "prices": _prices,
@@ -191,6 +238,7 @@ def main(first: int, megabytes: int) -> None:
     for one in ("a = 1",):
         _JUDGES["where"](one)
     _JUDGES["answer"](({}, "{}"))
+    _JUDGES["typed"]("{}")
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (megabytes << 20),) * 2)
     for number, case in enumerate(CASES[first:], first):

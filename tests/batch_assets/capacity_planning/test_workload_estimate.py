@@ -8,6 +8,7 @@ import pytest
 from support.specs import spec
 
 from batch_assets.capacity_planning.workload_estimate import PromptLengths, work_of, work_of_source
+from gpu_runner.token_price import TokenPrice
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,12 @@ def test_a_conversation_counts_the_prompts_of_all_its_turns(tmp_path: Path) -> N
     assert work.longest == third + 100 and work.longest_output == 100
     one = work_of_source(spec(prompt={"system": "1234", "turns": ["{{ q }}"]}, sampling=sampling), tmp_path)
     assert (one.mix.prompt_tokens, one.mix.output_tokens, one.longest) == (first, 100, first + 100)
+
+
+def test_a_row_may_cost_as_much_as_the_longest_answer_that_it_is_asked_again_for() -> None:
+    output = {"on_truncated": "retry_longer", "retry_max_tokens": 5000}
+    work = work_of(spec(output=output).generation(), 10, 10, PromptLengths(20.0, 40.0), ())
+    assert (work.longest, work.longest_output) == (5040, 5000)
+    once = work_of(spec(sampling={"max_tokens": 5000}).generation(), 10, 10, PromptLengths(20.0, 40.0), ())
+    price = TokenPrice(1.0, 10.0)
+    assert work.row_usd(price) == once.row_usd(price) > 5000 * 10 / 1e6

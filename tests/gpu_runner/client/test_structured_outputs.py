@@ -121,3 +121,9 @@ def test_llama_cpp_gets_its_own_grammar_and_no_regular_expression() -> None:
     assert llama_cpp_generation(GRAMMAR, None).sampling["grammar"] == 'root ::= "a" | "b"'
     with pytest.raises(ValueError, match=r"output.regex: llama.cpp has grammars and JSON schemas only"):
         llama_cpp_generation(REGEX, None)
+
+
+@pytest.mark.parametrize("pattern", ["a)|(b", "a|b)", ")("])
+def test_a_pattern_that_is_whole_only_within_another_one_is_none(pattern: str) -> None:
+    with pytest.raises(UnusablePattern):
+        compile_pattern(pattern)
