@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batch_assets import settings
+from batch_assets.cli.interrupts import Signals
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError, error_console
 from batch_assets.exports.export import export
@@ -48,7 +49,8 @@ def export_table(
         if console.is_terminal and not as_json and not record.complete:
             console.print(f"{record.lines:,} of {table.rows:,} lines", highlight=False)
 
-    record = export(source, table, target, options_of(table), told=told)
+    with Signals():  # also at SIGTERM the folder of work files goes
+        record = export(source, table, target, options_of(table), told=told)
     if as_json:
         print_json(record.model_dump(exclude={"checksum"}) | {"to": target.root})
     else:

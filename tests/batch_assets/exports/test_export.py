@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from support.snapshots import SourceRow, commit, questions, write_snapshot
 from typer.testing import CliRunner, Result
 
+from batch_assets.cli.dataset_commands import export_command
+from batch_assets.cli.interrupts import Interrupted
 from batch_assets.cli.main import app
 from batch_assets.exports.export import export
 from batch_assets.exports.file_writers import JsonLines
@@ -335,6 +339,25 @@ def test_what_cannot_be_exported_is_one_sentence(
 ) -> None:
     found = command(*words)
     assert found.exit_code == 2 and said in found.stderr and "Traceback" not in found.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_export_that_is_ended_leaves_no_work_files_and_goes_on(
+    number: signal.Signals, command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("BATCH_ASSETS_WORKDIR", str(tmp_path / "work"))
+
+    def ended(*given: Any, told: Any) -> ExportRecord:
+        return export(*given, told=lambda record: os.kill(os.getpid(), number))
+
+    words = ("--format", "messages", "--part-rows", "20")
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(export_command, "export", ended)
+        command(*words)
+    assert not list((tmp_path / "work").iterdir())
+    found = command(*words)
+    assert found.exit_code == 0 and "49 of 50 rows exported" in found.stdout
 
 
 def test_an_export_that_was_cut_off_goes_on_with_its_version(
