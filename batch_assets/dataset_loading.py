@@ -25,10 +25,12 @@ from batch_assets.spec.discovery import (
     defs_folder,
     external_defs,
     last_known,
+    read_file,
 )
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.last_known import keep
 from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.scaffold import document_text
 
 PACKAGE = Path(__file__).parent
 
@@ -61,7 +63,7 @@ class LoadedDatasets:
 def load_datasets() -> LoadedDatasets:
     """Everything that is declared now."""
     found = declarations()
-    keep(found.files)
+    keep(found.files, _as_read)
     loaded = LoadedDatasets(broken=[*found.broken])
     if external_defs() is not None or not _load_by_dagster(found, loaded):
         for spec, folder in found.datasets.values():
@@ -74,6 +76,11 @@ def load_datasets() -> LoadedDatasets:
     loaded.parts.append(dg.Definitions(jobs=chain_jobs({name: spec for name, (spec, _) in loaded.datasets.items()})))
     loaded.parts.append(dg.Definitions(assets=files_assets(loaded.datasets, _keys(loaded.parts))))
     return loaded
+
+
+def _as_read(file: Path) -> str:
+    """A file in which schemas stand in place of classes that it names."""
+    return document_text([one.model_dump(mode="json", exclude_unset=True) for one in read_file(file).specs])
 
 
 def _keys(parts: Sequence[dg.Definitions]) -> set[dg.AssetKey]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import importlib
 import math
 import re
 import zoneinfo
@@ -32,6 +33,9 @@ _SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?
 _SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_CLASS = re.compile(rf"({_DOTTED}):({_DOTTED})", re.ASCII)
+MAX_CLASS_NAME = 500
 
 
 class Strict(BaseModel):
@@ -120,6 +124,55 @@ def _template(value: str) -> str:
     except TemplateProblem as error:
         raise Unusable("a Jinja template", show(value), f"{error}.") from error
     return value
+
+
+def _schema_of_class(value: Any) -> Any:
+    """The JSON schema of a pydantic class, which may be named as `module:Class`; another value as it is.
+
+    The module is imported, as Python finds it; nothing else is.
+    """
+    if isinstance(value, str):
+        value, name = _imported(value), value
+    elif isinstance(value, type):
+        name = f"{value.__module__}:{value.__qualname__}"
+    else:
+        return value
+    expected = "a class of pydantic (a subclass of BaseModel)"
+    if not (isinstance(value, type) and issubclass(value, BaseModel)):
+        raise Unusable(expected, f"{name:.200}, which is {'another class' if isinstance(value, type) else 'no class'}")
+    try:
+        return value.model_json_schema()
+    except Exception as error:  # whatever pydantic, or code of the class, has to say
+        raise Unusable(f"{expected} with a JSON schema", f"{name:.200}, which has none: {_said(error)}") from None
+
+
+def _imported(path: str) -> Any:
+    expected = "a JSON schema, or the import path of a pydantic class, as my_package.models:Answer"
+    match = _CLASS.fullmatch(path) if len(path) <= MAX_CLASS_NAME else None
+    if match is None:
+        raise Unusable(expected, show(path))
+    module, name = match.groups()
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        hint = "Install its package in this environment, or put its folder into PYTHONPATH."
+        hint = hint if f"{module}.".startswith(f"{error.name}.") else f"{module} imports it."
+        raise Unusable(f"a module that Python finds for {path}", f"no module {error.name!r:.100}", hint) from None
+    except (Exception, SystemExit) as error:  # code of the user's
+        raise Unusable(f"a module {module} that can be imported", f"an error at its import: {_said(error)}") from None
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            near = difflib.get_close_matches(part, [one for one in dir(found) if one[0] != "_"], n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else ""
+            raise Unusable(f"a class {name} in the module {module}", f"no {part!r} in it", hint) from None
+    return found
+
+
+def _said(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first:.200}" if first.isprintable() else type(error).__name__
 
 
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -298,5 +351,10 @@ Choice = Annotated[
     AfterValidator(_choice),
 ]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), AfterValidator(_grammar)]
-JsonSchema = Annotated[dict[str, Any], AfterValidator(_json_schema)]
+JsonSchema = Annotated[
+    dict[str, Any],
+    BeforeValidator(_schema_of_class),
+    AfterValidator(_json_schema),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": True}, {"type": "string"}]}),
+]
 Encodable = Annotated[dict[str, Any], AfterValidator(request_fields)]

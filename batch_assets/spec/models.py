@@ -227,7 +227,9 @@ class OutputSpec(Strict):
     """What the engine must return."""
 
     json_schema: JsonSchema | None = Field(
-        default=None, description="JSON schema of each output: sent as structured output and validated on return."
+        default=None,
+        description="JSON schema of each output: sent as structured output and validated on return. Or the import path "
+        "of a pydantic class, `my_package.models:Answer`, whose schema it is.",
     )
     choice: Choice | None = Field(
         default=None, description="Texts of which each output is one: sent as structured output, checked on return."

@@ -25,6 +25,7 @@ _KEYWORDS = frozenset(
         *("minLength", "pattern", "maxItems", "minItems", "maxProperties", "minProperties", "required"),
         *("title", "description", "default", "deprecated", "readOnly", "writeOnly", "examples", "example", "format"),
         *("contentEncoding", "contentMediaType", "contentSchema", "propertyOrdering"),
+        "discriminator",  # OpenAPI's, beside oneOf: pydantic writes it
     }
 )
 _BOUNDS = (

@@ -162,7 +162,7 @@ def test_of_two_hundred_files_of_which_three_are_broken_none_is_read_again_by_a_
     (tmp_path / "home").mkdir()
     for number in range(200):
         write(tmp_path / "defs", f"d{number}")
-    keep(declarations().files)
+    keep(declarations().files, Path.read_text)
     for number in (3, 50, 199):
         write_text(tmp_path / "defs" / f"d{number}", "type: [\n")
     assert (len(declarations().datasets), len(declarations().broken), len(known_datasets())) == (197, 3, 200)
