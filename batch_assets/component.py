@@ -25,6 +25,7 @@ from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, OutputSpec, load_spec
 from batch_assets.spec.scaffold import chain_attributes, document_text, first_attributes
 from batch_assets.tags import REDRIVE_TAG, REFRESH_TAG, UPSTREAM_TAG
+from gpu_runner.rows import POOLED
 
 
 class Attributes(BaseModel):
@@ -183,13 +184,13 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
     unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
     unsaid |= {"columns"}  # of the table, not of the rows
-    new = {"system_from", "examples", "messages_from", "turns", "turns_from"}
+    new = {"system_from", "examples", "messages_from", "turns", "turns_from", "query", "document", "documents_from"}
     unasked = {name for name in new if getattr(spec.prompt, name) is None}
     columns = {name for name in ("tools_from", "tool_choice_from") if getattr(spec.sampling, name) is None}
     unsaid_keys: dict[str, Any] = {"output": unsaid, "prompt": unasked, "sampling": columns}
     written = spec.model_dump_json(include=shaping, exclude=unsaid_keys)
     if spec.samples > 1:
         written += f"samples: {spec.samples}"
-    if spec.task != "embedding" and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:
+    if spec.task not in POOLED and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:
         written += "max_tokens: null"  # a key that is null looks as one that is left out
     return hashlib.sha256(written.encode()).hexdigest()[:16]

@@ -16,7 +16,8 @@ import orjson
 
 from gpu_runner.answers import NO_PARTS, AnswerParts
 
-Task = Literal["chat", "completion", "embedding"]
+Task = Literal["chat", "completion", "embedding", "score", "classify", "rerank", "pooling"]
+POOLED: frozenset[Task] = frozenset({"embedding", "score", "classify", "rerank", "pooling"})  # no text is written
 OnTruncated = Literal["retry_longer", "dead"]
 LONGER_ANSWER = 4  # times its token limit: what a row whose answer was cut is asked for at most, where nothing is said
 SIMULATED = "simulated"  # behind the name of a model, or in that of an engine: its answers are no model's
@@ -106,11 +107,12 @@ class Row:
     """One prompt of one batch.
 
     `prompt` is JSON as stored in the snapshot: a list of chat messages for `chat`, a string for
-    `completion` and `embedding`. `seed`: this row's own, in place of the generation's. `repeats`: another row of the
-    dataset, with an id of its own, has the same request and came first. `sample`: which sample of its prompt it is.
-    `fields`: a JSON object of request fields of this row alone, in place of the generation's of the same names; empty
-    where it has none. `turns`: all that the user says in a conversation, the first of which ends the prompt; each other
-    one is asked after the answer before it. Empty for a row that is one request by itself.
+    `completion`, `embedding`, `classify` and `pooling`, and fields of the request for `score` and `rerank`. `seed`:
+    this row's own, in place of the generation's. `repeats`: another row of the dataset, with an id of its own, has the
+    same request and came first. `sample`: which sample of its prompt it is. `fields`: a JSON object of request fields
+    of this row alone, in place of the generation's of the same names; empty where it has none. `turns`: all that the
+    user says in a conversation, the first of which ends the prompt; each other one is asked after the answer before it.
+    Empty for a row that is one request by itself.
     """
 
     batch: str

@@ -28,7 +28,7 @@ from batch_assets.snapshot.source.size import estimated_lines
 from batch_assets.spec.models import DEFAULT_MAX_TOKENS, GeneratedDatasetSpec
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload
-from gpu_runner.rows import Generation
+from gpu_runner.rows import POOLED, Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers
@@ -171,9 +171,9 @@ def work_of(
         output = sum(footer.completion_tokens for footer in footers) / answered
         expected = prompts.mean + prompts.repeated * output / prompts.turns
         longest = prompts.longest * max(1.0, prompt / max(1.0, expected)) + before
-        mix = LengthMix(prompt, output if generation.task != "embedding" else 0.0)
+        mix = LengthMix(prompt, output if generation.task not in POOLED else 0.0)
         return Workload(rows, all_rows, mix, round(longest + room), "measured", "measured", tuple(said), room)
-    fixed = generation.task == "embedding" or bool(generation.sampling.get("ignore_eos"))
+    fixed = generation.task in POOLED or bool(generation.sampling.get("ignore_eos"))
     share = 1.0 if fixed else OUTPUT_SHARE
     texts = [f"prompts: a token per {BYTES_PER_TOKEN:g} bytes, and {MESSAGE_TOKENS:g} per message"]
     limit = f"max_tokens ({most:,})" if generation.most_tokens else f"{most:,} tokens, as sampling has no limit"
@@ -266,7 +266,12 @@ def _estimate(prompts: Iterable[tuple[bytes, Sequence[str]]]) -> PromptLengths:
 
 
 def _prompt_tokens(prompt: Any) -> float:
-    """Tokens of a prompt as the snapshot holds it: chat messages, or a text."""
+    """Tokens of a prompt as the snapshot holds it: chat messages, a text, a pair of texts, or documents to rank."""
+    if isinstance(prompt, dict):
+        documents = prompt.get("documents")
+        if documents is None:
+            return sum(map(_prompt_tokens, prompt.values()))
+        return sum(map(_prompt_tokens, documents)) + len(documents) * _prompt_tokens(prompt["query"])
     if isinstance(prompt, str):
         return len(prompt.encode()) / BYTES_PER_TOKEN
     return sum(len(words_of(message).encode()) / BYTES_PER_TOKEN + MESSAGE_TOKENS for message in prompt)
@@ -274,7 +279,7 @@ def _prompt_tokens(prompt: Any) -> float:
 
 def _most_output(generation: Generation) -> int:
     """Most completion tokens of a row; where its request limits them nowhere, as many as it does by default."""
-    if generation.task == "embedding":
+    if generation.task in POOLED:
         return 0
     return generation.most_tokens or DEFAULT_MAX_TOKENS
 

@@ -1,4 +1,5 @@
-"""Outputs of a JSON schema as typed columns of the published table (`output.columns`).
+"""Outputs of a JSON schema as typed columns of the published table (`output.columns`), and scores, classes and ranked
+lists, whose form is that of the task.
 
 A row whose output does not match, and one without an output, is null in all of them. They are read some megabytes of
 outputs at a time.
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gpu_runner.client.answers.pooled_outputs import SCHEMAS
 from gpu_runner.client.json_schemas.column_types import (
     ColumnType,
     Kind,
@@ -49,7 +51,8 @@ class OutputColumns:
     @classmethod
     def of(cls, manifest: SnapshotManifest, taken: Collection[str]) -> OutputColumns | None:
         """The columns that outputs of a snapshot have beside those of these names; None where they have none."""
-        schema = manifest.settings().json_schema
+        settings = manifest.settings()
+        schema = settings.json_schema or SCHEMAS.get(settings.task)
         if schema is None:
             return None
         used = {name.lower() for name in taken}

@@ -3,8 +3,8 @@
 For chat it is a list of messages, each with `role` and `content`, as `datasets`, TRL and chat templates take it; where
 the messages come from a column (`prompt.messages_from`), with what else OpenAI's messages have, and a list of content
 parts is the JSON text of that list. Of a conversation of several turns it is the last request, with all answers but
-the last. For completions and embeddings it is the text. It is not called `messages`:
-trainers take a column of that name for whole conversations, with their answers.
+the last. For completions and embeddings it is the text; of a pair to score, and of documents to rank, the JSON text of
+both. It is not called `messages`: trainers take a column of that name for whole conversations, with their answers.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def decoded_prompts(stored: pa.ChunkedArray, task: Task, *, conversations: bool 
     """
     if conversations and task == "chat":
         return _written(map(orjson.loads, stored.to_pylist()), conversations=True)
+    if task in ("score", "rerank"):
+        return stored.cast(pa.string())
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))
     decoded = text.str.json_decode(_DECODED_MESSAGES if task == "chat" else pl.String)
     return pa.chunked_array([decoded.to_arrow().cast(prompt_type(task))], prompt_type(task))

@@ -25,6 +25,7 @@ from batch_assets.publishing.published_table import (
     table_version,
 )
 from batch_assets.publishing.table_files import Column, TableWriter, table_schema
+from gpu_runner.client.answers.pooled_outputs import SCHEMAS
 from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
@@ -68,7 +69,8 @@ def publish(
 
     Memory is bounded whatever the number of rows; `workdir` holds one part at a time and, with duplicates, the rows
     they repeat. `include_prompt`: with the column `prompt`. `output_columns`: with those that the snapshot's JSON
-    schema makes, where it makes some. Raises IncompleteSnapshot, SupersededTable, CorruptObject.
+    schema makes, where it makes some; scores, classes and the like have theirs always.
+    Raises IncompleteSnapshot, SupersededTable, CorruptObject.
     """
     entries = store.entries(manifest.snapshot)
     current = store.current_objects(entries)
@@ -76,6 +78,7 @@ def publish(
     if missing:
         raise IncompleteSnapshot(store.dataset, manifest.snapshot, missing, len(entries))
     schema = table_schema(store, manifest, prompt=include_prompt)
+    output_columns = output_columns or manifest.settings().task in SCHEMAS
     columns = OutputColumns.of(manifest, schema.names) if output_columns else None
     version = table_version(manifest.snapshot, current, prompt=include_prompt, output_columns=columns is not None)
     unfinished = _unfinished(store)

@@ -44,11 +44,12 @@ from batch_assets.spec.sampling import check_parts, check_said_once, extra_field
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
 from batch_assets.templates.prompt_template import Template, single_braces
+from gpu_runner.client.answers.pooled_outputs import SCHEMAS
 from gpu_runner.client.protocol import CONTINUES_ANSWER
 from gpu_runner.client.reasoning_tags import tags_of
 from gpu_runner.models.facts import AS_IT_IS
 from gpu_runner.offers.offer import Objective
-from gpu_runner.rows import LONGER_ANSWER, TOKEN_LIMITS, Generation, Task
+from gpu_runner.rows import LONGER_ANSWER, POOLED, TOKEN_LIMITS, Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.model_catalog import DeclaredModel
 from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS
@@ -133,7 +134,17 @@ class PromptSpec(Strict):
         description="A whole conversation (chat), instead of system and user. A last message of the assistant is the "
         "beginning of each answer.",
     )
-    text: Text | None = Field(default=None, description="The whole prompt (completion and embedding).")
+    text: Text | None = Field(
+        default=None, description="The whole prompt (completion, embedding, classify and pooling)."
+    )
+    query: Text | None = Field(
+        default=None, description="Text that `document` is held against (score), or `documents_from` (rerank)."
+    )
+    document: Text | None = Field(default=None, description="Text whose fit to `query` is scored (score).")
+    documents_from: Column | None = Field(
+        default=None,
+        description="Column with the documents of each row (rerank): a list of 1 to 1,000 texts, or its JSON text.",
+    )
 
     def templates(self) -> list[tuple[str, str, str]]:
         """(key in the spec, role, template) of every message; the role of a plain text is empty."""
@@ -141,6 +152,7 @@ class PromptSpec(Strict):
             return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
         parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
         parts += [(f"turns.{i}", "user", text) for i, text in enumerate(self.turns or ())]
+        parts += [("query", "", self.query), ("document", "", self.document)]
         return [(key, role, template) for key, role, template in parts if template is not None]
 
     @property
@@ -317,7 +329,9 @@ class GeneratedDatasetSpec(Strict):
 
     name: Name = Field(description="Name of the dataset: a-z, 0-9 and _; asset group, pool and folder in the store.")
     source: SourceSpec = Field(description="Where the rows come from.")
-    task: Task = Field(default="chat", description="chat, completion or embedding.")
+    task: Task = Field(
+        default="chat", description="chat, completion or embedding; with vLLM score, classify, rerank or pooling, too."
+    )
     prompt: PromptSpec = Field(description="Jinja templates over the row's columns.")
     model: Model = Field(description="Model as the engine knows it, e.g. Qwen/Qwen3-8B.")
     sampling: SamplingSpec = Field(default=SamplingSpec(), description="Temperature, max_tokens and so on.")
@@ -443,7 +457,7 @@ class GeneratedDatasetSpec(Strict):
     def repeatable(self) -> bool:
         """Whether a request has the same answer each time, as far as it says."""
         sampling = self.sampling
-        return self.task == "embedding" or sampling.temperature == 0 or isinstance(sampling.seed, int)
+        return self.task in POOLED or sampling.temperature == 0 or isinstance(sampling.seed, int)
 
     def declared(self, model: str) -> DeclaredModel | None:
         """What is stated of the model, whose name a run may set: its facts, and how it is served."""
@@ -455,7 +469,7 @@ class GeneratedDatasetSpec(Strict):
     def generation(self) -> Generation:
         """What all rows share: everything of a request except the prompt itself."""
         sampling = self.sampling.request()
-        if self.task != "embedding" and not self.sampling.limits_tokens:
+        if self.task not in POOLED and not self.sampling.limits_tokens:
             sampling["max_tokens"] = DEFAULT_MAX_TOKENS
         if self.prompt.messages is not None and self.prompt.messages[-1].role == "assistant":
             sampling = {**CONTINUES_ANSWER, **sampling}
@@ -488,9 +502,13 @@ def load_spec(attributes: Any, file: str | Path) -> GeneratedDatasetSpec:
 
 def _check_prompt(task: Task, prompt: PromptSpec) -> None:
     keys = ("system", "system_from", "examples", "messages_from", "user", "turns", "turns_from", "messages", "text")
-    given = [key for key in keys if getattr(prompt, key) is not None]
+    given = [key for key in (*keys, "query", "document", "documents_from") if getattr(prompt, key) is not None]
     allowed: tuple[list[str], ...] = (["text"], ["user"])
     expected = "prompt.text (or prompt.user) alone"
+    if task == "score":
+        allowed, expected = (["query", "document"],), "prompt.query and prompt.document"
+    elif task == "rerank":
+        allowed, expected = (["query", "documents_from"],), "prompt.query and prompt.documents_from"
     asked = given
     if task == "chat":
         said = (["user"], ["turns"], ["turns_from"])
@@ -506,7 +524,7 @@ def _check_prompt(task: Task, prompt: PromptSpec) -> None:
             asked = given if twice else asked
     if asked not in allowed:
         raise Unusable(f"{expected} for task {task}", " and ".join(given) or "nothing", key="prompt")
-    with_columns = any((prompt.messages_from, prompt.system_from, prompt.turns_from))
+    with_columns = {"messages_from", "system_from", "turns_from", "documents_from"} & set(given)
     if not with_columns and not any(Template(text).columns for _, _, text in prompt.templates()):
         for key, _, text in prompt.templates():
             if name := single_braces(text):
@@ -522,15 +540,15 @@ def _check_prompt(task: Task, prompt: PromptSpec) -> None:
 
 def _check_task(spec: GeneratedDatasetSpec) -> None:
     sampling = spec.sampling
-    if spec.task == "embedding":
+    if spec.task in POOLED:
         if (form := spec.output.form) is not None:
             words = "JSON schema" if form == "json_schema" else form
-            raise Unusable(f"no {words} for task embedding", "one", key=f"output.{form}")
-        for field in sorted(sampling.model_fields_set - {"dimensions", "extra"}):
+            raise Unusable(f"no {words} for task {spec.task}", "one", key=f"output.{form}")
+        own = {"dimensions"} if spec.task in ("embedding", "pooling") else set[str]()
+        for field in sorted(sampling.model_fields_set - own - {"extra"}):
             if getattr(sampling, field) is not None:
-                raise Unusable(
-                    "only dimensions for task embedding", show(getattr(sampling, field)), key=f"sampling.{field}"
-                )
+                expected = f"only {' and '.join([*own, 'extra'])} for task {spec.task}"
+                raise Unusable(expected, show(getattr(sampling, field)), key=f"sampling.{field}")
     elif sampling.dimensions is not None:
         raise Unusable(
             "no dimensions unless the task is embedding", show(sampling.dimensions), key="sampling.dimensions"
@@ -566,14 +584,16 @@ def _check_row_tools(spec: GeneratedDatasetSpec) -> None:
 def _check_truncated(spec: GeneratedDatasetSpec, most: int | None) -> None:
     """`most`: tokens that an answer may have at first."""
     output = spec.output
-    if spec.task == "embedding" and output.reasoning_tags:
+    if spec.task in POOLED and output.reasoning_tags:
         hint = "A vector has no text."
-        raise Unusable("no such key for task embedding", show(output.reasoning_tags), hint, key="output.reasoning_tags")
+        expected = f"no such key for task {spec.task}"
+        raise Unusable(expected, show(output.reasoning_tags), hint, key="output.reasoning_tags")
     for key, given in (("on_truncated", output.on_truncated), ("max_tokens_may_grow", output.max_tokens_may_grow)):
         if given in ("keep", False, None):
             continue
-        if spec.task == "embedding":
-            raise Unusable("no such key for task embedding", show(given), "A vector is not cut.", key=f"output.{key}")
+        if spec.task in POOLED:
+            hint = "A vector is not cut, nor is a score."
+            raise Unusable(f"no such key for task {spec.task}", show(given), hint, key=f"output.{key}")
         if most is None and given != "dead":
             hint = "Without one no answer is cut at it."
             raise Unusable("a token limit beside it", "max_tokens: null", hint, key=f"output.{key}")
@@ -622,6 +642,14 @@ def _check_rules(spec: GeneratedDatasetSpec) -> None:
 
 
 def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
+    if spec.task in SCHEMAS:
+        own = SCHEMAS[spec.task]["properties"]
+        for index, column in enumerate(spec.keep_columns):
+            if column.lower() in own:
+                hint = "The output has it. Give the column another name: source.rename, old name to new name."
+                raise Unusable(
+                    f"no such column beside task {spec.task}", show(column), hint, key=f"keep_columns.{index}"
+                )
     if not spec.output.columns:
         return
     from gpu_runner.client.json_schemas.column_types import column_types
@@ -682,8 +710,8 @@ def _check_reuse(spec: GeneratedDatasetSpec) -> None:
 def _check_samples(spec: GeneratedDatasetSpec) -> None:
     if spec.samples == 1:
         return
-    if spec.task == "embedding":
-        raise Unusable("1 for task embedding", show(spec.samples), "A text has one vector.", key="samples")
+    if spec.task in POOLED:
+        raise Unusable(f"1 for task {spec.task}", show(spec.samples), "All would be the same.", key="samples")
     if spec.sampling.temperature == 0:
         hint = "All samples of a prompt would be the same answer. Raise sampling.temperature, or leave samples out."
         raise Unusable("1 with a temperature of 0", show(spec.samples), hint, key="samples")

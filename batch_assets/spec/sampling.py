@@ -16,7 +16,8 @@ from typing import Any
 from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.fields import request_fields
 from gpu_runner.client.answers.answer_parts import MOST_ALTERNATIVES
-from gpu_runner.rows import TOKEN_LIMITS, Task
+from gpu_runner.client.answers.pooled_outputs import PING
+from gpu_runner.rows import POOLED, TOKEN_LIMITS, Task
 
 MOST_LOGPROBS = 20  # OpenAI's limit, and vLLM's unless it is started with --max-logprobs
 MOST_TOOLS = 128
@@ -100,8 +101,11 @@ def check_parts(task: Task, extra: Mapping[str, Any], form: str | None) -> None:
     `form`: the key of `output` that says it (`json_schema`, `choice`, …); None: there is none.
     """
     for name in (*_CHAT_ONLY, "logprobs"):
-        if name in extra and (task == "embedding" or (task == "completion" and name in _CHAT_ONLY)):
+        if name in extra and (task in POOLED or (task == "completion" and name in _CHAT_ONLY)):
             raise Unusable(f"no {name} for task {task}", show(extra[name]), key=f"sampling.extra.{name}")
+    for name in (*PING.get(task, ()), *(("queries", "items") if task == "score" else ())):
+        if name in extra:
+            raise Unusable(f"no {name} for task {task}", show(extra[name]), _OWN, key=f"sampling.extra.{name}")
     _check_logprobs(task, extra)
     check_tools(extra)
     if extra.get("tools") and form is not None:
@@ -128,8 +132,8 @@ def check_said_once(task: Task, request: Mapping[str, Any], extra: Mapping[str, 
             )
     for name in TOKEN_LIMITS:
         key, value = f"sampling.extra.{name}", extra.get(name)
-        if value is not None and task == "embedding":
-            raise Unusable(f"no {name} for task embedding", show(value), key=key)
+        if value is not None and task in POOLED:
+            raise Unusable(f"no {name} for task {task}", show(value), key=key)
         if name == "max_completion_tokens" and value is not None:
             _check_completion_tokens(task, value, key)
     other = next((name for name in _FORMS if extra.get(name) is not None), None)

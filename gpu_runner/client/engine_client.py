@@ -43,9 +43,10 @@ from gpu_runner.client.engine_connections import (
 )
 from gpu_runner.client.engine_info import EngineInfo, model_entry, not_a_list
 from gpu_runner.client.engine_load import EngineLoad, MalformedMetrics, parse_metrics
-from gpu_runner.client.input_lists import read_vectors
+from gpu_runner.client.input_lists import read_outputs
 from gpu_runner.client.llama_cpp import SILENT_CONNECTIONS, LlamaCppCard, llama_cpp_generation
 from gpu_runner.client.protocol import (
+    NOT_BELOW_V1,
     PATHS,
     Completion,
     EngineError,
@@ -65,7 +66,7 @@ from gpu_runner.client.server_sentence import server_sentence
 from gpu_runner.client.structured_outputs import server_problem
 from gpu_runner.client.trace_context import trace_headers
 from gpu_runner.reachability import Reachability, always_open
-from gpu_runner.rows import Generation
+from gpu_runner.rows import POOLED, Generation
 
 __all__ = [
     "Completion",
@@ -138,7 +139,8 @@ class EngineClient:
         self._requests = Requests(generation)
         self._root = api.parent
         self._api = api
-        self._generate_url = self._address(api, PATHS[generation.task])
+        above = api.parent if generation.task in NOT_BELOW_V1 else api
+        self._generate_url = self._address(above, PATHS[generation.task])
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -217,20 +219,21 @@ class EngineClient:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether `generate_list` may be called: several texts may be embedded by one request."""
-        return self.generation.task == "embedding"
+        """Whether `generate_list` may be called: several texts may be embedded, or scored, by one request."""
+        return self.generation.task in POOLED - {"rerank"}
 
     def list_kind(self, prompt: bytes) -> object:
         """Prompts of one kind may go in one list: here all of them."""
         return self.generation.task
 
     async def generate_list(self, prompts: Sequence[bytes], *, admit: Admit | None = None) -> list[Completion]:
-        """Asks for the vectors of several texts by one request. Raises like `generate`: for all of them."""
+        """Asks for the outputs of several texts by one request. Raises like `generate`: for all of them."""
         weights = [len(prompt) for prompt in prompts]
         limit = list_limit(self._limit, len(prompts))
 
         async def read(answer: aiohttp.ClientResponse, admit: Admit | None) -> list[Completion]:
-            return read_vectors(answer.status, answer.headers, await self._checked(answer, limit, admit), weights)
+            body = await self._checked(answer, limit, admit)
+            return read_outputs(self.generation.task, answer.status, answer.headers, body, weights)
 
         return await self._ask(self._requests.body_of_list(prompts), admit, read)
 
@@ -330,6 +333,12 @@ class EngineClient:
         entry = model_entry(page, wanted)
         longest = answer_numbers.context_length(entry.get("max_model_len"))
         owner = answer_numbers.short_name(entry.get("owned_by"))
+        simulated = "simulat" in f"{version} {owner}".lower() or entry.get("simulated") is True
+        if simulated and self.generation.task in POOLED - {"embedding"}:
+            raise EngineRefused(
+                f"task {self.generation.task}: expected vLLM with a model that pools, found an engine simulator, which "
+                "only writes and embeds. Use an engine of fleet.yaml"
+            )
         if card := LlamaCppCard.read(entry):
             longest, version = card.context, card.version
             self._speak_llama_cpp(longest)
@@ -339,7 +348,6 @@ class EngineClient:
         self._limit = self._answer_bytes or answer_limit(self.generation, longest)
         if owner == "vllm" and self._priority is not None:
             self._body_end = b',"priority":%d}' % self._priority
-        simulated = "simulat" in f"{version} {owner}".lower() or entry.get("simulated") is True
         return EngineInfo(wanted, version, longest, simulated)
 
     def _speak_llama_cpp(self, context: int | None) -> None:

@@ -1,7 +1,8 @@
 """Requests of several inputs and their answers: one for each input, with its share of the usage. Pure functions.
 
 `POST /v1/embeddings` takes a list as `input` and answers with one entry of `data` for each, named by its `index`
-(OpenAI's API; vLLM and llama.cpp do so). The usage is told for the request as a whole.
+(OpenAI's API; vLLM and llama.cpp do so). vLLM's `/classify` and `/pooling` are like it, and
+`/score` takes two lists. The usage is told for the request as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import orjson
 
 from gpu_runner.client.answers import answer_numbers
+from gpu_runner.client.answers.pooled_outputs import output_of
 from gpu_runner.client.protocol import Completion, Transient, error_of, model_of, not_an_answer
+from gpu_runner.rows import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,10 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: Sequence[int]) -> list[Completion]:
-    """The vectors of a request, in the order of its inputs. `weights`: bytes of each input.
+def read_outputs(
+    task: Task, status: int, headers: Mapping[str, str], body: bytes, weights: Sequence[int]
+) -> list[Completion]:
+    """The outputs of a request (vectors of `embedding`), in the order of its inputs. `weights`: bytes of each input.
 
     An input's `prompt_tokens` are its share of the request's, by its bytes: they add up to what the server counted.
     Raises RowRejected, Transient or RequestDenied for an answer that is none, or not one of all inputs.
@@ -79,16 +84,16 @@ def read_vectors(status: int, headers: Mapping[str, str], body: bytes, weights: 
     try:
         answer = orjson.loads(body)
         entries = entries_in_order(answer["data"], len(weights))
-        vectors = [answer_numbers.vector_of(entry["embedding"]) for entry in entries]
+        outputs = [output_of(task, entry) for entry in entries]
         usage = answer.get("usage") or {}
         tokens = divide(answer_numbers.token_count(usage.get("prompt_tokens")), weights)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
-        wrong = not_an_answer("embedding", headers, body)
+        wrong = not_an_answer(task, headers, body)
         if isinstance(wrong, Transient) and wrong.code == "garbage_body":
             wrong.message += f" (asked for {len(weights):,} inputs)"
         raise wrong from error
     model = model_of(answer)
-    return [Completion(vector, "stop", share, 0, model=model) for vector, share in zip(vectors, tokens, strict=True)]
+    return [Completion(one, "stop", share, 0, model=model) for one, share in zip(outputs, tokens, strict=True)]
 
 
 def answers_of_inputs(answer: Mapping[str, Any], weights: Sequence[int]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from gpu_runner.client.answers import answer_numbers
 from gpu_runner.client.structured_outputs import llama_cpp_fields
-from gpu_runner.rows import Generation, Task
+from gpu_runner.rows import POOLED, Generation, Task
 
 OWNER = "llamacpp"  # `owned_by` in its list of models
 ENGINE = "llama.cpp"
@@ -77,6 +77,8 @@ class LlamaCppCard:
 
 def refusals(task: Task, sampling: Mapping[str, Any]) -> list[str]:
     """Why llama.cpp cannot do what these request fields ask for, one sentence a field."""
+    if task in POOLED - {"embedding"}:
+        return [f"task {task}: llama.cpp's server is started here to write or to embed only"]
     found = [
         f"{name}: {reason}" for name, reason in _REFUSED.items() if name in sampling and sampling[name] not in _NEUTRAL
     ]

@@ -19,9 +19,10 @@ import orjson
 from gpu_runner.answers import NO_PARTS, AnswerParts
 from gpu_runner.client.answers import answer_numbers, unreadable
 from gpu_runner.client.answers.answer_parts import at_index_0, chat_parts, completion_parts
+from gpu_runner.client.answers.pooled_outputs import PING, output_of, ranked_output
 from gpu_runner.client.answers.quota_codes import quota_code
 from gpu_runner.client.json_schemas.openai_strict import strict_takes
-from gpu_runner.rows import Generation, Output, Task
+from gpu_runner.rows import POOLED, Generation, Output, Task
 
 MESSAGE_LENGTH = 500
 ERROR_ANSWER = "error_answer"  # code of an error that came with status 200
@@ -29,7 +30,16 @@ ERROR_ANSWER = "error_answer"  # code of an error that came with status 200
 # Request fields that the client writes itself; in `sampling` they would contradict it.
 RESERVED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options", "n"})
 
-PATHS: Mapping[Task, str] = {"chat": "chat/completions", "completion": "completions", "embedding": "embeddings"}
+PATHS: Mapping[Task, str] = {
+    "chat": "chat/completions",
+    "completion": "completions",
+    "embedding": "embeddings",
+    "score": "score",
+    "classify": "classify",
+    "rerank": "rerank",
+    "pooling": "pooling",
+}
+NOT_BELOW_V1: frozenset[Task] = frozenset({"classify", "pooling"})  # vLLM has these at the top only
 
 # vLLM's fields of a chat whose last message is the beginning of the answer, which the model continues.
 CONTINUES_ANSWER: Mapping[str, bool] = {"add_generation_prompt": False, "continue_final_message": True}
@@ -190,12 +200,16 @@ class Requests:
     def __init__(self, generation: Generation, dialect: Callable[[Generation], Generation] | None = None) -> None:
         self._given, self._dialect = generation, dialect
         generation = generation if dialect is None else dialect(generation)
-        reserved = RESERVED_FIELDS | ({"response_format"} if generation.json_schema is not None else set())
+        reserved = (
+            RESERVED_FIELDS
+            | PING.get(generation.task, {}).keys()
+            | ({"response_format"} if generation.json_schema is not None else set())
+        )
         clash = sorted(reserved & generation.sampling.keys())
         if clash:
             raise ValueError(f"sampling may not set {', '.join(clash)}: the client writes these request fields itself")
         self._generation = generation
-        self._field = {"chat": b"messages", "completion": b"prompt", "embedding": b"input"}[generation.task]
+        self._field = {"chat": b"messages", "completion": b"prompt"}.get(generation.task, b"input")
         self._head = self._encode(dict(generation.sampling))
         self._free: Requests | None = None
         if generation.json_schema is not None or self._given.structured_outputs is not None:
@@ -211,7 +225,8 @@ class Requests:
             }
         if self._generation.structured_outputs is not None:
             fields["structured_outputs"] = dict(self._generation.structured_outputs)
-        return orjson.dumps(fields)[:-1] + b',"' + self._field + b'":'
+        head = orjson.dumps(fields)[:-1]
+        return head if self._generation.task in PING else head + b',"' + self._field + b'":'
 
     def with_fields(self, fields: bytes) -> Generation:
         """The generation of a row with request fields of its own (a JSON object), as the server calls them.
@@ -246,7 +261,7 @@ class Requests:
             sampling |= dict.fromkeys(generation.limit_fields, max_tokens)
         head = self._encode(sampling) if fields or max_tokens is not None else self._head
         if repair is None:
-            return head + prompt + b"}"
+            return _joined(head, prompt) if generation.task in PING else head + prompt + b"}"
         if self._generation.task == "chat":
             messages = self._with_repair(orjson.loads(prompt), repair)
             if not CONTINUES_ANSWER.keys().isdisjoint(sampling):
@@ -267,13 +282,17 @@ class Requests:
         return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": wish}]
 
     def body_of_list(self, prompts: Sequence[bytes]) -> bytes:
-        """The body for several texts to embed."""
+        """The body for several texts, or pairs of texts; see `EngineClient.takes_lists`."""
+        if self._generation.task == "score":
+            pairs = [orjson.loads(prompt) for prompt in prompts]
+            return _joined(self._head, orjson.dumps({name: [one[name] for one in pairs] for name in PING["score"]}))
         return self._head + b"[" + b",".join(prompts) + b"]}"
 
     def probe(self, prompt: bytes, *, content: bool, fields: bytes = b"") -> bytes:
         """A row's request again; without its content: same settings and roles, each text "ping"."""
         if content or self._generation.task != "chat":
-            return self.body(prompt if content else b'"ping"', fields=fields)
+            ping = orjson.dumps(PING.get(self._generation.task, "ping"))
+            return self.body(prompt if content else ping, fields=fields)
         messages = orjson.loads(prompt)
         if len(messages) > PROBE_MESSAGES:
             messages = [*messages[: PROBE_MESSAGES - 1], messages[-1]]
@@ -283,12 +302,20 @@ class Requests:
     def canary(self, prompt: bytes | None = None) -> bytes:
         """The smallest request that makes the engine generate: one token, no schema. `prompt` as in `body`."""
         head = {"model": self._generation.asked_model}
-        if self._generation.task == "embedding":
-            return orjson.dumps({**head, "input": "ping" if prompt is None else orjson.Fragment(prompt)})
+        if self._generation.task in POOLED:
+            asked = orjson.dumps(PING.get(self._generation.task, "ping")) if prompt is None else prompt
+            if self._generation.task in PING:
+                return _joined(orjson.dumps(head)[:-1], asked)
+            return orjson.dumps({**head, "input": orjson.Fragment(asked)})
         content: Any = [{"role": "user", "content": "ping"}] if self._generation.task == "chat" else "ping"
-        asked = content if prompt is None else orjson.Fragment(prompt)
+        given = content if prompt is None else orjson.Fragment(prompt)
         limit = next(iter(self._generation.limit_fields), "max_tokens")  # OpenAI's reasoning models refuse max_tokens
-        return orjson.dumps({**head, self._field.decode(): asked, limit: 1})
+        return orjson.dumps({**head, self._field.decode(): given, limit: 1})
+
+
+def _joined(head: bytes, prompt: bytes) -> bytes:
+    """A body of fields, as JSON without its last brace, and of a prompt that is a JSON object of further ones."""
+    return head + b"," + prompt[1:]
 
 
 def _probe_role(message: Mapping[str, Any]) -> Any:
@@ -302,8 +329,8 @@ def read_answer(task: Task, status: int, headers: Mapping[str, str], body: bytes
         raise error_of(status, headers, body)
     try:
         answer = orjson.loads(body)
-        if task == "embedding":
-            return _embedding(answer)
+        if task in POOLED:
+            return _pooled(task, answer)
         return _text(task, answer)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # as a hostile body may cause
         raise not_an_answer(task, headers, body) from error
@@ -345,9 +372,9 @@ def _text(task: Task, answer: Any) -> Completion:
     return Completion(content, word, prompt, completion, parts, filtered, model, cached)
 
 
-def _embedding(answer: Any) -> Completion:
-    vector = answer_numbers.vector_of(at_index_0(answer["data"])["embedding"])
-    return Completion(vector, "stop", _usage(answer)[0], 0, model=model_of(answer))
+def _pooled(task: Task, answer: Any) -> Completion:
+    found = ranked_output(answer) if task == "rerank" else output_of(task, at_index_0(answer["data"]))
+    return Completion(found, "stop", _usage(answer)[0], 0, model=model_of(answer))
 
 
 def model_of(answer: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Workload
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
-from gpu_runner.rows import Task
+from gpu_runner.rows import POOLED, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.market import ANY_OFFER
 from resources.pricing.model_catalog import DeclaredModel
@@ -50,7 +50,7 @@ class Requirement:
     @property
     def engine_key(self) -> str:
         """Instances with this key serve the same: model, kind of task, and how the engine is started."""
-        kind = "embedding" if self.task == "embedding" else "generate"
+        kind = "embedding" if self.task in POOLED else "generate"
         words = [self.model, kind, str(self.max_model_len)]
         if started := self.engine.started():
             words.append(orjson.dumps(started, option=orjson.OPT_SORT_KEYS).decode())

@@ -18,7 +18,7 @@ from gpu_runner.offers.offer import Objective, Offer, OfferFilter, Ranking, Refu
 from gpu_runner.offers.speed import LengthMix, Measurement, NoSpeed, Speed, Throughput
 from gpu_runner.providers.base import HardwareProvider, Provider, ProviderError, ProviderUnclear
 from gpu_runner.providers.rentable import lines_to_rent
-from gpu_runner.rows import Task
+from gpu_runner.rows import POOLED, Task
 from resources.pricing.model_catalog import DeclaredModel, Models
 from resources.pricing.price_files import PricingError
 from resources.pricing.sources import PricingConfig, Source, provider_name
@@ -240,8 +240,8 @@ class Market:
 
 
 def mix_of(task: Task, mix: LengthMix) -> LengthMix:
-    """The mix as the task has it: an embedding has no completion."""
-    return LengthMix(max(1.0, mix.prompt_tokens), 0.0) if task == "embedding" else mix
+    """The mix as the task has it: an embedding, and whatever else is pooled, has no completion."""
+    return LengthMix(max(1.0, mix.prompt_tokens), 0.0) if task in POOLED else mix
 
 
 def _worst_prices(offers: Iterable[Offer]) -> dict[tuple[str, int, int], float]:

@@ -1,10 +1,10 @@
-"""Write two tiny models with random weights, a Llama that chats and a BERT that embeds, and a LoRA adapter.
+"""Write tiny models with random weights: a Llama that chats, BERTs that embed, classify and score, and a LoRA adapter.
 
     PYTHON tests/contract/make_tiny_models.py FOLDER
 
 PYTHON has torch and transformers, such as that of .venv-vllm. Writes FOLDER/llama, FOLDER/adapter (of the
-Llama) and FOLDER/bert in about 5 s, without a network. The text is noise: they stand in for a model where only the
-engine's behaviour matters.
+Llama), FOLDER/bert, FOLDER/classifier and FOLDER/scorer in about 5 s, without a network. The text is noise: they stand
+in for a model where only the engine's behaviour matters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 HIDDEN, LAYERS, HEADS, HEAD_SIZE = 64, 2, 4, 32  # of the Llama
 
@@ -87,8 +94,9 @@ def make_adapter(folder: Path, rank: int = 8) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def make_bert(folder: Path, context: int = 512) -> None:
-    """A two-layer BERT with vectors of 64 numbers."""
+def make_bert(folder: Path, context: int = 512, labels: tuple[str, ...] = ()) -> None:
+    """A two-layer BERT with vectors of 64 numbers; with `labels` one that classifies, with a single one one that scores
+    pairs of texts."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -97,6 +105,7 @@ def make_bert(folder: Path, context: int = 512) -> None:
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), special, strict=True))
@@ -117,7 +126,9 @@ def make_bert(folder: Path, context: int = 512) -> None:
         max_position_embeddings=context,
         pad_token_id=fast.pad_token_id,
     )
-    BertModel(config).save_pretrained(folder)
+    if labels:
+        config.id2label, config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+    (BertForSequenceClassification if labels else BertModel)(config).save_pretrained(folder)
 
 
 if __name__ == "__main__":
@@ -125,3 +136,5 @@ if __name__ == "__main__":
     make_llama(out / "llama")
     make_adapter(out / "adapter")
     make_bert(out / "bert")
+    make_bert(out / "classifier", labels=("calm", "glad", "sad"))
+    make_bert(out / "scorer", labels=("fits",))

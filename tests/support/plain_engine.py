@@ -14,8 +14,8 @@ from typing import Any
 @dataclass
 class PlainEngine:
     """`requests`: bodies of the chats so far. `text`: what it answers, or makes that of a request (None: it refuses).
-    `answer`: fields of the choice of the next answers. `model`: what these
-    name as the model that wrote them. `cached_tokens`: that these say of their prompt."""
+    `answer`: fields of the choice of the next answers. `model`: what these name as the model that wrote them.
+    `cached_tokens`: that these say of their prompt. `replies`: what other endpoints answer to a body, by path."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -23,6 +23,7 @@ class PlainEngine:
     text: str | Callable[[dict[str, Any]], str | None] = "a real answer"
     cached_tokens: int | None = None
     model: str | None = None
+    replies: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -42,6 +43,9 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             engine.requests.append(asked)
+            if self.path in engine.replies:
+                self._say(200, engine.replies[self.path](asked))
+                return
             text = engine.text(asked) if callable(engine.text) else engine.text
             if text is None:
                 self._say(400, {"error": {"message": "no"}})

@@ -1,4 +1,4 @@
-"""A conversation in a column: a list of messages as OpenAI's chat API has them. Pure functions.
+"""A conversation in a column (or documents to rank): a list of messages as OpenAI's chat API has them. Pure functions.
 
 It comes as JSON text, as a list of objects (JSONL), or as a list of structs (Arrow), whose fields without a value are
 null. Fields that are null are left out, so that the same conversation is the same prompt whatever the format. Reasons
@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from batch_assets.spec.sampling_values import MAX_TURNS, Unfit, without_nulls
+from gpu_runner.client.answers.pooled_outputs import MOST_DOCUMENTS
 
 MAX_MESSAGES = 2_000
 MAX_JSON = 1 << 20  # characters of a conversation that is JSON text
@@ -62,6 +63,21 @@ def read_turns(value: Any) -> list[str]:
         found = f"{len(value):,}" if value else "an empty list"
         raise Unfit(f"expected 1 to {MAX_TURNS} turns, found {found}")
     return [_text(one, f"turn {number}") for number, one in enumerate(value, 1)]
+
+
+def read_documents(value: Any) -> list[str]:
+    """The documents to rank in a cell. Raises Unfit."""
+    if isinstance(value, str):
+        value = _parsed(value, "texts")
+    if not isinstance(value, list):
+        raise Unfit(f"expected a list of documents, or its JSON text, found {_kind(value)}")
+    if not 0 < len(value) <= MOST_DOCUMENTS:
+        raise Unfit(f"expected 1 to {MOST_DOCUMENTS:,} documents, found {len(value):,}")
+    return [_numbered("document", number, _document, one) for number, one in enumerate(value, 1)]
+
+
+def _document(value: Any) -> str:
+    return _text(value, "it")
 
 
 def check_whole(messages: Sequence[Message]) -> None:

@@ -16,6 +16,7 @@ from batch_assets.snapshot.prompts.messages import (
     check_whole,
     continues,
     read_conversation,
+    read_documents,
     read_turns,
 )
 from batch_assets.snapshot.prompts.request_fields import RowFields
@@ -33,7 +34,7 @@ _SURROGATES = "the prompt holds lone surrogates, which UTF-8 cannot carry"
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A conversation in a column."""
+    """A conversation in a column, or documents to rank."""
 
     name: str
 
@@ -63,6 +64,7 @@ class Prompts:
 
     def __init__(self, spec: GeneratedDatasetSpec, base: Path) -> None:
         self._chat = spec.task == "chat"
+        self._request = spec.task in ("score", "rerank")  # the prompt is fields of the request
         self._parts = list(_parts(spec.prompt, base))
         self._templates = [part for part in self._parts if isinstance(part, tuple)]
         self._plain = len(self._templates) == len(self._parts)
@@ -79,7 +81,7 @@ class Prompts:
         self.required = {name for _, template in self._templates for name in template.required}
         self.required |= {name for template in self._later for name in template.required}
         self.required |= column | self._fields.required
-        self.has_fields = self._column is not None or bool(self._fields)
+        self.has_fields = (self._chat and self._column is not None) or bool(self._fields)
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
         fixed = [message for part in self._parts if isinstance(part, list) for message in part]
         self.constant_bytes += sum(len(message["content"]) for message in fixed)
@@ -140,7 +142,8 @@ class Prompts:
             raise SourceError(f"{block.file}, lines {block.lines[0]} to {block.lines[-1]}: {where}: {error}") from None
         for i in [i for i, text in enumerate(column) if type(text) is Refused or not text.strip()]:
             reason = column[i].reason if isinstance(column[i], Refused) else "nothing but blanks"
-            refused.setdefault(i, f"{self._place(role) if self._chat else 'prompt'}: {reason}")
+            where = self._place(role) if self._chat else f"prompt.{role}" if self._request else "prompt"
+            refused.setdefault(i, f"{where}: {reason}")
             column[i] = ""
         return column
 
@@ -165,6 +168,9 @@ class Prompts:
             if i in refused:
                 continue
             try:
+                if not self._chat:
+                    prompts[i] = orjson.dumps({"documents": read_documents(cell), "query": texts[0]})
+                    continue
                 messages = self._messages(texts, cell, turns[i][0] if turns else "")
                 prompts[i] = orjson.dumps(messages, option=_SORTED)
             except Unfit as error:
@@ -209,6 +215,8 @@ class Prompts:
         return prompts
 
     def _json(self, texts: tuple[str, ...]) -> bytes:
+        if self._request:
+            return orjson.dumps({"text_1": texts[0], "text_2": texts[1]})
         if not self._chat:
             return orjson.dumps(texts[0])
         return orjson.dumps(
@@ -230,6 +238,11 @@ def _parts(prompt: PromptSpec, base: Path) -> list[_Part]:
         parts.append(list[Message](read_examples(prompt.examples, base)))
     if prompt.messages_from is not None:
         parts.append(_Column(prompt.messages_from))
+    if prompt.query is not None:
+        parts.append(("query", Template(prompt.query)))
+        parts.append(
+            ("document", Template(prompt.document)) if prompt.document else _Column(prompt.documents_from or "")
+        )
     if (text := prompt.user if prompt.user is not None else prompt.text) is not None:
         parts.append(("user", Template(text)))
     if prompt.turns is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_runner.bounded_http.bounded_read import KIB, MIB
-from gpu_runner.rows import Generation
+from gpu_runner.rows import POOLED, Generation
 
 # An answer's frame: ids, usage, and what gateways add.
 FRAME_BYTES = 256 * KIB
@@ -17,6 +17,7 @@ LOGPROB_BYTES = 512
 NUMBER_BYTES = 32
 DEFAULT_TOKENS, DEFAULT_DIMENSIONS = 32_768, 65_536
 LARGEST_ANSWER = 256 * MIB
+LARGEST_RANKING = 8 * MIB  # a prompt has 1 MiB; JSON may need six letters for one
 
 
 def answer_limit(generation: Generation, context: int | None = None) -> int:
@@ -25,7 +26,11 @@ def answer_limit(generation: Generation, context: int | None = None) -> int:
     `context` is the engine's, in tokens, where it is known.
     """
     sampling = generation.sampling
-    if generation.task == "embedding":
+    if generation.task == "pooling":  # a vector of each token, where the model gives them
+        return LARGEST_ANSWER
+    if generation.task == "rerank":  # its documents come back
+        return FRAME_BYTES + LARGEST_RANKING
+    if generation.task in POOLED:
         return FRAME_BYTES + NUMBER_BYTES * _whole(sampling, ("dimensions",), DEFAULT_DIMENSIONS)
     whole = context or 4 * DEFAULT_TOKENS
     most = generation.longest_answer

@@ -142,7 +142,7 @@ def test_every_field_of_rows_takes_a_template(name: str) -> None:
         ({"sampling": {"max_tokens": "{{ t }}", "extra": {"max_completion_tokens": 5}}}, "expected one of max_tokens"),
         ({"sampling": {"seed": "{{ t }}"}, "samples": 2}, "samples: expected 1 with a seed from a column"),
         ({"sampling": {"seed": "{{ t }}"}, "reuse": True}, "reuse: expected sampling whose answers are the same"),
-        ({"task": "embedding", "sampling": {"temperature": "{{ t }}"}}, "only dimensions for task embedding"),
+        ({"task": "embedding", "sampling": {"temperature": "{{ t }}"}}, "only dimensions and extra for task embedding"),
         ({"task": "completion", "sampling": {"tools_from": "t"}}, "no tools for task completion"),
         ({"sampling": {"tools_from": "t", "extra": {"tools": [TOOL]}}}, "one of tools_from and extra.tools"),
         ({"sampling": {"tool_choice_from": "t"}}, "tools beside tool_choice_from"),

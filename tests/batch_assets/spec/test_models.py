@@ -188,7 +188,11 @@ def test_an_unknown_key_is_refused_at_every_level(attributes: dict[str, Any], ke
         ({"keep_columns": "answer"}, "keep_columns: expected a list, found 'answer' (text)"),
         ({"source": {"path": ["a", "b"]}}, "source.path: expected text, found ['a', 'b'] (a list)"),
         ({"source": {"grid": {"a": "x"}}}, "source.grid.a: expected a list, found 'x' (text)"),
-        ({"task": "chatt"}, "task: expected 'chat', 'completion' or 'embedding', found 'chatt'. Did you mean 'chat'?"),
+        (
+            {"task": "chatt"},
+            "task: expected 'chat', 'completion', 'embedding', 'score', 'classify', 'rerank' or 'pooling', "
+            "found 'chatt'. Did you mean 'chat'?",
+        ),
         ({"on_bad_row": "skp"}, "on_bad_row: expected 'fail' or 'skip', found 'skp'. Did you mean 'skip'?"),
         ({"tags": {"team": 1}}, "tags.team: expected text, found 1 (a number)"),
         ({"model": ""}, "model: expected at least this many characters: 1, found ''"),

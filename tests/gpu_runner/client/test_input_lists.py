@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts, divide, read_vectors
+from gpu_runner.client.input_lists import EmbeddingBody, answers_of_inputs, body_of_texts, divide, read_outputs
 from gpu_runner.client.protocol import RequestDenied, Requests, Transient
 from gpu_runner.rows import Generation
 
@@ -20,7 +20,7 @@ def entry(index: Any, vector: Any) -> dict[str, Any]:
 
 def read(data: Any, weights: list[int], tokens: Any = 10, status: int = 200) -> Any:
     body = orjson.dumps({"object": "list", "data": data, "usage": {"prompt_tokens": tokens}})
-    return read_vectors(status, {}, body, weights)
+    return read_outputs("embedding", status, {}, body, weights)
 
 
 def test_vectors_are_ordered_by_their_index() -> None:

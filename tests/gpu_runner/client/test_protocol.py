@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from gpu_runner.client.engine_load import EngineLoad, parse_metrics
-from gpu_runner.client.input_lists import read_vectors
+from gpu_runner.client.input_lists import read_outputs
 from gpu_runner.client.protocol import (
     Completion,
     EngineRefused,
@@ -92,7 +92,7 @@ def test_an_answer_says_which_model_wrote_it(named: Any, model: str | None) -> N
     assert read_answer("completion", 200, {}, body).model == model
     body = orjson.dumps({"data": [{"index": 0, "embedding": [1, 0.5]}], "model": named})
     assert read_answer("embedding", 200, {}, body).model == model
-    assert [one.model for one in read_vectors(200, {}, body, [1])] == [model]
+    assert [one.model for one in read_outputs("embedding", 200, {}, body, [1])] == [model]
 
 
 @pytest.mark.parametrize("reason", ["length", "tool_calls", "repetition"])
@@ -144,7 +144,7 @@ def test_garbage_is_transient(body: bytes) -> None:
 def test_an_error_of_status_200_keeps_the_server_s_message(
     error: Any, kind: Any, code: str, message: str | None, task: Any
 ) -> None:
-    for read in (partial(read_answer, task), lambda *args: read_vectors(*args, [1, 1])):
+    for read in (partial(read_answer, task), lambda *args: read_outputs(task, *args, [1, 1])):
         with pytest.raises(kind) as raised:
             read(200, {}, orjson.dumps({"error": error}))
         assert raised.value.code == code and (message is None or raised.value.message == message)
