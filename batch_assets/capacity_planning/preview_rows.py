@@ -16,6 +16,7 @@ import orjson
 
 from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.ingest import RowCheck
+from batch_assets.snapshot.prompts.messages import without_image_bytes
 from batch_assets.snapshot.source.block import Block
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.bounded_http.tls_files import TlsFiles
@@ -68,24 +69,35 @@ class PreviewRow:
         return dict(orjson.loads(self.fields or b"{}"))
 
     def decoded(self) -> Any:
-        """The prompt as a list of messages or a text."""
+        """The prompt as a list of messages, a text, or what is scored or ranked."""
         return None if self.prompt is None else orjson.loads(self.prompt)
+
+    def shown(self) -> Any:
+        """The same without the bytes of images."""
+        prompt = self.decoded()
+        return without_image_bytes(prompt) if isinstance(prompt, list) else prompt
 
 
 def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[PreviewRow]:
     """The first rows that `where` lets through, rendered. `folder`: where relative paths of the source start.
 
     Rows are held to what a snapshot asks of them, and so are the rows after them, up to CHECKED_ROWS: of those the
-    first ones that would stop a run come at the end. Raises SourceError when the source cannot be read.
+    first ones that would stop a run come at the end. With images only the first rows are looked at.
+    Raises SourceError when the source cannot be read.
     """
     check, ids = RowCheck(spec, folder), dict[str, tuple[str, int]]()
     found: list[PreviewRow] = []
     whole = True
     for block in rows_of(spec, check.columns, folder, check.unseen):
-        for row in _checked(check, check.passing(block), ids):
+        passing = check.passing(block)
+        if spec.prompt.images is not None:
+            rejects, passing = passing.rejects, passing.part(0, count - len(found))
+            passing.rejects = rejects
+        for row in _checked(check, passing, ids):
             if len(found) < count or (row.refused and spec.on_bad_row == "fail" and len(found) < count + MORE_REFUSED):
                 found.append(row)
-        if check.full or check.read_rows >= CHECKED_ROWS:
+        enough = check.read_rows >= CHECKED_ROWS or (spec.prompt.images is not None and len(found) >= count)
+        if check.full or enough:
             whole = check.full
             break
     if whole:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, MESSAGE_TOKENS
-from batch_assets.snapshot.prompts.messages import words_of
+from batch_assets.capacity_planning.workload_estimate import BYTES_PER_TOKEN, prompt_tokens
 
 _MOST_BYTES = 64 << 20
 _FILE = "tokenizer.json"
@@ -21,16 +20,14 @@ _FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TokenCounter:
-    """Counts the tokens of a prompt (a list of messages, or a text). `basis`: how, in words."""
+    """Counts the tokens of a prompt (messages, a text, or what a task has beside them). `basis`: how, in words."""
 
     count: Callable[[str], float]
     basis: str
 
     def of(self, prompt: Any) -> int:
         """Tokens of a whole prompt."""
-        if isinstance(prompt, str):
-            return round(self.count(prompt))
-        return round(sum(self.count(words_of(message)) + MESSAGE_TOKENS for message in prompt))
+        return round(prompt_tokens(prompt, self.count))
 
 
 def token_counter(model: str) -> TokenCounter:

@@ -6,8 +6,10 @@ bytes of UTF-8, and four more per message; a completion, half of the tokens it m
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import heapq
+import io
 import math
 import statistics
 import time
@@ -20,7 +22,7 @@ from typing import Any, TypeVar
 import orjson
 
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
-from batch_assets.snapshot.prompts.messages import words_of
+from batch_assets.snapshot.prompts.messages import data_url_of, words_of
 from batch_assets.snapshot.prompts.rendering import Prompts
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import Unseen
@@ -36,6 +38,10 @@ from resources.store.snapshot_manifest import USER_TURNS
 
 # The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.
 BYTES_PER_TOKEN = 4.0
+# Of an image: a token per 28 × 28 pixels, as Qwen2-VL and those after it have it. Others differ up to twice.
+PIXELS_OF_TOKEN = 28
+IMAGE_TOKENS = 1300.0  # of one of a megapixel
+_HEADER_LETTERS = 64 << 10  # of base64: of an image in which its size stands
 MESSAGE_TOKENS = 4.0  # the chat template's words around a message: start, role, line break, end
 OUTPUT_SHARE = 0.5
 SAMPLED_BATCHES, SAMPLED_ROWS = 8, 250
@@ -251,10 +257,10 @@ def _estimate(prompts: Iterable[tuple[bytes, Sequence[str]]]) -> PromptLengths:
     """`prompts`: each with all that the user says in its row, where that is a conversation."""
     tokens: list[tuple[float, float, int]] = []
     for prompt, turns in prompts:
-        request = _prompt_tokens(orjson.loads(prompt))
+        request = prompt_tokens(orjson.loads(prompt), _text_tokens)
         whole, requests = request, 1
         for said in turns[1:]:
-            request += len(said.encode()) / BYTES_PER_TOKEN + 2 * MESSAGE_TOKENS  # and around the answer before it
+            request += _text_tokens(said) + 2 * MESSAGE_TOKENS  # and around the answer before it
             whole, requests = whole + request, requests + 1
         tokens.append((whole, request, requests))
     if not tokens:
@@ -265,16 +271,38 @@ def _estimate(prompts: Iterable[tuple[bytes, Sequence[str]]]) -> PromptLengths:
     return PromptLengths(sum(wholes) / rows, max(lasts), sum(turns_of) / rows, repeated, max(turns_of))
 
 
-def _prompt_tokens(prompt: Any) -> float:
-    """Tokens of a prompt as the snapshot holds it: chat messages, a text, a pair of texts, or documents to rank."""
-    if isinstance(prompt, dict):
-        documents = prompt.get("documents")
-        if documents is None:
-            return sum(map(_prompt_tokens, prompt.values()))
-        return sum(map(_prompt_tokens, documents)) + len(documents) * _prompt_tokens(prompt["query"])
+def _text_tokens(text: str) -> float:
+    return len(text.encode()) / BYTES_PER_TOKEN
+
+
+def prompt_tokens(prompt: Any, count: Callable[[str], float]) -> float:
+    """Tokens of a prompt as the snapshot holds it: chat messages, a text, a pair of texts, or documents to rank.
+    `count`: tokens of a text."""
     if isinstance(prompt, str):
-        return len(prompt.encode()) / BYTES_PER_TOKEN
-    return sum(len(words_of(message).encode()) / BYTES_PER_TOKEN + MESSAGE_TOKENS for message in prompt)
+        return count(prompt)
+    if isinstance(prompt, list):
+        return sum(count(words_of(message)) + MESSAGE_TOKENS + _image_tokens(message) for message in prompt)
+    documents = prompt.get("documents")
+    if documents is None:
+        return sum(map(count, prompt.values()))
+    return sum(map(count, documents)) + len(documents) * count(prompt["query"])
+
+
+def _image_tokens(message: Mapping[str, Any]) -> float:
+    """Tokens of the images in a message, by their pixels; where these are not seen, those of about a megapixel."""
+    parts = message.get("content")
+    found = [data_url_of(part)[1] for part in parts if part.get("type") == "image_url"] if type(parts) is list else []
+    return sum(_tokens_of_image(data) for data in found)
+
+
+def _tokens_of_image(data: str) -> float:
+    try:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(base64.b64decode(data[:_HEADER_LETTERS]))) as image:
+            return math.ceil(image.size[0] / PIXELS_OF_TOKEN) * math.ceil(image.size[1] / PIXELS_OF_TOKEN)
+    except Exception:  # without Pillow, or of a picture whose size does not stand at its beginning
+        return IMAGE_TOKENS
 
 
 def _most_output(generation: Generation) -> int:

@@ -67,8 +67,20 @@ def preview(spec: GeneratedDatasetSpec, rows: int = 5, endpoint: str | None = No
 _ASKED_OR_NOT = ("file", "line", "prompt", "refused")
 
 
+def _prompt(row: PreviewRow) -> Any:
+    """The prompt as its column has it: parts of a content, and what is scored or ranked, as JSON text."""
+    prompt = row.shown()
+    if isinstance(prompt, list):
+        return [{"role": one["role"], "content": _text(one.get("content"))} for one in prompt]
+    return prompt if prompt is None else _text(prompt)
+
+
+def _text(content: Any) -> str | None:
+    return content if content is None or isinstance(content, str) else orjson.dumps(content).decode()
+
+
 def _line(row: PreviewRow) -> dict[str, Any]:
-    said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": row.decoded(), "refused": row.refused or None}
+    said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": _prompt(row), "refused": row.refused or None}
     answer = row.answer
     if answer is None:
         return said

@@ -101,7 +101,8 @@ class CommittedRows:
     def _prompts(self, kept: pa.Table, outcomes: pa.Table) -> pa.ChunkedArray:
         prompts, conversations = kept.column(PROMPT), self._manifest.conversations
         if not self._manifest.turns:
-            return decoded_prompts(prompts, self._task, conversations=conversations)
+            images = self._manifest.images
+            return decoded_prompts(prompts, self._task, conversations=conversations, images=images)
         said = kept.column(USER_TURNS)
         return last_requests(prompts, said, outcomes.column(TURNS), conversations=conversations)
 

@@ -18,6 +18,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batch_assets.snapshot.prompts.messages import without_image_bytes
 from gpu_runner.rows import Task
 
 PROMPT = "prompt"
@@ -44,12 +45,15 @@ def prompt_type(task: Task, *, conversations: bool = False) -> pa.DataType:
     return _CONVERSATION if conversations else _MESSAGES
 
 
-def decoded_prompts(stored: pa.ChunkedArray, task: Task, *, conversations: bool = False) -> pa.ChunkedArray:
+def decoded_prompts(
+    stored: pa.ChunkedArray, task: Task, *, conversations: bool = False, images: bool = False
+) -> pa.ChunkedArray:
     """Prompts as a table has them, from the JSON that a snapshot holds. Decoded outside of Python: 10 µs a row.
-    `conversations` as in `prompt_type`: these are decoded in Python.
+    `conversations` as in `prompt_type`: these are decoded in Python. `images`: of data URLs only the digest is kept.
     """
     if conversations and task == "chat":
-        return _written(map(orjson.loads, stored.to_pylist()), conversations=True)
+        messages = map(orjson.loads, stored.to_pylist())
+        return _written(map(without_image_bytes, messages) if images else messages, conversations=True)
     if task in ("score", "rerank"):
         return stored.cast(pa.string())
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))

@@ -300,7 +300,8 @@ def _manifest(
         generation=spec.generation().stated(),
         samples=spec.samples,
         upstream_version=spec.source.table_version,
-        conversations=spec.prompt.messages_from is not None,
+        conversations=spec.prompt.messages_from is not None or spec.prompt.images is not None,
+        images=spec.prompt.images is not None,
         turns=spec.prompt.has_turns,
     )
 

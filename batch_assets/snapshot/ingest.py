@@ -133,12 +133,13 @@ def _is_unknown_zone(error: LookupError) -> bool:
 
 @dataclass(slots=True)
 class CheckedRows:
-    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields` and `turns`: see
-    `prompts.rendering.Rendered`.
+    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields`, `keyed` and
+    `turns`: see `prompts.rendering.Rendered`.
     """
 
     prompts: list[bytes]
     fields: list[bytes] | None
+    keyed: list[bytes] | None
     ids: list[str] | None
     kept: list[bytes] | None
     refused: dict[int, str]
@@ -149,6 +150,7 @@ class CheckedRows:
         return CheckedRows(
             [self.prompts[i] for i in rows],
             self.fields and [self.fields[i] for i in rows],
+            self.keyed and [self.keyed[i] for i in rows],
             self.ids and [self.ids[i] for i in rows],
             self.kept and [self.kept[i] for i in rows],
             {},
@@ -211,7 +213,7 @@ class RowCheck:
         if prompts := rendered.prompts:
             said = sum(len(text) for turns in rendered.turns or () for text in turns)
             self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ())) + said) // len(prompts)
-        return CheckedRows(prompts, rendered.fields, ids, kept, refused, rendered.turns)
+        return CheckedRows(prompts, rendered.fields, rendered.keyed, ids, kept, refused, rendered.turns)
 
     def finish(self) -> None:
         """After the last block: raises SourceError for a column that was in no row, and where there was no row."""
@@ -269,7 +271,7 @@ class _Reading:
         return rejects
 
     def _write(self, part: Block, checked: CheckedRows) -> None:
-        digests = self._keys.digests(checked.prompts, checked.fields, checked.turns)
+        digests = self._keys.digests(checked.keyed or checked.prompts, checked.fields, checked.turns)
         number, turns = self._spec.samples, checked.turns
         prompts, fields, ids, kept = checked.prompts, checked.fields, checked.ids, checked.kept
         samples = [sample for _ in prompts for sample in range(number)]

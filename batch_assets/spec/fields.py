@@ -7,6 +7,7 @@ import difflib
 import importlib
 import math
 import re
+import sys
 import zoneinfo
 from typing import Annotated, Any
 
@@ -152,6 +153,8 @@ def _imported(path: str) -> Any:
     if match is None:
         raise Unusable(expected, show(path))
     module, name = match.groups()
+    if module.partition(".")[0] in sys.stdlib_module_names:  # some of them act when they are imported
+        raise Unusable(expected, f"{module}, a module of Python itself")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -60,6 +61,9 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 # Columns of the published table: a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
 MAX_COLUMN_NAME = 255
+MOST_IMAGES = 8  # of one row, where the user says nothing
+MOST_IMAGE_BYTES = 4 << 20  # of one row, as they are sent
+MOST_BATCH_BYTES = 1 << 30  # of the images of one batch, which is in memory as a whole
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
@@ -70,6 +74,14 @@ _OWNER = re.compile(r"team:\S+|\b[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,7}
 
 def _extra(value: dict[str, Any]) -> dict[str, Any]:
     return extra_fields(value, SamplingSpec.model_fields)
+
+
+def _host(value: str) -> str:
+    name, colon, port = value.rpartition(":")
+    known = [re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", name if colon else value)]
+    if not all(known) or (colon and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
+        raise Unusable("a host, or host:port, as images.example.com", show(value))
+    return value.lower()
 
 
 def _reuse_kind(value: Any) -> str:
@@ -96,6 +108,54 @@ class MessageSpec(Strict):
 
     role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
     content: Text = Field(description="Jinja template over the row's columns.")
+
+
+class ImagesSpec(Strict):
+    """Images of each row, before the text of its last message of the user."""
+
+    columns: list[Column] = Field(
+        min_length=1,
+        max_length=20,
+        description="Columns with images: their bytes, a path below one of `folders`, an address at one of `hosts`, a "
+        "data URL, or a list of these. An empty cell is no image; a row needs one.",
+    )
+    folders: list[TextFile] = Field(
+        default=[],
+        max_length=100,
+        description="Folders below which files of images lie; a relative one starts at the folder of the `defs.yaml`, "
+        "a relative path of a row at the first one.",
+    )
+    hosts: list[Annotated[str, AfterValidator(_host)]] = Field(
+        default=[],
+        max_length=1000,
+        description="Hosts from which images are fetched, as `images.example.com` or `10.0.0.5:8080`. Private "
+        "addresses only where the address itself is listed; redirects are not followed.",
+    )
+    max_count: int = Field(default=MOST_IMAGES, ge=1, le=64, description="Most images of a row.")
+    max_bytes: int = Field(default=4 << 20, ge=1024, le=20 << 20, description="Most bytes of one image as it comes.")
+    max_source_pixels: int = Field(
+        default=32_000_000, ge=1024, le=80_000_000, description="Most pixels of one image as it comes."
+    )
+    max_pixels: int | None = Field(
+        default=None, ge=1024, le=80_000_000, description="Scale larger images down to at most so many pixels."
+    )
+
+    @property
+    def row_bytes(self) -> int:
+        """Most bytes of all images of one row, as they are sent."""
+        return min(MOST_IMAGE_BYTES, self.max_count * (self.max_bytes * 4 // 3 + 1000))
+
+
+def _images_kind(value: Any) -> str:
+    return "column" if isinstance(value, str) else "columns" if isinstance(value, list) else "section"
+
+
+Images = Annotated[
+    Annotated[Column, Tag("column")]
+    | Annotated[list[Column], Field(min_length=1, max_length=20), Tag("columns")]
+    | Annotated[ImagesSpec, Tag("section")],
+    Discriminator(_images_kind),
+]
 
 
 class PromptSpec(Strict):
@@ -134,6 +194,9 @@ class PromptSpec(Strict):
         description="A whole conversation (chat), instead of system and user. A last message of the assistant is the "
         "beginning of each answer.",
     )
+    images: Images | None = Field(
+        default=None, description="Images (chat): a column, several, or a section with their limits."
+    )
     text: Text | None = Field(
         default=None, description="The whole prompt (completion, embedding, classify and pooling)."
     )
@@ -145,6 +208,12 @@ class PromptSpec(Strict):
         default=None,
         description="Column with the documents of each row (rerank): a list of 1 to 1,000 texts, or its JSON text.",
     )
+
+    @property
+    def all_images(self) -> ImagesSpec | None:
+        """`images` as a section."""
+        given = [self.images] if isinstance(self.images, str) else self.images
+        return ImagesSpec(columns=given) if isinstance(given, list) else given
 
     def templates(self) -> list[tuple[str, str, str]]:
         """(key in the spec, role, template) of every message; the role of a plain text is empty."""
@@ -422,6 +491,20 @@ class GeneratedDatasetSpec(Strict):
         default=None, description="What the dataset is for; shown in the catalog and on its card."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_of_images(cls, given: Any) -> Any:
+        """The engine's `limit_mm_per_prompt`, from `prompt.images`, unless one is written."""
+        prompt = given.get("prompt") if isinstance(given, Mapping) else None
+        images = prompt.get("images") if isinstance(prompt, Mapping) else None
+        if images is None:
+            return given
+        most = images.get("max_count", MOST_IMAGES) if isinstance(images, Mapping) else MOST_IMAGES
+        engine = given.get("engine") or {}
+        if type(most) is not int or not isinstance(engine, Mapping) or "limit_mm_per_prompt" in engine:
+            return given
+        return {**given, "engine": {**engine, "limit_mm_per_prompt": {"image": most}}}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_prompt(self.task, self.prompt)
@@ -429,6 +512,7 @@ class GeneratedDatasetSpec(Strict):
         _check_columns(self)
         _check_labels(self)
         _check_reuse(self)
+        _check_images(self)
         _check_adapter(self)
         _check_refresh(self)
         _check_samples(self)
@@ -722,6 +806,27 @@ def _check_samples(spec: GeneratedDatasetSpec) -> None:
         if column.lower() == SAMPLE_INDEX:
             hint = "Give the column another name in the source."
             raise Unusable("no such column beside samples", show(column), hint, key=f"keep_columns.{index}")
+
+
+def _check_images(spec: GeneratedDatasetSpec) -> None:
+    images = spec.prompt.all_images
+    if images is None:
+        return
+    prompt = spec.prompt
+    users = [one.role for one in prompt.messages or () if one.role == "user"]
+    if spec.task != "chat" or not (prompt.user or users):
+        found = f"task {spec.task}" if spec.task != "chat" else "no message of the user"
+        raise Unusable(
+            "task chat, and prompt.user or a message of the user, which gets them", found, key="prompt.images"
+        )
+    if spec.batch_rows * images.row_bytes > MOST_BATCH_BYTES:
+        hint = "The images of a batch are in memory together. Lower batch_rows, or max_bytes of prompt.images."
+        most = MOST_BATCH_BYTES // images.row_bytes
+        raise Unusable(f"at most {most:,} beside prompt.images", show(spec.batch_rows), hint, key="batch_rows")
+    limits = spec.engine.limit_mm_per_prompt
+    if limits is not None and limits.image is not None and limits.image < images.max_count:
+        expected = f"at least {images.max_count}, max_count of prompt.images"
+        raise Unusable(expected, show(limits.image), key="engine.limit_mm_per_prompt.image")
 
 
 def _check_adapter(spec: GeneratedDatasetSpec) -> None:

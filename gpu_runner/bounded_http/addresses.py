@@ -11,6 +11,7 @@ import http.client
 import ipaddress
 import socket
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPMessage
 from typing import IO
 from urllib.parse import urlsplit
@@ -63,17 +64,25 @@ def refused(error: BaseException) -> AddressRefused | None:
     for _ in range(8):
         if seen is None or isinstance(seen, AddressRefused):
             return seen
-        inner = getattr(seen, "os_error", None)
+        inner = getattr(seen, "os_error", None) or getattr(seen, "reason", None)  # of aiohttp, of urllib
         seen = inner if isinstance(inner, BaseException) else seen.__cause__
     return None
 
 
-def connect(host: str, port: int, seconds: float) -> socket.socket:
+def refuse_private(address: str) -> None:
+    """As `refuse`, and what is not reached from the internet: loopback, addresses of private networks."""
+    refuse(address)
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if not all(one.is_global for one in (ip, *_embedded(ip))):
+        raise AddressRefused("expected a public address, found a private one: it is not connected to")
+
+
+def connect(host: str, port: int, seconds: float, check: Callable[[str], None] = refuse) -> socket.socket:
     """A TCP connection to the first address of the name that accepts. Raises AddressRefused, or another OSError."""
     failure: OSError = OSError("the name has no address")
     for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
-            refuse(str(address[0]))
+            check(str(address[0]))
             return socket.create_connection((str(address[0]), port), timeout=seconds)
         except OSError as error:
             failure = error
@@ -146,9 +155,10 @@ class _Connection(http.client.HTTPConnection):
     """Connects to the address that was checked: a second look-up of the name may give another one."""
 
     timeout: float
+    check: Callable[[str], None] = staticmethod(refuse)
 
     def connect(self) -> None:
-        self.sock = connect(self.host, self.port, self.timeout)
+        self.sock = connect(self.host, self.port, self.timeout, self.check)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -157,13 +167,29 @@ class _TlsConnection(http.client.HTTPSConnection, _Connection):
 
 
 class _Http(urllib.request.HTTPHandler):
+    def __init__(self, kind: type[_Connection] = _Connection) -> None:
+        super().__init__()
+        self._kind = kind
+
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, req)
+        return self.do_open(self._kind, req)
 
 
 class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, kind: type[_TlsConnection] = _TlsConnection) -> None:
+        super().__init__()
+        self._kind = kind
+
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_TlsConnection, req)
+        return self.do_open(self._kind, req)
+
+
+def opener(check: Callable[[str], None]) -> urllib.request.OpenerDirector:
+    """As `direct`, with another check of each IP address before it is connected to: it raises AddressRefused."""
+    checks = {"check": staticmethod(check)}
+    plain: type[_Connection] = type("_Checked", (_Connection,), checks)
+    tls: type[_TlsConnection] = type("_CheckedTls", (_TlsConnection,), checks)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect(), _Http(plain), _Https(tls))
 
 
 # For engines and for our own servers, which must be reached themselves: by no proxy of the environment, never at an

@@ -35,7 +35,7 @@ class SnapshotManifest(Sealed):
     `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
     `upstream_version`: of the published table of another dataset that was read.
     `conversations`: prompts are messages that may hold more than a role and a text. `turns`: rows are conversations of
-    several turns, of which prompts end with the first one.
+    several turns, of which prompts end with the first one. `images`: prompts hold those of `prompt.images`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +64,7 @@ class SnapshotManifest(Sealed):
     upstream_version: str | None = None
     conversations: bool = False
     turns: bool = False
+    images: bool = False
 
     @property
     def expected_rows(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from dagster_postgres.event_log import PostgresEventLogStorage
+from PIL import Image
 from support.documents import DOCUMENTS, FLEET, MARKS, OPERATIONS, PAGES, README, REFERENCE, REPOSITORY, Block, blocks
 from support.fleet_databases import intended
 from support.snapshots import commit
@@ -206,6 +207,10 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
     rows |= {spec.id: list(range(ROWS))} if spec.id else {}
     if (column := spec.prompt.messages_from) is not None:
         rows[column] = [[{"role": "user", "content": f"Hello {i}"}] for i in range(ROWS)]
+    if (images := spec.prompt.all_images) is not None:
+        (folder / images.folders[0]).mkdir()
+        Image.new("RGB", (8, 8)).save(folder / images.folders[0] / "a.png")
+        rows |= dict.fromkeys(images.columns, ["a.png"] * ROWS)
     for text, content in (
         (spec.prompt.system_from, "Be brief."),
         (spec.prompt.examples, '{"user":"a","assistant":"b"}'),

@@ -174,7 +174,7 @@ def as_json(found: Preview) -> dict[str, Any]:
 
 def _row_json(row: PreviewRow, counter: TokenCounter) -> dict[str, Any]:
     prompt = row.decoded()
-    said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": prompt, "refused": row.refused or None}
+    said: dict[str, Any] = {"file": row.file, "line": row.line, "prompt": row.shown(), "refused": row.refused or None}
     if row.fields:
         said["request_fields"] = row.own_fields
     if row.turns:

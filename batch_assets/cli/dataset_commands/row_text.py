@@ -36,7 +36,9 @@ def output_text(output: Any) -> str:
 
 
 def say_prompt(say: Say, prompt: Any, letters: int = SHOWN_LETTERS) -> None:
-    """Messages with their roles, or a text."""
+    """Messages with their roles, a text, or what is scored or ranked."""
+    if isinstance(prompt, dict):
+        prompt = "\n".join(f"{name}: {text}" for name, text in prompt.items())
     for message in [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt:
         say(f"  {message['role']}", "cyan")
         content = message.get("content")

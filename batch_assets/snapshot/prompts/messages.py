@@ -7,6 +7,8 @@ name the message and what is wrong, and never quote its text.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +97,35 @@ def check_whole(messages: Sequence[Message]) -> None:
 def continues(messages: Sequence[Message]) -> bool:
     """Whether the last message is the beginning of the answer, which the model continues."""
     return bool(messages[-1]["role"] == "assistant")
+
+
+def without_image_bytes(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the digest of each image in place of its bytes."""
+    return [
+        {**one, "content": [_part_without_bytes(part) for part in one["content"]]}
+        if isinstance(one.get("content"), list)
+        else one
+        for one in messages
+    ]
+
+
+def _part_without_bytes(part: Message) -> Message:
+    media, data = data_url_of(part)
+    if not data:
+        return part
+    found = base64.b64decode(data)
+    digest = hashlib.sha256(found).hexdigest()
+    return {**part, "image_url": {"url": f"sha256:{digest} ({media}, {len(found):,} bytes)"}}
+
+
+def data_url_of(part: Any) -> tuple[str, str]:
+    """Media type and base64 of the data URL in a content part; empty where it has none."""
+    image = part.get("image_url") if isinstance(part, dict) else None
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(url, str) or not url.startswith("data:"):
+        return "", ""
+    media, found, data = url[5:].partition(";base64,")
+    return (media, data) if found else ("", "")
 
 
 def words_of(message: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from batch_assets.snapshot.prompts.files import read_examples, read_system
+from batch_assets.snapshot.prompts.images import RowImages, with_images
 from batch_assets.snapshot.prompts.messages import (
     INSTRUCTS,
     Message,
@@ -28,6 +29,7 @@ from batch_assets.templates.prompt_template import Refused, Template, TemplateEx
 from gpu_runner.client.protocol import CONTINUES_ANSWER
 
 MAX_PROMPT = 1 << 20
+_GUESSED_IMAGE = 256 << 10  # bytes, before the first ones were seen
 _SORTED = orjson.OPT_SORT_KEYS
 _SURROGATES = "the prompt holds lone surrogates, which UTF-8 cannot carry"
 
@@ -52,11 +54,12 @@ _Part = tuple[str, Template] | list[Message] | _Column | _FirstTurn
 class Rendered:
     """What rows ask, by their place. `fields`: request fields of each row's own, as JSON objects or empty; None where
     no row of the dataset can have any. `turns`: all that the user says, of which the prompt ends with the first; None
-    where rows are no conversations."""
+    where rows are no conversations. `keyed`: what row keys are made of in place of the prompts; None: of these."""
 
     prompts: list[bytes]
     fields: list[bytes] | None
     turns: list[list[str]] | None = None
+    keyed: list[bytes] | None = None
 
 
 class Prompts:
@@ -67,7 +70,10 @@ class Prompts:
         self._request = spec.task in ("score", "rerank")  # the prompt is fields of the request
         self._parts = list(_parts(spec.prompt, base))
         self._templates = [part for part in self._parts if isinstance(part, tuple)]
-        self._plain = len(self._templates) == len(self._parts)
+        images = spec.prompt.all_images
+        self._images = RowImages(images, base) if images is not None else None
+        self._most = MAX_PROMPT + (images.row_bytes if images is not None else 0)
+        self._plain = len(self._templates) == len(self._parts) and images is None
         self._column = next((part.name for part in self._parts if isinstance(part, _Column)), None)
         sampling = spec.generation().sampling
         self._continues = {name: value for name, value in CONTINUES_ANSWER.items() if name not in sampling}
@@ -77,6 +83,7 @@ class Prompts:
         self._turns_from, self.has_turns = spec.prompt.turns_from, spec.prompt.has_turns
         names |= {name for template in self._later for name in template.columns}
         column = {name for name in (self._column, self._turns_from) if name}
+        column |= self._images.columns if self._images is not None else set()
         self.columns = sorted(names | column | self._fields.columns)
         self.required = {name for _, template in self._templates for name in template.required}
         self.required |= {name for template in self._later for name in template.required}
@@ -85,6 +92,7 @@ class Prompts:
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
         fixed = [message for part in self._parts if isinstance(part, list) for message in part]
         self.constant_bytes += sum(len(message["content"]) for message in fixed)
+        self.constant_bytes += _GUESSED_IMAGE * len(images.columns) if images is not None else 0
 
     def render(self, block: Block, refused: dict[int, str]) -> Rendered:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
@@ -94,16 +102,22 @@ class Prompts:
         if self.has_fields:
             fields = self._fields.of(block, refused)
         turns = self._turns(rows, block, refused) if self.has_turns else None
+        images = self._images.of(block, refused) if self._images is not None else []
+        keyed: list[bytes] | None = None
+        if images:
+            keys = [[one.key for one in row] for row in images]
+            keyed = self._conversations(rows, block, refused, fields, turns, keys)
         if self._plain:
             prompts = self._encode(rows, refused)
         else:
-            prompts = self._conversations(rows, block, refused, fields, turns)
+            urls = [[one.url for one in row] for row in images]
+            prompts = self._conversations(rows, block, refused, fields, turns, urls)
         sizes = [len(prompt) for prompt in prompts]
         if turns is not None:
             sizes = [size + sum(map(len, said[1:])) for size, said in zip(sizes, turns, strict=True)]
-        for i in [i for i, size in enumerate(sizes) if size > MAX_PROMPT]:
-            refused.setdefault(i, f"the prompt has {sizes[i]} bytes, more than {MAX_PROMPT}")
-        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None, turns)
+        for i in [i for i, size in enumerate(sizes) if size > self._most]:
+            refused.setdefault(i, f"the prompt has {sizes[i]} bytes, more than {self._most}")
+        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None, turns, keyed)
 
     def _turns(self, rows: Sequence[tuple[Any, ...]], block: Block, refused: dict[int, str]) -> list[list[str]]:
         """What the user says in each row; nothing in one that is refused."""
@@ -160,8 +174,10 @@ class Prompts:
         refused: dict[int, str],
         fields: Sequence[dict[str, Any]],
         turns: Sequence[Sequence[str]] | None,
+        images: Sequence[Sequence[str]],
     ) -> list[bytes]:
-        """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so."""
+        """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so. `images`: of
+        each row, what stands for them; empty where the dataset has none."""
         cells = [None] * len(rows) if self._column is None else block.columns[self._column]
         prompts = [b""] * len(rows)
         for i, (texts, cell) in enumerate(zip(rows, cells, strict=True)):
@@ -172,6 +188,7 @@ class Prompts:
                     prompts[i] = orjson.dumps({"documents": read_documents(cell), "query": texts[0]})
                     continue
                 messages = self._messages(texts, cell, turns[i][0] if turns else "")
+                messages = with_images(messages, images[i]) if images else messages
                 prompts[i] = orjson.dumps(messages, option=_SORTED)
             except Unfit as error:
                 refused[i] = f"column {self._column!r}: {error}" if self._column is not None else str(error)

@@ -97,6 +97,7 @@ def test_a_class_itself_may_be_given_from_python_with_tagged_unions_and_enums():
     [
         ("answers_of_a_test", "expected a JSON schema, or the import path of a pydantic class"),
         ("answers_of_a_test:Answer()", "as my_package.models:Answer, found 'answers_of_a_test:Answer()'"),
+        ("antigravity:fly", "found antigravity, a module of Python itself"),
         ("/etc/passwd:Answer", "found '/etc/passwd:Answer'"),
         ("a" * 10_000 + ":B", "expected a JSON schema, or the import path"),
         ("not_there_at_all.models:Answer", "found no module 'not_there_at_all'. Install its package"),
