@@ -156,6 +156,13 @@ class EngineOptions(_Section):
     max_num_seqs: int | None = Field(
         default=None, ge=1, le=8192, description="Most rows at once of one copy of the model."
     )
+    pipeline_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Stages that the model's layers are divided into, each on GPUs of its own of one machine, for a "
+        "model that fits no other way.",
+    )
     speculative_config: SpeculativeOptions | None = Field(default=None, description="Speculative decoding.")
     enable_prefix_caching: bool | None = Field(
         default=None, description="Keep the KV cache of common beginnings. vLLM's default is true."
@@ -205,7 +212,8 @@ class EngineOptions(_Section):
         """Those that change what the model needs of a GPU."""
         loras = len(self.adapters)
         rank = (self.max_lora_rank or DEFAULT_LORA_RANK) if loras else 0
-        return ServedAs(self.quantization, self.kv_cache_dtype, self.dtype, self.max_num_seqs, loras, rank)
+        stages = self.pipeline_parallel_size or 1
+        return ServedAs(self.quantization, self.kv_cache_dtype, self.dtype, self.max_num_seqs, loras, rank, stages)
 
     def started(self) -> dict[str, Any]:
         """How an engine is started, as JSON has it: which of its adapters answers makes no other engine of it."""

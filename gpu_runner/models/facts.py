@@ -15,6 +15,7 @@ from gpu_runner.models.sizing import (
     gpu_memory_needed,
     kv_bytes_per_sequence,
     kv_bytes_per_token,
+    largest_stage,
     sequences_that_fit,
     tensor_parallel_sizes,
 )
@@ -46,7 +47,7 @@ _PLAIN = Serving()
 @dataclass(frozen=True, slots=True)
 class ServedAs:
     """Arguments of `vllm serve` that change what a model needs; None: as vLLM decides. `loras`: adapters at once,
-    each of `lora_rank` at most.
+    each of `lora_rank` at most. `pipeline_parallel`: stages of the model's layers, each on GPUs of its own.
     """
 
     quantization: str | None = None
@@ -55,6 +56,7 @@ class ServedAs:
     max_num_seqs: int | None = None
     loras: int = 0
     lora_rank: int = 0
+    pipeline_parallel: int = 1
 
 
 AS_IT_IS = ServedAs()
@@ -78,6 +80,7 @@ class KnownModel:
     max_num_seqs: int | None = None
     loras: int = 0
     lora_rank: int = 0
+    pipeline_parallel: int = 1
 
     @property
     def serving(self) -> Serving:
@@ -85,11 +88,16 @@ class KnownModel:
         return Serving(kv_dtype="fp8" if self.kv_fp8 else "auto", loras=self.loras, lora_rank=self.lora_rank)
 
     def facts(self, tokens: float) -> ModelFacts:
-        """Facts for rows of `tokens` tokens on average: with sliding windows a long row needs less KV per token."""
-        if self.config is None:
-            assert self.declared is not None
-            return self.declared
-        return facts_of(self.name, self.config, tokens, self.serving)
+        """Facts for rows of `tokens` tokens on average: with sliding windows a long row needs less KV per token. With
+        stages `tensor_parallel` counts the GPUs of all of them.
+        """
+        found = self.declared
+        if self.config is not None:
+            found = facts_of(self.name, self.config, tokens, self.serving)
+        assert found is not None
+        if self.pipeline_parallel == 1:
+            return found
+        return replace(found, tensor_parallel=tuple(size * self.pipeline_parallel for size in found.tensor_parallel))
 
 
 def of_config(name: str, config: ModelConfig, knowledge: Knowledge, where: str) -> KnownModel:
@@ -121,6 +129,7 @@ def served_as(model: KnownModel, how: ServedAs) -> KnownModel:
         max_num_seqs=how.max_num_seqs,
         loras=how.loras,
         lora_rank=how.lora_rank,
+        pipeline_parallel=how.pipeline_parallel,
     )
 
 
@@ -153,7 +162,7 @@ def facts_of(name: str, config: ModelConfig, tokens: float, serving: Serving = _
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How an instance serves a model: `engines` copies of it, each over `tensor_parallel` GPUs.
+    """How an instance serves a model: `engines` copies of it, each of whose stages is over `tensor_parallel` GPUs.
 
     `max_num_seqs` is per copy: vLLM's default, or fewer where the KV cache holds fewer mean rows. `max_model_len`
     None: a row may fill the model's whole context.
@@ -203,14 +212,17 @@ def place(
     sizes = [size for size in facts.tensor_parallel if size <= gpus]
     if not sizes:
         least = min(facts.tensor_parallel)
-        return NoSpeed(f"{model.name} runs on {least} GPUs or more, the instance has {gpus}", permanent=True)
+        nodes = "; no engine is rented over several machines" if model.pipeline_parallel > 1 else ""
+        return NoSpeed(f"{model.name} runs on {least} GPUs or more, the instance has {gpus}{nodes}", permanent=True)
     fitting = [size for size in sizes if _rows_that_fit(model, facts, card, size, row) >= 1]
     if not fitting:
         return NoSpeed(_too_large(model, facts, card, max(sizes), row), permanent=True)
     paced = {size: _pace(facts, card, size, gpus, mix) for size in fitting}
     size = max(fitting, key=lambda size: (paced[size], -size))
     slots = min(card.slots, _rows_that_fit(model, facts, card, size, max(1, min(row, math.ceil(mix.tokens)))))
-    return Placement(size, gpus // size, max(1, slots), max_model_len or _length(model, facts, card, size))
+    return Placement(
+        size // model.pipeline_parallel, gpus // size, max(1, slots), max_model_len or _length(model, facts, card, size)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +240,13 @@ class _Card:
 
 
 def _rows_that_fit(model: KnownModel, facts: ModelFacts, card: _Card, size: int, tokens: int) -> int:
-    """Rows of `tokens` tokens that the KV cache of one copy holds at once."""
+    """Rows of `tokens` tokens that the KV cache of one copy, on `size` GPUs in all, holds at once."""
     if model.config is not None:
-        serving = replace(model.serving, tensor_parallel=size, max_num_seqs=card.slots)
-        return sequences_that_fit(model.config, catalog_gpu(card.gpu, card.memory_gib), tokens, serving)
+        stages = model.pipeline_parallel
+        serving = replace(model.serving, tensor_parallel=size // stages, max_num_seqs=card.slots)
+        return sequences_that_fit(
+            largest_stage(model.config, stages), catalog_gpu(card.gpu, card.memory_gib), tokens, serving
+        )
     room = size * (card.memory_gib * _ASSUMED.memory - _ASSUMED.reserve_gib) * GIB - facts.weight_bytes
     if room < 0:
         return 0
@@ -241,8 +256,9 @@ def _rows_that_fit(model: KnownModel, facts: ModelFacts, card: _Card, size: int,
 def _too_large(model: KnownModel, facts: ModelFacts, card: _Card, size: int, tokens: int) -> str:
     """`Qwen3-8B does not fit: …`"""
     if model.config is not None:
-        serving = replace(model.serving, tensor_parallel=size, max_num_seqs=card.slots)
-        needed = gpu_memory_needed(model.config, 1, tokens, serving) / GIB
+        stages = model.pipeline_parallel
+        serving = replace(model.serving, tensor_parallel=size // stages, max_num_seqs=card.slots)
+        needed = gpu_memory_needed(largest_stage(model.config, stages), 1, tokens, serving) / GIB
     else:
         whole = facts.weight_bytes + facts.kv_bytes_per_token * tokens
         needed = (whole / size / GIB + _ASSUMED.reserve_gib) / _ASSUMED.memory

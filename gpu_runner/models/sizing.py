@@ -8,7 +8,7 @@ All sizes are bytes on one GPU unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu_runner.models.model_config import LatentAttention, ModelConfig
@@ -168,6 +168,21 @@ def tensor_parallel_sizes(model: ModelConfig, most: int = 8) -> tuple[int, ...]:
     expert widths divide, in whole scale blocks where the weights are quantized in blocks (vllm#17569).
     """
     return tuple(size for size in range(1, most + 1) if _splits(model, size))
+
+
+def largest_stage(model: ModelConfig, stages: int) -> ModelConfig:
+    """The shapes of the largest of so many stages of a model's layers, as vLLM's pipeline parallelism has them.
+
+    An upper bound: each stage counts with the embedding and the head, which only the first and the last one have, and
+    of layers of different kinds the first ones count.
+    """
+    if stages == 1:
+        return model
+    stage = replace(model, layers=model.layers[: -(-len(model.layers) // stages)], checkpoint_bytes=None)
+    if model.checkpoint_bytes is None:
+        return stage
+    whole = replace(model, checkpoint_bytes=None)
+    return replace(stage, checkpoint_bytes=model.checkpoint_bytes * weight_bytes(stage) // weight_bytes(whole))
 
 
 def _splits(model: ModelConfig, size: int) -> bool:

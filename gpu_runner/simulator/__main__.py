@@ -29,7 +29,7 @@ GOODBYE_SECONDS = 0.1
 # Options of vLLM that are taken, so that one command line starts either, and that change nothing here.
 WITHOUT_EFFECT = (
     *("--reasoning-parser", "--tool-call-parser", "--quantization", "--kv-cache-dtype", "--dtype", "--tokenizer"),
-    *("--chat-template", "--speculative-config", "--limit-mm-per-prompt"),
+    *("--chat-template", "--speculative-config", "--limit-mm-per-prompt", "--pipeline-parallel-size"),
 )
 
 

@@ -218,7 +218,7 @@ class Market:
             return placed
         if isinstance(found, NoSpeed):
             return found
-        facts = replace(facts, tensor_parallel=(placed.tensor_parallel,))
+        facts = replace(facts, tensor_parallel=(placed.tensor_parallel * known.pipeline_parallel,))
         return throughput.speed(facts, offer.gpu, offer.gpu_memory_gib, offer.gpus, mix)
 
     def placement(

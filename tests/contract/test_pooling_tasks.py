@@ -32,8 +32,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @asynccontextmanager
-async def client(url: str, task: Task, model: str, **sampling: Any) -> AsyncIterator[EngineClient]:
-    async with EngineClient(url, Generation(task, model, sampling)) as engine:
+async def client(
+    url: str, task: Task, model: str, sampling: dict[str, Any] | None = None
+) -> AsyncIterator[EngineClient]:
+    async with EngineClient(url, Generation(task, model, sampling or {})) as engine:
         await engine.info()
         await engine.canary()
         yield engine
@@ -60,7 +62,7 @@ async def _scored(python: str, folder: Path) -> None:
         async with client(server.url, "rerank", "scorer") as engine:
             assert not engine.takes_lists
             ranked = orjson.loads(str((await engine.generate(asked)).output))["results"]
-        async with client(server.url, "rerank", "scorer", top_n=2) as engine:
+        async with client(server.url, "rerank", "scorer", {"top_n": 2}) as engine:
             assert len(orjson.loads(str((await engine.generate(asked)).output))["results"]) == 2
         best = sorted(range(3), key=lambda place: -scores[place])
         assert [one["index"] for one in ranked] == best
@@ -80,11 +82,11 @@ async def _classified(python: str, folder: Path) -> None:
             assert one["label"] in ("calm", "glad", "sad")
             assert sum(one["probs"]) == pytest.approx(1.0, abs=1e-4) and len(one["probs"]) == 3
             assert one["label"] == ("calm", "glad", "sad")[one["probs"].index(max(one["probs"]))]
-        async with client(server.url, "pooling", "classifier", task="classify") as engine:
+        async with client(server.url, "pooling", "classifier", {"task": "classify"}) as engine:
             pooled = [orjson.loads(str(one.output))["data"] for one in await engine.generate_list(texts)]
         assert [one[0] for one in pooled] == [pytest.approx(one["probs"], abs=1e-4) for one in found]
     with vllm_server(python, folder / "bert", "bert", *FLAGS) as server:
-        async with client(server.url, "pooling", "bert", task="token_embed") as engine:
+        async with client(server.url, "pooling", "bert", {"task": "token_embed"}) as engine:
             tokens = orjson.loads(str((await engine.generate(texts[1])).output))["data"]
         assert len(tokens) > 5 and {len(vector) for vector in tokens} == {64}
         async with EngineClient(server.url, Generation("classify", "bert")) as engine:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runner.models.facts import Placement, facts_of, of_config, of_declared, place
+from gpu_runner.models.facts import Placement, ServedAs, facts_of, of_config, of_declared, place, served_as
 from gpu_runner.models.known import NAMES, built_in
 from gpu_runner.models.model_config import ModelConfig
 from gpu_runner.models.model_files import ModelFilesUnreadable, cached_folder, read_folder
-from gpu_runner.models.sizing import GIB, kv_bytes_per_token
+from gpu_runner.models.sizing import GIB, kv_bytes_per_token, largest_stage
+from gpu_runner.models.weights import weight_bytes
 from gpu_runner.offers.speed import LengthMix, ModelFacts, NoSpeed
+from resources.engine_options import EngineOptions
 from resources.pricing.model_catalog import DeclaredModel, Models
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
@@ -180,6 +182,30 @@ def put_into_cache(cache: Path, name: str, config: str) -> None:
     (folder / "refs" / "main").write_text("abc123\n")
     (folder / "snapshots" / "abc123").mkdir(parents=True)
     (folder / "snapshots" / "abc123" / "config.json").write_text(config)
+
+
+def test_stages_hold_a_part_of_the_layers_and_count_as_gpus_of_one_engine() -> None:
+    name = "meta-llama/Llama-3.1-70B"
+    model = of_config(name, fixture("llama-3.1-70b"), "hub", "x")
+    staged = served_as(model, ServedAs(pipeline_parallel=2))
+    alone, both = place(model, "H100", 80, 2, MIX, 2000), place(staged, "H100", 80, 4, MIX, 2000)
+    assert isinstance(alone, NoSpeed) or alone.tensor_parallel == 2
+    assert isinstance(both, Placement) and (both.tensor_parallel, both.engines) in {(2, 1), (1, 2)}
+    assert set(staged.facts(800).tensor_parallel) == {2 * size for size in model.facts(800).tensor_parallel}
+    whole, stage = fixture("llama-3.1-70b"), largest_stage(fixture("llama-3.1-70b"), 2)
+    assert len(stage.layers) == 40 and 0.5 < weight_bytes(stage) / weight_bytes(whole) < 0.55
+    assert largest_stage(whole, 1) is whole
+    found = place(staged, "H100", 80, 1, MIX, 2000)
+    assert isinstance(found, NoSpeed) and found.permanent
+    assert found.reason.endswith(
+        "runs on 2 GPUs or more, the instance has 1; no engine is rented over several machines"
+    )
+    declared = served_as(of_declared(FACTS, "here"), ServedAs(pipeline_parallel=2))
+    split = place(declared, "L4", 24, 2, MIX, 2000)
+    assert isinstance(split, Placement) and (split.tensor_parallel, split.engines) == (1, 1)
+    options = EngineOptions(pipeline_parallel_size=2)
+    assert options.served.pipeline_parallel == 2 and options.arguments() == ("--pipeline-parallel-size=2",)
+    assert not options.identity()
 
 
 def test_what_is_declared_comes_first(cache: Path) -> None:
