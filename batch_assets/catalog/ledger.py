@@ -111,6 +111,7 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.A
         "dead": dg.MetadataValue.int(footer.dead),
         "reused": dg.MetadataValue.int(footer.reused),
         **({"reused_from": dg.MetadataValue.json(footer.reused_from)} if footer.reused_from else {}),
+        **_rates(footer),
         "prompt_tokens": dg.MetadataValue.int(footer.prompt_tokens),
         "completion_tokens": dg.MetadataValue.int(footer.completion_tokens),
         "seconds": dg.MetadataValue.float(round(footer.seconds, 3)),
@@ -130,6 +131,12 @@ def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.A
         metadata=metadata,
         tags=version_tags(store.dataset, LedgerVersion(footer.data_version, footer.generation).tag, snapshot),
     )
+
+
+def _rates(footer: BatchFooter) -> dict[str, dg.MetadataValue]:
+    """Of rows that are bad, for Dagster's plots. Batches of an earlier version have those without an answer only."""
+    counts = {"dead": footer.dead, **dict.fromkeys(("empty", "cut", "refused"), 0), **footer.marked}
+    return {f"{name}_rate": dg.MetadataValue.float(round(count / footer.rows, 6)) for name, count in counts.items()}
 
 
 def empty_event(dataset: str, key: str, snapshot: str) -> dg.AssetMaterialization:

@@ -148,9 +148,9 @@ class QualityGates:
         self._bounds, self._least = bounds, bounds.least_rows
         self._gates: dict[str, tuple[_Gate, Mark]] = {}
         self._add("dead", "have no answer", bounds.dead, lambda one: not one.ok)
-        self._add("empty", "are empty", bounds.empty, _of_text(lambda text: not text.strip()))
+        self._add("empty", "are empty", bounds.empty, _is_empty)
         self._add("cut", "are cut at the token limit", None if short else bounds.cut, _is_cut)
-        self._add("refused", "refuse the request", bounds.refused, self._refuses)
+        self._add("refused", "refuse the request", bounds.refused, _refusing(bounds.phrases))
         self._add("repeated", "repeat another output", bounds.repeated, _of_text(self._repeats))
         self._add("length", "are shorter or longer than wanted", bounds.length, _of_text(self._outside))
         self._rules = _Rules(bounds.rules, bounds.least_rows, json_schema)
@@ -170,11 +170,6 @@ class QualityGates:
         for trip in found:
             self._gates.pop(trip.gate, None)
         return found
-
-    def _refuses(self, one: Outcome) -> bool | None:
-        if one.ok and one.parts.refusal:
-            return True
-        return _of_text(lambda text: is_refusal(text, self._bounds.phrases))(one)
 
     def _repeats(self, text: str) -> bool:
         if len(text) < LONG_TEXT:
@@ -236,6 +231,13 @@ class _Rules:
             return None
 
 
+def marked_rows(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many of these rows are bad, by the names of the gates that need no memory; those without any are left out."""
+    marks: Mapping[str, Mark] = {"empty": _is_empty, "cut": _is_cut, "refused": _refusing(())}
+    found = {name: sum(bool(mark(one)) for one in outcomes) for name, mark in marks.items()}
+    return {name: count for name, count in found.items() if count}
+
+
 def rule_columns(json_schema: Mapping[str, Any] | None) -> list[str]:
     """What the conditions of rules may look at: of a row's outcome, and the fields of its JSON."""
     return [*RULE_COLUMNS, *_fields(json_schema)]
@@ -262,3 +264,11 @@ def _of_text(marks: Callable[[str], bool]) -> Mark:
 
 def _is_cut(one: Outcome) -> bool | None:
     return one.finish_reason == "length" if one.ok and isinstance(one.output, str) else None
+
+
+_is_empty = _of_text(lambda text: not text.strip())
+
+
+def _refusing(phrases: Sequence[str]) -> Mark:
+    by_text = _of_text(lambda text: is_refusal(text, phrases))
+    return lambda one: True if one.ok and one.parts.refusal else by_text(one)

@@ -10,7 +10,7 @@ import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
 
-from batch_assets.gates.quality_gates import GateTrip, QualityGates
+from batch_assets.gates.quality_gates import GateTrip, QualityGates, marked_rows
 from batch_assets.generation.range_plan import RangePlan, RunIdentity, Work
 from batch_assets.worker.part_journal import PartJournal
 from gpu_runner.fleet_database.database import Claim, FleetDatabase, FleetDatabaseError
@@ -191,6 +191,7 @@ class RangeJob:
             run_id=self.identity.run_id,
             root_run_id=self.identity.intent.root_run_id,
             reused=self.reused.get(key, 0),
+            marked=marked_rows(outcomes),
         )
         with self.writing():
             return self.store.commit(footer, outcomes, self.task)[0]

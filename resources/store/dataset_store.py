@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -97,6 +97,7 @@ class BatchFooter(BaseModel):
     usd: float | None = None
     reused: int = 0
     reused_from: dict[str, int] = Field(default_factory=dict)
+    marked: dict[str, int] = Field(default_factory=dict)
     bytes: int | None = Field(default=None, exclude=True)
     sha256: str | None = Field(default=None, exclude=True)
 
@@ -117,13 +118,14 @@ class BatchFooter(BaseModel):
         root_run_id: str,
         reused: int = 0,
         cached_tokens: int | None = None,
+        marked: Mapping[str, int] | None = None,
     ) -> BatchFooter:
         """Counts over the outcomes; `seconds` spans from the first row's start to the last row's end.
 
         `reused`: rows whose outcome is that of an earlier object; `reused_from` counts the outcomes of other datasets.
         `usd` is what the rows cost, of those whose price is known; None when none is. `cached_tokens`: of the prompts'
         tokens, those that engines had in their caches; None: nobody has counted them. With them the tokens of rows that
-        were answered are counted apart.
+        were answered are counted apart. `marked`: how many rows are bad, by the names of gates.
         """
         answered = None if cached_tokens is None else [outcome for outcome in outcomes if outcome.ok]
         dead = sum(not outcome.ok for outcome in outcomes)
@@ -153,6 +155,7 @@ class BatchFooter(BaseModel):
             usd=sum(priced) if (priced := [o.usd for o in outcomes if o.usd is not None]) else None,
             reused=reused,
             reused_from=dict(sorted(Counter(o.reused_from for o in outcomes if o.reused_from).items())),
+            marked=dict(marked or {}),
         )
 
 

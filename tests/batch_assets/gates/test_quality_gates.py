@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.snapshots import ORIGIN
 
-from batch_assets.gates.quality_gates import GateBounds, GateTrip, QualityGates, RateDetector, Rule
+from batch_assets.gates.quality_gates import GateBounds, GateTrip, QualityGates, RateDetector, Rule, marked_rows
 from batch_assets.gates.refusals import is_refusal
 from gpu_runner.answers import AnswerParts, ToolCall
 from gpu_runner.rows import Outcome
@@ -166,3 +166,10 @@ def test_other_texts_are_no_refusals(text: str) -> None:
 
 def test_phrases_of_ones_own_count_too() -> None:
     assert is_refusal("  NO COMMENT on this.", ["no comment"]) and not is_refusal("I have no comment", ["no comment"])
+
+
+def test_bad_rows_of_a_batch_are_counted_by_their_gates() -> None:
+    refused = [row(1, "I'm sorry, but I can't help with that."), row(2, "", parts=AnswerParts(refusal="no"))]
+    rows = [*refused, row(3, "", "length"), row(4, None), row(5)]
+    assert marked_rows(rows) == {"empty": 2, "cut": 1, "refused": 2}
+    assert marked_rows([row(1), row(2)]) == {}
