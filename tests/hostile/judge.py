@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import json
 import os
 import resource
@@ -12,6 +13,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from hostile.case import Case
 from hostile.conversations import ROW_REQUESTS
@@ -123,8 +127,6 @@ def _fits(read: Callable[[], object]) -> tuple[str, str]:
 
 def _typed(given: str) -> tuple[str, str]:
     """An output in typed columns, as a table of Arrow."""
-    import pyarrow as pa
-
     from batch_assets.publishing.output_columns import OutputColumns
     from gpu_runner.client.json_schemas.column_types import column_types
 
@@ -160,6 +162,100 @@ def _examples(given: bytes) -> tuple[str, str]:
             read_examples("shots.jsonl", Path(folder))
         except SourceError as error:
             assert str(error).startswith("shots.jsonl") and len(str(error)) < 500
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _chain_rows(given: tuple[Any, ...]) -> tuple[str, str]:
+    """A snapshot of these rows."""
+    from batch_assets.snapshot.builder import build_snapshot
+    from batch_assets.snapshot.source.errors import SourceError
+    from batch_assets.spec.models import load_spec
+    from resources.objects.opening import open_objects
+    from resources.store.dataset_store import DatasetStore
+
+    rows, source, *kept = given
+    listed = isinstance(rows, list)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / ("rows.jsonl" if listed else "rows.parquet")
+        if listed:
+            path.write_text("\n".join(json.dumps(row) for row in rows))
+        else:
+            pq.write_table(rows, path)
+        keys = {"id": "i"} if listed and any("i" in row for row in rows) else {}
+        keys |= {"name": "d", "model": "m", "prompt": {"user": "{{ q }}"}, "source": {"path": str(path), **source}}
+        keys |= {"keep_columns": kept[0]} if kept else {}
+        store = DatasetStore(open_objects(name), "d")
+        try:
+            build_snapshot(load_spec(keys, "defs.yaml"), store, now=1.0, workdir=folder / "work", base=folder)
+        except SourceError as error:
+            assert len(str(error)) < 3000 and store.current_snapshot() is None
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _output_row(given: tuple[Any, str]) -> tuple[str, str]:
+    """The columns of an output. A row that does not match has none."""
+    from batch_assets.publishing.output_columns import OutputColumns
+    from gpu_runner.client.json_schemas.column_types import column_types
+
+    schema, text = given
+    columns = OutputColumns(column_types(schema), {})
+    made = columns.add(pa.table({"output": [text]}), count=True)
+    assert made.num_rows == 1
+    return ("error", "no match") if columns.mismatches else ("accepted", "")
+
+
+def _place(given: Any) -> tuple[str, str]:
+    """Where an asset says that its table lies."""
+    import dagster as dg
+
+    from batch_assets.catalog.asset_places import of_asset
+    from batch_assets.snapshot.source.errors import SourceError
+    from batch_assets.spec.models import load_spec
+
+    spec, instance = load_spec({**copy.deepcopy(BASE), "source": {"asset": "a/b"}}, "defs.yaml"), _dagster()
+    instance.report_runless_asset_event(dg.AssetMaterialization(["a", "b"], metadata=given))
+    try:
+        of_asset(spec, instance)
+    except SourceError as error:
+        assert "secret" not in str(error) and len(str(error)) < 3000
+        return "error", str(error)
+    return "accepted", ""
+
+
+@functools.cache
+def _dagster() -> Any:
+    import dagster as dg
+
+    return dg.DagsterInstance.ephemeral()
+
+
+def _python(given: dict[str, Any]) -> tuple[str, str]:
+    """A dataset that is declared in Python."""
+    from batch_assets.from_python.python_spec import dataset_spec
+    from batch_assets.spec.errors import SpecError
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DAGSTER_HOME"] = folder
+        try:
+            dataset_spec(**{"name": "d", "source": "q.jsonl", "prompt": "{{ q }}", "model": "m"} | given)
+        except SpecError as error:
+            assert len(str(error)) < 3000 * len(error.problems)
+            return "error", str(error)
+    return "accepted", ""
+
+
+def _opened(given: tuple[str, str | None]) -> tuple[str, str]:
+    """A published table by name and version."""
+    from batch_assets.table_access.opened_table import TableError, table
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            table(*given, store=folder)
+        except TableError as error:
+            assert len(str(error)) < 1000
             return "error", str(error)
     return "accepted", ""
 
@@ -230,6 +326,11 @@ _JUDGES: dict[str, Callable[[Any], tuple[str, str]]] = {
     "defs": _defs,
     "fleet": _fleet,
     "prices": _prices,
+    "chain_rows": _chain_rows,
+    "output_row": _output_row,
+    "asset_place": _place,
+    "python": _python,
+    "opened": _opened,
 }
 
 

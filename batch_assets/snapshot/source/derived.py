@@ -130,6 +130,8 @@ def _id(parent: Any, element: Any, seen: Counter[str]) -> Any:
 
 def _elements(cell: Any, path: Sequence[str]) -> list[Any]:
     """The list in a cell: JSON text, or a value that is a list already. Raises NoList."""
+    if not path:
+        _refuse_long(cell)  # before it is copied
     value = _parsed(cell) if isinstance(cell, str | bytes) else json_value(cell)
     for key in path:
         if not isinstance(value, dict) or key not in value:
@@ -142,9 +144,13 @@ def _elements(cell: Any, path: Sequence[str]) -> list[Any]:
             lists = [key for key, inner in value.items() if isinstance(inner, list)]
             more = f"; name its list with a dot: {'.'.join(['explode: COLUMN', *path, lists[0][:64]])}" if lists else ""
         raise NoList(f"expected a list, found {_kind(value)}{more}")
-    if len(value) > MAX_ELEMENTS:
-        raise NoList(f"expected at most {MAX_ELEMENTS:,} elements, found {len(value):,}")
+    _refuse_long(value)
     return value
+
+
+def _refuse_long(value: Any) -> None:
+    if isinstance(value, list) and len(value) > MAX_ELEMENTS:
+        raise NoList(f"expected at most {MAX_ELEMENTS:,} elements, found {len(value):,}")
 
 
 def _parsed(text: str | bytes) -> Any:

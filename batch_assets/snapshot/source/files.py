@@ -162,7 +162,10 @@ def find_files(path: str, base: Path) -> list[SourceFile]:
 def is_folder(path: str) -> bool:
     """Whether a whole path, or an s3:// address, is a folder. Raises SourceError where the store cannot be read."""
     if not path.startswith("s3://"):
-        return Path(path).is_dir()
+        try:
+            return Path(path).is_dir()
+        except OSError:  # too long, or not to be looked into: who reads it says so
+            return False
     bucket, _, key = path[len("s3://") :].partition("/")
     with _readable_store(path):
         return next(iter(open_objects(f"s3://{bucket}").list(f"{key}/")), None) is not None
