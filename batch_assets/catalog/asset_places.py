@@ -76,7 +76,7 @@ def _files(named: str, place: str, ending: str) -> str:
         path = f"s3://{rest}"
     path = path.rstrip("/")
     if not is_folder(path):
-        return path
+        return path if kind == "file" else escaped(path)  # a local name that exists is meant as it is
     if is_folder(f"{path}/_delta_log"):
         why = "a Delta table, whose files hold deleted rows, too"
         raise SourceError(f"{expected} a table of plain files, found {why}; write its rows to Parquet files")

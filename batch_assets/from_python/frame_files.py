@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import uuid
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def write_frame(name: str, frame: pl.DataFrame | pl.LazyFrame) -> Path:
         with half.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()[:16]
         file = folder / f"{name}-{digest}.parquet"
-        half.replace(file)  # also over an equal one: it is the newest then
+        try:  # an equal one stays as it is for those who read it, and is the newest then
+            os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+        except FileNotFoundError:
+            half.replace(file)
     finally:
         half.unlink(missing_ok=True)
     _prune(folder, name, file)
@@ -61,6 +65,7 @@ def _prune(folder: Path, name: str, newest: Path) -> None:
 
 def _moment(file: Path) -> int:
     try:
-        return file.stat().st_mtime_ns
+        found = file.stat()
+        return max(found.st_atime_ns, found.st_mtime_ns)
     except FileNotFoundError:  # another process has deleted it
         return 0

@@ -14,6 +14,7 @@ from batch_assets.from_python.python_spec import dataset_spec
 from batch_assets.orchestration.source_assets import files_assets
 from batch_assets.spec.errors import Problem, SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.source import circle_from, dataset_read_by
 from batch_assets.table_access.asset_inputs import IO_MANAGER, table_reader
 from resources.fleet.resource import GpuFleet
 from resources.store.dataset_store import BatchStore
@@ -34,11 +35,14 @@ def generated_datasets(
 
     To be merged with definitions of your own, whose assets take the tables by `table_input`. Store and fleet are those
     of the settings unless others are given.
-    Raises SpecError where two datasets have one name.
+    Raises SpecError where two datasets have one name, or read each other in a circle.
     """
     names = Counter(spec.name for spec in specs)
     if twice := [name for name, count in names.items() if count > 1]:
         raise SpecError("generated_datasets", [Problem("name", "a name of its own", f"{twice[0]!r} twice")])
+    reads = {spec.name: dataset_read_by(spec.source) for spec in specs}
+    if circle := next(filter(None, (circle_from(name, reads) for name in reads)), None):
+        raise SpecError("generated_datasets", [Problem("source", "datasets that are no circle", " → ".join(circle))])
     found = {spec.name: (spec, Path.cwd()) for spec in specs}
     parts = [dataset_definitions(spec, folder) for spec, folder in found.values()]
     taken = {key for part in parts for asset in part.assets or () for key in _keys(asset)}

@@ -23,7 +23,7 @@ from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, sho
 from batch_assets.spec.last_known import copy_of
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.spec.plain_words import ambiguous_words
-from batch_assets.spec.source import SourceSpec, dataset_read_by
+from batch_assets.spec.source import SourceSpec, circle_from, dataset_read_by
 from resources.yaml_files import Document, YamlProblem, read_text
 
 COMPONENT = "batch_assets.GeneratedDataset"
@@ -169,11 +169,8 @@ def _misread(
             expected, hint = "the name of a declared dataset", nearest(source.dataset, sorted(known)) if known else ""
             yield path, SpecError(path, [Problem(key, expected, show(source.dataset), hint)])
             continue
-        way = [name]
-        while (after := reads.get(way[-1])) is not None and after not in way:
-            way.append(after)
-        if after == name:
-            yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join([*way, name]))])
+        if circle := circle_from(name, reads):
+            yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join(circle))])
 
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:

@@ -201,6 +201,14 @@ def dataset_read_by(source: SourceSpec) -> str | None:
     return name if asset in ASSETS else None
 
 
+def circle_from(name: str, reads: Mapping[str, str | None]) -> list[str]:
+    """The way from a dataset back to itself, by what each reads; empty where there is none."""
+    way = [name]
+    while (after := reads.get(way[-1])) is not None and after not in way:
+        way.append(after)
+    return [*way, name] if after == name else []
+
+
 def table_read_by(source: SourceSpec) -> str | None:
     """Asset key of the table that a source is, with / between its parts; None for files and grids."""
     return f"{source.dataset}/{TABLE}" if source.dataset is not None else source.asset

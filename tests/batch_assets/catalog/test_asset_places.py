@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_the_newest_materialization_says_which_file_is_read(instance: dg.Dagster
     reported(instance, path=str(parquet(tmp_path / "new [1].parquet", "new")))
     found = of_asset(spec(), instance)
     assert (values(found), found.source.asset) == (["new"], None)
+
+
+def test_an_object_whose_name_has_brackets_is_that_object(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("batch_assets.catalog.asset_places.is_folder", lambda _: False)
+    reported(instance, path="s3://bucket/new [1].parquet")
+    path = str(of_asset(spec(), instance).source.path)
+    assert fnmatch.fnmatchcase("s3://bucket/new [1].parquet", path)
 
 
 def test_the_uri_counts_before_the_path(instance: dg.DagsterInstance, tmp_path: Path):

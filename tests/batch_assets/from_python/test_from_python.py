@@ -24,6 +24,7 @@ from batch_assets import (
     table_input,
 )
 from batch_assets.from_python.frame_files import KEPT, write_frame
+from batch_assets.snapshot.source.files import find_files
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.objects.opening import open_objects
@@ -93,6 +94,26 @@ def test_a_frame_is_one_file_by_its_content(home: Path) -> None:
     dataset_spec("cities_too", CITIES, PROMPT, "tiny")
     left = sorted(file.name for file in (home / "frames").iterdir())
     assert len(left) == KEPT + 1 and Path(str(newest)).name in left and not [name for name in left if name[0] == "."]
+
+
+def test_a_frame_that_is_declared_again_is_no_file_that_changed_for_who_reads_it(home: Path) -> None:
+    path = str(cities().source.path)
+    (file,) = find_files(path, home)
+    before = file.stamp()
+    assert cities().source.path == path
+    assert file.stamp() == before
+    for number in range(KEPT - 1):
+        cities(CITIES.with_columns(n=number))
+    cities()  # is the newest again
+    cities(CITIES[:2])
+    assert file.stamp() == before
+
+
+def test_datasets_that_read_each_other_in_a_circle_are_refused(home: Path) -> None:
+    sources = {"a": {"dataset": "b"}, "b": {"asset": "c/rows"}, "c": {"dataset": "a"}}
+    specs = [dataset_spec(name, source, PROMPT, "tiny") for name, source in sources.items()]
+    with pytest.raises(SpecError, match="found a → b → c → a"):
+        generated_datasets(*specs)
 
 
 @given(st.lists(st.text() | st.none(), min_size=1, max_size=20), st.integers(1, 20))
