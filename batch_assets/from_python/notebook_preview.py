@@ -11,7 +11,10 @@ import orjson
 import polars as pl
 
 from batch_assets.capacity_planning.preview_rows import PreviewRow, ask_rows, first_rows
+from batch_assets.orchestration.source_place import at_its_place
+from batch_assets.request_status.dataset_status import observing
 from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.source import table_read_by
 from gpu_runner.bounded_http.addresses import engine_url
 from gpu_runner.bounded_http.key_variables import key_in
 from gpu_runner.errors import ExitStatus, UserFacingError
@@ -48,6 +51,9 @@ def preview(spec: GeneratedDatasetSpec, rows: int = 5, endpoint: str | None = No
     """
     if not 1 <= rows <= MOST_ROWS:
         raise NotebookPreviewError(f"rows: expected 1 to {MOST_ROWS}, found {rows}")
+    if table_read_by(spec.source) is not None:
+        with observing([spec.name]) as (seen,):
+            spec = at_its_place(spec, seen.instance, seen.store.objects)
     found = first_rows(spec, Path.cwd(), rows)
     if endpoint is not None:
         try:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_engine import simulated_engine
+from support.snapshots import commit
 
 from batch_assets import (
     dataset_spec,
@@ -24,6 +25,10 @@ from batch_assets import (
     table_input,
 )
 from batch_assets.from_python.frame_files import KEPT, write_frame
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.snapshot.source.files import find_files
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
@@ -107,6 +112,18 @@ def test_a_frame_that_is_declared_again_is_no_file_that_changed_for_who_reads_it
     cities()  # is the newest again
     cities(CITIES[:2])
     assert file.stamp() == before
+
+
+def test_the_preview_of_a_dataset_reads_the_published_table_of_another(home: Path) -> None:
+    notes = dataset_spec("notes", {"dataset": "cities"}, "Shorter: {{ output }}", "tiny")
+    with pytest.raises(SourceError, match="expected a published table of cities, found none"):
+        preview(notes, rows=1)
+    store = DatasetStore(open_objects(str(home.parent / "store")), "cities")
+    manifest = build_snapshot(cities(), store, now=1.0, workdir=home.parent / "work")
+    commit(store, manifest, answer=lambda row, number: f"answer {number}")
+    publish(store, manifest, card=Card(), now=1.0, workdir=home.parent)
+    shown = preview(notes, rows=1)
+    assert shown["prompt"][0][0]["content"] == "Shorter: answer 0"
 
 
 def test_datasets_that_read_each_other_in_a_circle_are_refused(home: Path) -> None:
