@@ -24,6 +24,7 @@ AUTOMATIC_TAG = "batch/automatic"  # on a refresh that Dagster's automation has 
 CHAIN_TAG = "batch/chain"  # the run that began the chain
 CHAIN_SINCE_TAG = "batch/chain_since"  # Unix seconds by the fleet's database
 CHAIN_DEADLINE_TAG = "batch/chain_deadline"  # of the whole, a moment
+STREAMING_TAG = "batch/streaming"  # on a refresh that reads the batches that are committed so far: "true"
 CHAIN_BUDGET_TAG = "batch/chain_budget_usd"  # of the whole
 
 # What a run may ask of the endpoint.

@@ -32,6 +32,8 @@ def snapshot_metadata(store: DatasetStore, manifest: SnapshotManifest) -> dict[s
         "model": str(manifest.generation["model"]),
         "manifest": file("manifest.json"),
     }
+    if manifest.streaming is not None:
+        found["streaming"] = str(manifest.streaming)
     if (rule := manifest.settings().reasoning_tags) is not None:
         found["reasoning_tags"] = rule
     return found | ({"rejects": file("rejects.parquet")} if manifest.rejected else {})

@@ -29,8 +29,8 @@ from batch_assets.catalog.ranges import RangeRunRecord
 from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.request_options import BY_HAND, request_of
-from batch_assets.tags import CANCELED_TAG, REDRIVE_TAG, REFRESH_TAG, ROWS_TAG
+from batch_assets.spec.request_options import BY_HAND, begin, request_of, request_options
+from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REDRIVE_TAG, REFRESH_TAG, ROWS_TAG, STREAMING_TAG
 from gpu_runner.fleet_database.database import FleetDatabase, RunBeat
 from gpu_runner.fleet_database.targets import DatasetTarget
 from gpu_runner.fleet_database.wait_reason import WaitReason
@@ -131,6 +131,28 @@ def request_under_way(
     return target if found is not None and found.request == target.request else None
 
 
+def begin_or_go_on(
+    instance: dg.DagsterInstance,
+    fleet_db: FleetDatabase,
+    spec: GeneratedDatasetSpec,
+    request: str,
+    tags: Mapping[str, str],
+) -> DatasetTarget:
+    """Begin a request. Where an earlier one of the same step of a chain is under way, the new one goes on in its place:
+    its time and what it has spent count for both. Raises InvalidTag."""
+    known = fleet_db.target(spec.name)
+    if known is not None and known.request != request and same_chain(instance, known.request, tags.get(CHAIN_TAG)):
+        request_options(spec, tags)
+        fleet_db.continue_request(spec.name, known.request, request)
+    return begin(fleet_db, spec, request, tags)
+
+
+def same_chain(instance: dg.DagsterInstance, request: str, chain: str | None) -> bool:
+    """Whether a request is a step of this chain."""
+    run = instance.get_run_by_id(request) if chain is not None and request else None
+    return run is not None and run.tags.get(CHAIN_TAG) == chain
+
+
 Going = dict[str, Mapping[str, str]]
 
 
@@ -198,7 +220,8 @@ def _keys_of(
     asked_by = instance.get_run_by_id(request)
     if asked_by is None:
         return backfill_keys(instance, dataset, request)
-    return {entry.key for entry in wanted_entries(entries, asked_by.tags)} if ROWS_TAG in asked_by.tags else None
+    some = not {ROWS_TAG, STREAMING_TAG}.isdisjoint(asked_by.tags)
+    return {entry.key for entry in wanted_entries(entries, asked_by.tags)} if some else None
 
 
 def _wanted(entries: Sequence[BatchEntry], keys: Container[str] | None) -> list[BatchEntry]:

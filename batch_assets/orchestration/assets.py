@@ -24,19 +24,20 @@ from batch_assets.dagster_internals.run_cancellation import cancellation_in_word
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
-from batch_assets.orchestration.active_request import request_under_way
+from batch_assets.orchestration.active_request import begin_or_go_on, request_under_way, same_chain
 from batch_assets.orchestration.asset_checks import check_results, check_specs
 from batch_assets.orchestration.automation import refresh_condition
 from batch_assets.orchestration.chain_shares import step_tags
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
 from batch_assets.orchestration.reconcile import empty_store, reconcile
-from batch_assets.orchestration.source_place import at_its_place, refuse_simulated
+from batch_assets.orchestration.source_place import PartOfSource, at_its_place, part_of_source, refuse_simulated
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.publishing.publish import IncompleteSnapshot, publish
-from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.publishing.published_table import published_table
+from batch_assets.snapshot.builder import build_snapshot, delete_streamed
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.discovery import known_datasets
@@ -44,7 +45,7 @@ from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
-from batch_assets.tags import ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, UPSTREAM_TAG
+from batch_assets.tags import CHAIN_TAG, ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, STREAMING_TAG, UPSTREAM_TAG
 from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
 from gpu_runner.models.names import name_problem
@@ -141,10 +142,15 @@ def read_source(
 
     Raises SourceError, InvalidTag, FleetConfigError.
     """
-    spec, tags = at_its_place(spec, context.instance, store.objects), dict(context.run.tags)
+    tags, part = dict(context.run.tags), None
+    if STREAMING_TAG not in tags:
+        spec = at_its_place(spec, context.instance, store.objects)
     refuse_empty_store(context.instance, store)  # before anything is written there
     self_test(store.objects)
     with temporary_folder() as folder, fleet.alive(context.run.run_id, spec.name, "reading the source") as fleet_db:
+        if STREAMING_TAG in tags:
+            part = _committed_so_far(context, spec, store, folder)
+            spec = part.spec
         if endpoint := tags.get(ENDPOINT_TAG):
             fleet.config().engines_for(spec.model, endpoint, spec.engine)  # refused here, before anything is begun
         if REFRESH_TAG in tags:
@@ -152,18 +158,36 @@ def read_source(
             endpoint_limits(tags)
             if UPSTREAM_TAG in tags:
                 tags |= _share_of_chain(context, spec.name, store, fleet_db)
+        known = fleet_db.target(spec.name)
+        goes_on = known is not None and same_chain(context.instance, known.request, tags.get(CHAIN_TAG))
+        if REFRESH_TAG in tags and not goes_on:
             busy = request_under_way(context.instance, fleet_db, spec, store, base) is not None
             (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, tags)
-        manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base)
+        so_far = None if part is None else part.so_far
+        manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base, so_far=so_far)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
             context.log.warning(sentence)
         if REFRESH_TAG in tags:
-            settle_engine(context, spec, store, fleet, manifest)
+            settle_engine(context, spec, store, fleet, manifest, part)
+            if goes_on:  # only now: the rows so far are under the request before until they have a successor
+                begin_or_go_on(context.instance, fleet_db, spec, context.run.run_id, tags)
         ensure_pool(context.instance, spec.name, fleet_db.instances(spec.name) + 1)
         planned = plan_metadata(context, spec, base, store, fleet, fleet_db, tags)
         return manifest, planned | ({} if found is None else reuse_metadata(found))
+
+
+def _committed_so_far(
+    context: dg.AssetExecutionContext, spec: GeneratedDatasetSpec, store: DatasetStore, folder: Path
+) -> PartOfSource:
+    """What a step of a chain reads while the step before is made. Raises InvalidTag, SourceError."""
+    found = known_datasets().get(spec.source.dataset or "")
+    if found is None or not spec.source.streaming:
+        raise InvalidTag(STREAMING_TAG, f"expected a dataset with source.streaming, found {spec.name}")
+    place = folder / "so_far"
+    place.mkdir()
+    return part_of_source(spec, found[0], context.instance, store.objects, place)
 
 
 def _share_of_chain(
@@ -183,10 +207,11 @@ def settle_engine(
     store: DatasetStore,
     fleet: GpuFleet,
     manifest: SnapshotManifest,
+    part: PartOfSource | None = None,
 ) -> None:
     """Before anything is rented: is there an engine for what is missing, and does it go with the rows there are?
 
-    Raises FleetConfigError, SourceError, InvalidTag.
+    `part`: what was read of a dataset that is not complete. Raises FleetConfigError, SourceError, InvalidTag.
     """
     tags = context.run.tags
     again = Regeneration.of_tag(tags[REGENERATE_TAG]) if REGENERATE_TAG in tags else None
@@ -205,15 +230,21 @@ def settle_engine(
     if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
         config.check_asked(spec.model, endpoint, simulate=simulate)
         if spec.source.dataset is not None:
+            read = _read_table(spec.source.dataset, manifest, store) if part is None else part.simulated
             refuse_simulated(
                 spec.source.dataset,
-                manifest.upstream_version,
-                store.objects,
+                read,
                 lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine),
             )
     if again is not None:
         wanted = wanted_entries(entries, tags)
         context.log.warning(mark(context.instance, store, manifest.snapshot, wanted, again))
+
+
+def _read_table(name: str, manifest: SnapshotManifest, store: DatasetStore) -> bool:
+    """Whether a simulator wrote some of the table of dataset `name` that a snapshot has read."""
+    table = published_table(DatasetStore(store.objects, name), manifest.upstream_version)
+    return table is not None and table.simulated
 
 
 def _found_reusable(
@@ -347,6 +378,9 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         data = store.dataset(spec.name)
         reusable = ReusableAnswers(data.objects, spec.name, spec.reuse).paths()  # of this snapshot or older ones
         manifest = current_manifest(data)
+        if manifest.streaming is not None:
+            said = f"{manifest.streaming} of {spec.source.dataset} are read: there is no table before all are there"
+            raise dg.Failure(f"{spec.name}: {said}", allow_retries=False)
         tags = [f"{key}:{value}" for key, value in spec.tags.items()]
         # Garbage if the snapshot is complete now; what comes later is not ours.
         garbage = data.journal.ordinary_segments() + reusable
@@ -373,6 +407,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                 checks = check_results(spec, data, manifest, table, versions, target)
                 if _lives(fleet_db, context.run.run_id):  # else its successor deletes what is garbage by then
                     data.objects.delete(garbage)
+                    if spec.source.streaming:
+                        delete_streamed(data)
                 shown = shown_rows(data, table, samples=spec.show_samples)
                 shown |= table_metadata(data, table, bill, final=not standing)
         except IncompleteSnapshot as error:

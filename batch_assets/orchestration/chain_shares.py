@@ -15,6 +15,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.capacity_planning.workload_estimate import PromptLengths, WorkloadEstimator, work_of
+from batch_assets.orchestration.active_request import same_chain
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.chain import ChainError, steps_to
@@ -28,6 +29,7 @@ from batch_assets.tags import (
     CHAIN_SINCE_TAG,
     CHAIN_TAG,
     DEADLINE_TAG,
+    STREAMING_TAG,
     UPSTREAM_TAG,
 )
 from gpu_runner.fleet_database.database import FleetDatabase
@@ -90,7 +92,11 @@ def step_tags(
     datasets: Datasets,
     store_of: Callable[[str], DatasetStore],
 ) -> dict[str, str]:
-    """Tags of one refresh of a chain: the whole of it, and deadline and budget of this step. Raises InvalidTag."""
+    """Tags of one refresh of a chain: the whole of it, and deadline and budget of this step. Raises InvalidTag.
+
+    What other steps under way may spend is theirs: where steps overlap, no two of them count on the same dollar. So no
+    two refreshes of a chain may be here at a time.
+    """
     specs = {one: spec for one, (spec, _) in datasets.items()}
     steps = _steps(specs, run.tags[UPSTREAM_TAG], name)
     now = fleet_db.now()
@@ -98,17 +104,45 @@ def step_tags(
     at = steps.index(name)
     if chain.deadline_at is None and chain.budget_usd is None:
         return chain.tags()
-    weights = expected_tokens(instance, {one: datasets[one] for one in steps}, store_of)[at:]
+    weights = expected_tokens(instance, {one: datasets[one] for one in steps}, store_of)
     own = request_options(specs[name], {})
-    found = chain.tags()
+    found, streams = chain.tags(), STREAMING_TAG in run.tags
+    state = {one: _Step.of(instance, fleet_db, one, chain) for one in steps}
     if chain.budget_usd is not None:
-        left = chain.budget_usd - spent_since(fleet_db, steps[:at], chain.since) - promised(fleet_db, steps[:at])
-        usd = min(share(left, weights), own.budget_usd or math.inf)
-        found[BUDGET_TAG] = f"{max(LEAST_USD, usd):.6f}"
+        # Steps before are over when a table was read of them: what they spent is all. Others may be at work.
+        over = () if streams else steps[:at]
+        others = (state[one].spent if one in over else state[one].most for one in steps if one != name)
+        left = chain.budget_usd - math.fsum(others)
+        waiting = [place for place in range(at + 1, len(steps)) if not state[steps[place]].under_way]
+        usd = share(left, [weights[place] for place in (at, *waiting)]) - state[name].spent_before
+        found[BUDGET_TAG] = f"{max(LEAST_USD, min(usd, own.budget_usd or math.inf)):.6f}"
     if chain.deadline_at is not None:
-        due = now + share(chain.deadline_at - now, weights)
+        before = state[steps[at - 1]].deadline_at if streams else None
+        begins = now if before is None else min(max(now, before), chain.deadline_at)
+        due = begins + share(chain.deadline_at - begins, weights[at:])
         found[DEADLINE_TAG] = moment(min(due, own.deadline.at(now)) if own.deadline is not None else due)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step of a chain, in US dollars since it began. `spent`: with what ends its machines. `spent_before`: before the
+    request that is `under_way`; all where none is. `most`: what the step may have spent in the end."""
+
+    spent: float
+    spent_before: float
+    most: float
+    under_way: bool
+    deadline_at: float | None
+
+    @classmethod
+    def of(cls, instance: dg.DagsterInstance, fleet_db: FleetDatabase, name: str, chain: Chain) -> _Step:
+        target, spent = fleet_db.target(name), spent_since(fleet_db, [name], chain.since)
+        ended = spent + promised(fleet_db, [name])
+        if target is None or not same_chain(instance, target.request, chain.run_id):
+            return cls(ended, spent, ended, False, None)
+        before = max(0.0, spent - fleet_db.spend(name).usd)
+        return cls(ended, before, max(ended, before + (target.budget_usd or 0.0)), True, target.deadline_at)
 
 
 def _steps(specs: Mapping[str, GeneratedDatasetSpec], last: str, name: str) -> list[str]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import dagster as dg
 
+from batch_assets.catalog import ledger
 from batch_assets.catalog.asset_places import escaped, of_asset
+from batch_assets.publishing.committed_part import write_committed
 from batch_assets.publishing.published_table import broken_files, published_table
+from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject, Objects
-from resources.store.dataset_store import DatasetStore
+from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
+from resources.store.snapshot_manifest import RowsSoFar
 
 
 def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objects: Objects) -> GeneratedDatasetSpec:
@@ -40,11 +47,74 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
     return spec.model_copy(update={"source": spec.source.model_copy(update={"path": path})})
 
 
-def refuse_simulated(name: str, version: str | None, objects: Objects, simulation: Callable[[], bool]) -> None:
-    """Raise SourceError where a model would be asked about texts that a simulator wrote: the table of dataset `name`,
-    in the version that a snapshot read, is simulated, and the rows to come, by `simulation`, are not."""
-    table = published_table(DatasetStore(objects, name), version)
-    if table is not None and table.simulated and not simulation():
+@dataclass(frozen=True, slots=True)
+class CommittedPart:
+    """The first batches of a dataset, up to the first one that is not committed, and the snapshot that they are of."""
+
+    snapshot: str
+    entries: list[BatchEntry]
+    current: dict[str, BatchObject]
+    so_far: RowsSoFar
+
+    @classmethod
+    def of(cls, instance: dg.DagsterInstance, store: DatasetStore, cache: SnapshotCache) -> CommittedPart | None:
+        """As it is now; None while there is no such batch. In the order of the snapshot, so that the ids and places of
+        what is made of it do not depend on when it is read."""
+        snapshot, entries = cache.entries(store)
+        versions = ledger.ledger_versions(instance, store.dataset)
+        first = list(itertools.takewhile(lambda one: ledger.is_current(versions.get(one.key), one), entries))
+        if snapshot is None or not first:
+            return None
+        current = {
+            one.key: BatchObject(one.key, one.data_version, versions[one.key].used_for(one.data_version))
+            for one in first
+        }
+        so_far = RowsSoFar(read=sum(one.rows for one in first), of=sum(one.rows for one in entries))
+        return cls(snapshot, first, current, so_far)
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfSource:
+    """What a dataset reads of another one that is not complete. `simulated`: a simulator wrote some of it."""
+
+    spec: GeneratedDatasetSpec
+    so_far: RowsSoFar
+    simulated: bool
+
+
+def part_of_source(
+    spec: GeneratedDatasetSpec,
+    upstream: GeneratedDatasetSpec,
+    instance: dg.DagsterInstance,
+    objects: Objects,
+    folder: Path,
+) -> PartOfSource:
+    """The spec with the rows that are committed so far of the dataset that it reads, `upstream`, as `source.path`: a
+    file in `folder`. Raises SourceError."""
+    store = DatasetStore(objects, upstream.name)
+    try:
+        part = CommittedPart.of(instance, store, SnapshotCache())
+        if part is None:
+            raise SourceError(f"source.streaming: expected committed batches of {upstream.name}, found none")
+        simulated = write_committed(
+            store,
+            store.manifest(part.snapshot),
+            part.entries,
+            part.current,
+            folder / "part-00000.parquet",
+            prompt=upstream.include_prompt,
+            output_columns=upstream.output.columns,
+        )
+    except (CorruptObject, FileNotFoundError) as error:
+        raise SourceError(f"source.streaming: batches of {upstream.name} cannot be read: {error}") from error
+    source = spec.source.model_copy(update={"path": f"{escaped(str(folder))}/part-*.parquet"})
+    return PartOfSource(spec.model_copy(update={"source": source}), part.so_far, simulated)
+
+
+def refuse_simulated(name: str, simulated: bool, simulation: Callable[[], bool]) -> None:
+    """Raise SourceError where a model would be asked about texts that a simulator wrote: what was read of dataset
+    `name` is `simulated`, and the rows to come, by `simulation`, are not."""
+    if simulated and not simulation():
         raise SourceError(
             f"source.dataset: expected a table of {name} that a model wrote, found one of an engine simulator; "
             f"`batch-assets run {name}` with a real engine makes it anew"

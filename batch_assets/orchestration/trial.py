@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from batch_assets.spec.request_options import InvalidTag
-from batch_assets.tags import ROWS_TAG
+from batch_assets.tags import ROWS_TAG, STREAMING_TAG
 from resources.store.dataset_store import BatchEntry
 
 
@@ -24,10 +24,13 @@ def trial_rows(tags: Mapping[str, str]) -> int | None:
 
 
 def wanted_entries(entries: Sequence[BatchEntry], tags: Mapping[str, str]) -> Sequence[BatchEntry]:
-    """The batches that a request with these tags is for: all, or the first ones that hold so many rows.
+    """The batches that a request with these tags is for: all, or the first ones that hold so many rows. Of rows that
+    are read so far, the last batch is left out: more may come into it.
 
     Raises InvalidTag.
     """
+    if STREAMING_TAG in tags:
+        return entries[:-1]
     rows = trial_rows(tags)
     if rows is None:
         return entries

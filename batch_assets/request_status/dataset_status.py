@@ -107,6 +107,17 @@ class RunLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """Rows `read` so far `of` those of another dataset."""
+
+    read: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"streaming, {self.read:,} of {self.of:,} rows so far"
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetStatus:
     """What `status --json` prints: counts of the snapshot, and of its committed batches.
 
@@ -115,6 +126,7 @@ class DatasetStatus:
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
     the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
     left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `refresh_failed`: the newest refresh failed.
+    `streaming`: how much was read so far of the dataset that this one reads, which is not complete; None: all of it.
     """
 
     dataset: str
@@ -142,6 +154,7 @@ class DatasetStatus:
     rejected: int = 0
     rejects: str | None = None
     refresh_failed: RefreshFailure | None = None
+    streaming: Streaming | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -182,6 +195,15 @@ class DatasetObservation:
         return table_versions(self.snapshot, objects)
 
 
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """Rows of the source that a snapshot was made of, how many of them it leaves out, and whether more are to come."""
+
+    rows: int = 0
+    rejected: int = 0
+    streaming: Streaming | None = None
+
+
 class Observer:
     """Looks at one dataset again and again; what did not change is not read again."""
 
@@ -190,7 +212,7 @@ class Observer:
         self._catalog = Catalog(instance, store.dataset)
         self._snapshot: str | None = None
         self._entries: list[BatchEntry] = []
-        self._source_counts: tuple[str, int, int] | None = None
+        self._source_counts: tuple[str, SourceCounts] | None = None
         self._lost: frozenset[str] = frozenset()
         self._problems: list[str] = []
         self._checked_at = -math.inf
@@ -240,18 +262,20 @@ class Observer:
             sight = dataclasses.replace(sight, current=current, figures=figures(sight.entries, current, beats))
         return sight, self._problems
 
-    def source_counts(self, snapshot: str | None) -> tuple[int, int]:
-        """Rows of the source that a snapshot was made of, and how many of them it leaves out; zeros where its manifest
-        cannot be read, which `problems` and `verify` say."""
+    def source_counts(self, snapshot: str | None) -> SourceCounts:
+        """What a snapshot says of its source; zeros where its manifest cannot be read, which `problems` and `verify`
+        say."""
         if snapshot is None:
-            return 0, 0
+            return SourceCounts()
         if self._source_counts is None or self._source_counts[0] != snapshot:
             try:
                 manifest = self.store.manifest(snapshot)
             except CorruptObject:
-                return 0, 0
-            self._source_counts = snapshot, manifest.source_rows, manifest.rejected
-        return self._source_counts[1:]
+                return SourceCounts()
+            so_far = manifest.streaming
+            streaming = None if so_far is None else Streaming(so_far.read, so_far.of)
+            self._source_counts = snapshot, SourceCounts(manifest.source_rows, manifest.rejected, streaming)
+        return self._source_counts[1]
 
     def reports(self) -> dict[str, BatchReport]:
         """The newest ledger entry of every batch, also of those that the snapshot does not have."""
@@ -287,12 +311,12 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     try:
         sight, problems = observer.checked(now)
         table = observer.table()
-        source_rows, rejected = observer.source_counts(sight.snapshot)
+        source = observer.source_counts(sight.snapshot)
     except Exception as error:
         if not isinstance(error, StoreError) and not is_store_trouble(error):
             raise
         sight, table = DatasetObservation(None, [], {}, (), _NOTHING), None
-        problems, source_rows, rejected = [trouble_text(observer.store, error)], 0, 0
+        problems, source = [trouble_text(observer.store, error)], SourceCounts()
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
     working = [record.start_time for record in records if record.start_time and record.dagster_run.run_id in beats]
@@ -324,9 +348,10 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         request=request,
         problems=tuple(problems),
         rows_reused=counts.rows_reused,
-        source_rows=source_rows,
-        rejected=rejected,
-        rejects=_rejects(observer.store, sight.snapshot) if rejected else None,
+        source_rows=source.rows,
+        rejected=source.rejected,
+        rejects=_rejects(observer.store, sight.snapshot) if source.rejected else None,
+        streaming=source.streaming,
         refresh_failed=refresh_failure(observer.instance, observer.store.dataset, now),
     )
 

@@ -180,6 +180,8 @@ def _branch(name: str, depths: Mapping[str, int]) -> str:
 
 def table_words(status: DatasetStatus) -> str:
     """Which table there is, and whether it is that of the snapshot."""
+    if status.streaming is not None:
+        return str(status.streaming)
     if status.table_version is None:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"

@@ -1,15 +1,24 @@
-"""The sensor that takes a chain of refreshes on: when the table of a step is published, the next step reads it."""
+"""The sensor that takes a chain of refreshes on: when the table of a step is published, the next step reads it.
+
+With `source.streaming`, it reads before that what is committed so far: the first batches without a gap, so that rows
+come in the order of the table, and each snapshot goes on where the one before ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
 from batch_assets.catalog import ledger
+from batch_assets.catalog.backfills import UNFINISHED, range_runs
+from batch_assets.catalog.progress import dead_end
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.run_errors import failed_checks
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
+from batch_assets.orchestration.source_place import CommittedPart
+from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
@@ -29,11 +38,13 @@ from batch_assets.tags import (
     PUBLISH_VOID_TAG,
     REFRESH_TAG,
     SIMULATE_TAG,
+    STREAMING_TAG,
     UPSTREAM_TAG,
 )
 from resources.store.dataset_store import BatchStore
 
 LOOKED_AT = 20  # refreshes of a dataset
+PAUSE = 2.0  # between two snapshots of rows so far, in times of what the first one took: at 20 million rows, minutes
 # From one step to the next. Its deadline and budget are its own share, which it finds out itself.
 HANDED_ON = (
     *(UPSTREAM_TAG, CHAIN_TAG, CHAIN_SINCE_TAG, CHAIN_DEADLINE_TAG, CHAIN_BUDGET_TAG),
@@ -58,7 +69,7 @@ def chain_sensor(
     )
     def chain(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         instance = instance_of(context)
-        return rounds.tick(context, instance, lambda name: _look(instance, name, specs, store, caches[name]))
+        return rounds.tick(context, instance, lambda name: _look(instance, name, specs, store, caches))
 
     return chain
 
@@ -68,7 +79,7 @@ def _look(
     name: str,
     specs: Mapping[str, GeneratedDatasetSpec],
     store: BatchStore,
-    cache: SnapshotCache,
+    caches: Mapping[str, SnapshotCache],
 ) -> TickOutcome:
     """Whether the step after one dataset is to be started now."""
     request = newest_refresh(instance, name)
@@ -80,18 +91,92 @@ def _look(
         return TickOutcome("the end of its chain")
     following = steps[steps.index(name) + 1]
     chain = request.tags[CHAIN_TAG]
-    if instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: following}), limit=1):
+    asked = instance.get_run_records(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: following}))
+    if any(STREAMING_TAG not in one.dagster_run.tags for one in asked):
         return TickOutcome(f"{following} was started")
     if CANCELED_TAG in request.tags:
         return TickOutcome(f"canceled: {following} is not started")
-    published = published_by(instance, name, store, cache)
+    published = published_by(instance, name, store, caches[name])
+    if published is None and specs[following].source.streaming:
+        return _stream(instance, request, specs[following], store, caches, asked)
     if published is None:
         return TickOutcome(f"{following} waits for its table", "open")
+    if _under_way(instance, chain, following):  # it would have the last word
+        return TickOutcome(f"its table is published: {following} still reads rows so far", "open")
     if errors := failed_checks(instance, published)[0]:
         return TickOutcome(f"failed checks: {'; '.join(errors)}: {following} is not started", "blocked")
     tags = {tag: request.tags[tag] for tag in HANDED_ON if tag in request.tags}
     started = dg.RunRequest(run_key=f"{chain}:{following}", job_name=f"{following}_refresh", tags=tags)
     return TickOutcome(f"its table is published: refreshing {following}", "open", [started])
+
+
+def _under_way(instance: dg.DagsterInstance, chain: str, *datasets: str) -> bool:
+    """Whether a refresh of the chain, of these datasets or of any, has not ended."""
+    runs = instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain}, statuses=UNFINISHED))
+    return any(REFRESH_TAG in run.tags and (not datasets or run.tags[REFRESH_TAG] in datasets) for run in runs)
+
+
+def _stream(
+    instance: dg.DagsterInstance,
+    request: dg.DagsterRun,
+    following: GeneratedDatasetSpec,
+    store: BatchStore,
+    caches: Mapping[str, SnapshotCache],
+    asked: Sequence[dg.RunRecord],
+) -> TickOutcome:
+    """Whether the step after one that is not complete is to read the rows that are committed there so far.
+
+    One refresh of a chain at a time: each counts on what the others leave of the budget.
+    """
+    name, chain = request.tags[REFRESH_TAG], request.tags[CHAIN_TAG]
+    waits = TickOutcome(f"{following.name} waits for its table", "open")
+    if _under_way(instance, chain):
+        return TickOutcome(f"{following.name} waits for a refresh of its chain", "open")
+    data = store.for_sensor(following.name)
+    snapshot, entries = caches[following.name].entries(data)
+    before = None if snapshot is None else data.manifest(snapshot)
+    if before is not None and before.streaming is None:  # rows that it had keep their places
+        return waits
+    part = CommittedPart.of(instance, store.for_sensor(name), caches[name])
+    if part is None:
+        return waits
+    tags = {STREAMING_TAG: "true"}
+    missing = ledger.missing(wanted_entries(entries, tags), ledger.ledger_versions(instance, following.name))
+    if asked and not _may_follow(instance, asked[0], following.name, [one.key for one in missing]):
+        return waits
+    read = before.streaming.read if before is not None and before.streaming is not None else 0
+    each = before.rows / read if before is not None and read else following.samples
+    new, left = part.so_far.read - read, sum(one.rows for one in missing)
+    if not worth_reading(read, new, round(new * each), left, following):
+        return TickOutcome(f"{following.name} has read {read:,} rows, {new:,} more are committed", "open")
+    tags |= {tag: request.tags[tag] for tag in HANDED_ON if tag in request.tags}
+    started = dg.RunRequest(
+        run_key=f"{chain}:{following.name}:{part.so_far.read}", job_name=f"{following.name}_refresh", tags=tags
+    )
+    return TickOutcome(f"{part.so_far}: {following.name} reads them", "open", [started])
+
+
+def worth_reading(read: int, new: int, makes: int, left: int, spec: GeneratedDatasetSpec) -> bool:
+    """Whether a snapshot is to be made of rows so far. `read` by the last one, `new` since, which make about `makes` of
+    its own; `left`: to be asked.
+
+    At least an eighth more each time, so that all snapshots together are at most nine times the last one; and when
+    there is little work left, so that what is read is asked at once.
+    """
+    whole = spec.batches_per_run * spec.batch_rows
+    enough = 2 * spec.batch_rows if not left else whole  # of two batches one is full, whatever was in the last one
+    return left < whole and makes >= enough and 8 * new >= read
+
+
+def _may_follow(instance: dg.DagsterInstance, newest: dg.RunRecord, dataset: str, missing: Sequence[str]) -> bool:
+    """Whether rows so far may be read once more: the last time it went well, all that came of it, and some time ago."""
+    run, ended = newest.dagster_run, newest.end_time or newest.update_timestamp.timestamp()
+    began = newest.start_time or newest.create_timestamp.timestamp()
+    if run.status != dg.DagsterRunStatus.SUCCESS or CANCELED_TAG in run.tags:
+        return False
+    if time.time() - ended < PAUSE * (ended - began):
+        return False
+    return not dead_end(missing, range_runs(instance, dataset, run.run_id), run.run_id, backfill_open=False)
 
 
 def newest_refresh(instance: dg.DagsterInstance, dataset: str) -> dg.DagsterRun | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import dagster as dg
 
 from batch_assets.catalog.backfills import datasets_with_backfills
-from batch_assets.orchestration.active_request import ActiveDataset, WorkWatcher
+from batch_assets.orchestration.active_request import ActiveDataset, WorkWatcher, begin_or_go_on
 from batch_assets.sensors.many_datasets import Turns
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
@@ -115,7 +115,7 @@ def _begin(
     context: dg.SensorEvaluationContext, fleet_db: FleetDatabase, spec: GeneratedDatasetSpec, found: ActiveDataset
 ) -> DatasetTarget:
     try:
-        return begin(fleet_db, spec, found.request, found.tags)
+        return begin_or_go_on(context.instance, fleet_db, spec, found.request, found.tags)
     except InvalidTag as error:
         context.log.warning(f"{spec.name}: {error}; it is left out")
         return begin(fleet_db, spec, found.request, {})

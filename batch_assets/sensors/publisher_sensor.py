@@ -96,7 +96,8 @@ def _look(
     reports: StaleReports,
 ) -> TickOutcome:
     """Whether one dataset's table is to be published now."""
-    snapshot, entries = cache.entries(store.for_sensor(dataset))
+    data = store.for_sensor(dataset)
+    snapshot, entries = cache.entries(data)
     if snapshot is None:
         return TickOutcome("no snapshot yet")
     # Before the ledger: what a run reports while we look is then in it, or the run is still under way here.
@@ -109,6 +110,8 @@ def _look(
         return TickOutcome(
             f"snapshot {snapshot} is complete; {len(under_way)} runs over its batches are under way", "open"
         )
+    if (so_far := data.manifest(snapshot).streaming) is not None:
+        return TickOutcome(f"snapshot {snapshot} was made of {so_far}: no table before all are there")
     state = ledger_state(snapshot, entries, versions)
     runs = _publishing(instance, dataset, state, since_refresh=news)
     if any(run.dagster_run.status == dg.DagsterRunStatus.SUCCESS for run in runs):

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -30,22 +31,30 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.object_integrity import StoredFile
-from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_TURNS
+from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_TURNS, RowsSoFar
 
 DUPLICATE_ROWS = 500_000
 
 
 def build_snapshot(
-    spec: GeneratedDatasetSpec, store: DatasetStore, *, now: float, workdir: Path, base: Path | None = None
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    *,
+    now: float,
+    workdir: Path,
+    base: Path | None = None,
+    so_far: RowsSoFar | None = None,
 ) -> SnapshotManifest:
     """Make the snapshot of the source as it is now the current one, and return its manifest.
 
     `workdir` is an empty folder for temporary files of about the size of the source; `base` is where relative source
-    paths start (default: the current folder). Returns the manifest there is when nothing changed. Raises SourceError;
-    whatever fails, the snapshot before stays the current one.
+    paths start (default: the current folder). `so_far`: the source holds the first rows of another dataset, in its
+    order. Such a snapshot has an id of its own, and never takes the place of one of a whole source. Returns the
+    manifest there is when nothing changed. Raises SourceError; whatever fails, the snapshot before stays the current
+    one.
     """
     try:
-        return _build(spec, store, now, workdir, base or Path.cwd())
+        return _build(spec, store, now, workdir, base or Path.cwd(), so_far)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             free = "set BATCH_ASSETS_WORKDIR to a folder on a larger one"
@@ -53,8 +62,12 @@ def build_snapshot(
         raise
 
 
-def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path) -> SnapshotManifest:
+def _build(
+    spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path, so_far: RowsSoFar | None
+) -> SnapshotManifest:
     previous = find_snapshot(store)
+    if so_far is not None and previous is not None:
+        _refuse_part(previous.manifest)
     workdir.mkdir(parents=True, exist_ok=True)
     read = ingest(spec, base, workdir)
     rows_before = None
@@ -80,25 +93,53 @@ def _build(spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir:
             raise SourceError(f"{source_name(spec)}: expected at least one row, found none that can be used")
         unchanged = previous is not None and counts.unchanged == counts.rows and not counts.removed
         if previous is not None and unchanged:
-            snapshot = _snapshot_id(spec, read, counts, previous.entries)
+            snapshot = _snapshot_id(spec, read, counts, previous.entries, so_far)
             if snapshot == previous.manifest.snapshot and not previous.damaged:
                 if not _is_current(store, snapshot):
                     store.set_current_snapshot(snapshot)
-                return _as_read_now(spec, store, previous.manifest)
+                return _as_read_now(spec, store, previous.manifest, so_far)
         places = placement.places()
     marked = _has_seed(spec) and spec.has_ids
     files = _write_files(read, places, counts, workdir, marked=marked)
-    snapshot = _snapshot_id(spec, read, counts, files.entries)
+    snapshot = _snapshot_id(spec, read, counts, files.entries, so_far)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
-    return _upload(store, manifest, read, files, workdir)
+    return _upload(store, manifest.model_copy(update=_read_now(spec, so_far)), read, files, workdir)
 
 
-def _as_read_now(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> SnapshotManifest:
-    """The manifest of a snapshot that did not change, with the version of the table that was read now."""
-    version = spec.source.table_version
-    if version == manifest.upstream_version:
+def _refuse_part(current: SnapshotManifest) -> None:
+    """Raise SourceError where rows that were read so far would take the place of a whole source."""
+    if current.streaming is None:
+        raise SourceError(
+            f"source.streaming: expected no snapshot of the whole table before, found {current.snapshot}; "
+            f"`batch-assets run {current.dataset}` refreshes it when the table is published"
+        )
+
+
+def delete_streamed(store: DatasetStore) -> None:
+    """Delete the snapshots of rows so far, but the current one: for when no run is under way over their batches."""
+    for snapshot in set(store.snapshots()) - {store.current_snapshot()}:
+        with contextlib.suppress(CorruptObject):
+            if store.manifest(snapshot).streaming is not None:
+                paths = [info.path for info in store.objects.list(store.snapshot_path(snapshot, ""))]
+                # The manifest goes first: a snapshot without one is nobody's.
+                store.objects.delete(sorted(paths, key=lambda path: not path.endswith("/manifest.json")))
+
+
+def _read_now(spec: GeneratedDatasetSpec, so_far: RowsSoFar | None) -> dict[str, Any]:
+    """What a manifest says of the table that was read: its version, or how much of it there was."""
+    if so_far is None:
+        return {"source": source_name(spec), "upstream_version": spec.source.table_version, "streaming": None}
+    return {"source": f"dataset {spec.source.dataset}, {so_far}", "upstream_version": None, "streaming": so_far}
+
+
+def _as_read_now(
+    spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest, so_far: RowsSoFar | None
+) -> SnapshotManifest:
+    """The manifest of a snapshot that did not change, with what it says of the table that was read now."""
+    said = _read_now(spec, so_far)
+    if said["upstream_version"] == manifest.upstream_version and so_far == manifest.streaming:
         return manifest
-    manifest = manifest.model_copy(update={"upstream_version": version, "source": source_name(spec)})
+    manifest = manifest.model_copy(update=said)
     store.put_manifest(manifest)
     return manifest
 
@@ -159,7 +200,13 @@ def _refuse_repeated_ids(read: Ingested, placement: Placement) -> None:
     read.rejects.close()
 
 
-def _snapshot_id(spec: GeneratedDatasetSpec, read: Ingested, counts: Counts, entries: Sequence[BatchEntry]) -> str:
+def _snapshot_id(
+    spec: GeneratedDatasetSpec,
+    read: Ingested,
+    counts: Counts,
+    entries: Sequence[BatchEntry],
+    so_far: RowsSoFar | None,
+) -> str:
     """Hash of all that a reader of the snapshot can see; it does not depend on the order of the source."""
     seen = [
         spec.generation().stated(),
@@ -168,6 +215,7 @@ def _snapshot_id(spec: GeneratedDatasetSpec, read: Ingested, counts: Counts, ent
         [f"{half:016x}" for half in read.content],
         counts.duplicates,
         f"{read.rejects.sum:x}",
+        *(["streaming"] if so_far is not None else []),
     ]
     return hashlib.sha256(orjson.dumps(seen, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
@@ -329,6 +377,8 @@ def _upload(
         manifest = manifest.model_copy(update={"files": [StoredFile.of(workdir / name) for name in names]})
         for name in names:
             store.objects.upload(store.snapshot_path(manifest.snapshot, name), workdir / name)
+    if manifest.streaming is not None and (current := store.current_snapshot()) is not None:
+        _refuse_part(store.manifest(current))  # one of the whole may have been made meanwhile
     store.put_manifest(manifest)
     return manifest
 

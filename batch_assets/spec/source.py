@@ -24,7 +24,7 @@ Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
 _KINDS = ("path", "asset", "dataset", "grid")
 TABLE = "dataset"  # last part of the asset key of the table of a dataset
 ASSETS = ("source", "prompts", "rows", TABLE, "dead_letters")  # last parts of the keys of all its assets
-_NEWER = ("asset", "dataset", "include_errors", "rename", "explode", "group_by", "min_group")
+_NEWER = ("asset", "dataset", "include_errors", "streaming", "rename", "explode", "group_by", "min_group")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
@@ -74,6 +74,11 @@ class SourceSpec(Strict):
     )
     include_errors: Flag | None = Field(
         default=None, description="Beside `dataset`: its rows without an answer, too. Their `error` says why."
+    )
+    streaming: Flag | None = Field(
+        default=None,
+        description="Beside `dataset`, but not beside `group_by`: in a chain, rows of batches that are committed there "
+        "are read and asked while the others are made. The table is published when all are there.",
     )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
@@ -153,6 +158,10 @@ class SourceSpec(Strict):
     def _check_derived(self) -> None:
         if self.include_errors is not None and self.dataset is None:
             raise Unusable("include_errors beside a dataset only", show(self.include_errors), key="include_errors")
+        if self.streaming is not None and self.dataset is None:
+            raise Unusable("streaming beside a dataset only", show(self.streaming), key="streaming")
+        if self.streaming and self.group_by is not None:
+            raise Unusable("no streaming beside group_by, as a group needs all of its rows", "both", key="streaming")
         if self.min_group is not None and self.group_by is None:
             raise Unusable("min_group beside group_by only", show(self.min_group), key="min_group")
         new = list((self.rename or {}).values())

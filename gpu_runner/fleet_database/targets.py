@@ -141,6 +141,13 @@ class Targets(Tables):
         assert found is not None
         return found
 
+    def continue_request(self, dataset: str, request: str, following: str) -> bool:
+        """The request goes on under another name: its wishes, its time, its command and what it has spent stay. False
+        when it was another one."""
+        mine = (DATASETS.c.dataset == dataset) & (DATASETS.c.request == request) & (DATASETS.c.request != "")
+        with self._transaction() as (connection, _):
+            return connection.execute(DATASETS.update().where(mine).values(request=following)).rowcount == 1
+
     def override(
         self,
         dataset: str,

@@ -28,6 +28,17 @@ class Shard(BaseModel):
     rows: int
 
 
+class RowsSoFar(BaseModel):
+    """How much of another dataset a snapshot was made of: the first `read` rows `of` those that it asks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    read: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.read:,} of {self.of:,} rows so far"
+
+
 class SnapshotManifest(Sealed):
     """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete.
 
@@ -36,6 +47,7 @@ class SnapshotManifest(Sealed):
     `upstream_version`: of the published table of another dataset that was read.
     `conversations`: prompts are messages that may hold more than a role and a text. `turns`: rows are conversations of
     several turns, of which prompts end with the first one. `images`: prompts hold those of `prompt.images`.
+    `streaming`: it was made before the dataset that it reads was complete; no table is made of it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +77,7 @@ class SnapshotManifest(Sealed):
     conversations: bool = False
     turns: bool = False
     images: bool = False
+    streaming: RowsSoFar | None = None
 
     @property
     def expected_rows(self) -> int:

@@ -89,8 +89,12 @@ def _plan(seen: Observer, spec: GeneratedDatasetSpec, folder: Path, more_from: s
     try:
         work, new, changed = _work(seen, spec, folder)
     except SourceError as error:
-        if more_from is not None and seen.store.current_snapshot() is None:
+        snapshot = seen.store.current_snapshot()
+        if more_from is not None and snapshot is None:
             return StepPlan(spec.name, more_from=more_from)
+        if more_from is not None and seen.source_counts(snapshot).streaming is not None:  # rows that were read so far
+            work = WorkloadEstimator(spec, seen.store, folder).look()
+            return StepPlan(spec.name, 0, 0, work.rows, _usd(spec, work) if work.rows else 0.0, more_from)
         return StepPlan(spec.name, more_from=more_from, problem=str(error))
     rows = work.rows + new + changed
     usd = _usd(spec, replace(work, rows=rows, all_rows=max(rows, work.all_rows))) if rows else 0.0

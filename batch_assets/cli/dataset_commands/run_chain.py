@@ -27,7 +27,7 @@ from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.local_dagster.home import StackAddress, prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, stack
 from batch_assets.request_status.display import display
-from batch_assets.tags import CANCELED_TAG, CHAIN_SINCE_TAG, CHAIN_TAG, REFRESH_TAG
+from batch_assets.tags import CANCELED_TAG, CHAIN_SINCE_TAG, CHAIN_TAG, REFRESH_TAG, REQUEST_TAG, STREAMING_TAG
 from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ChainRun:
                         break
                     if status:
                         self.failed = self.steps[number]
+                        self._cancel_following(number, own)
                         return status
                     number += 1
                 else:
@@ -141,20 +142,39 @@ class ChainRun:
         chain = asked.tags.get(CHAIN_TAG) if asked is not None else None
         if chain is None:
             return None
-        runs = seen.instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: name}), limit=1)
-        return runs[0].run_id if runs else None
+        runs = seen.instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: name}))
+        return next((run.run_id for run in runs if STREAMING_TAG not in run.tags), None)
 
     def _cancel_following(self, number: int, own: Stack | None) -> None:
-        """The sensor may have gone on while the table of this step was verified."""
+        """Steps below may be at work: on rows that were read so far, or as the sensor has gone on while the table of
+        this step was verified."""
         from batch_assets.local_dagster.dagster_client import OwnDagster
         from batch_assets.request_status.request_monitor import give_up
 
-        if number + 1 >= len(self.steps) or self.steps[number] not in self._run_ids:
+        if (first := self._run_ids.get(self.steps[number])) is None:
             return
-        with observing_one(self.steps[number + 1]) as seen:
-            run_id = self._run_of(seen, self.steps[number], self.steps[number + 1])
-            if run_id is not None:
-                give_up(OwnDagster(seen.instance), seen, run_id, every_request=own is not None)
+        for name in self.steps[number + 1 :]:
+            with observing_one(name) as seen:
+                for run_id in self._at_work(seen, first, name):
+                    give_up(OwnDagster(seen.instance), seen, run_id, every_request=own is not None)
+
+    def _at_work(self, seen: Observer, first: str, name: str) -> list[str]:
+        """The refreshes of a step that this chain has asked for, newest first: all of which runs are under way, and the
+        newest, for which more might be started."""
+        import dagster as dg
+
+        from batch_assets.request_status.dataset_status import unfinished
+
+        asked = seen.instance.get_run_by_id(first)
+        chain = asked.tags.get(CHAIN_TAG) if asked is not None else None
+        if chain is None:
+            return []
+        found = [
+            run.run_id for run in seen.instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: name}))
+        ]
+        runs = [record.dagster_run for record in unfinished(seen.instance, name)]
+        working = {run.tags.get(REQUEST_TAG, run.run_id) for run in runs}
+        return [run_id for number, run_id in enumerate(found) if not number or run_id in working]
 
     def _complain(self, text: str) -> None:
         self.console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)

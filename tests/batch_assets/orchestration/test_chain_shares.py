@@ -17,10 +17,19 @@ from support.sensor_dataset import SPEC, S, SensorDataset
 from support.snapshots import questions, write_snapshot
 
 from batch_assets.orchestration import chain_shares
+from batch_assets.orchestration.active_request import begin_or_go_on
 from batch_assets.orchestration.chain_shares import share, step_tags
 from batch_assets.spec.deadline import parse_deadline
 from batch_assets.spec.request_options import InvalidTag
-from batch_assets.tags import BUDGET_TAG, CHAIN_BUDGET_TAG, CHAIN_TAG, DEADLINE_TAG, REFRESH_TAG, UPSTREAM_TAG
+from batch_assets.tags import (
+    BUDGET_TAG,
+    CHAIN_BUDGET_TAG,
+    CHAIN_TAG,
+    DEADLINE_TAG,
+    REFRESH_TAG,
+    STREAMING_TAG,
+    UPSTREAM_TAG,
+)
 from resources.store.dataset_store import DatasetStore
 
 STEPS = ["topics", "questions", "answers"]
@@ -131,3 +140,59 @@ def test_a_chain_without_wishes_sets_none(site: SensorDataset):
 def test_a_dataset_that_is_in_no_chain_to_the_one_that_is_named_is_refused(site: SensorDataset):
     with pytest.raises(InvalidTag, match="batch/upstream: expected a dataset that reads what answers makes"):
         tags_of(site, "answers", **{UPSTREAM_TAG: "topics"})
+
+
+def test_steps_that_overlap_count_on_what_the_others_may_not_spend(
+    site: SensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: dict[str, float] = {}
+    monkeypatch.setattr(chain_shares, "spent_since", lambda _, names, since: sum(spent.get(one, 0) for one in names))
+    write_snapshot(site.store, questions(120))
+
+    def refresh(name: str, **tags: str) -> tuple[dict[str, str], float]:
+        """A refresh, as `prompts` begins it."""
+        run_id = site.run(S.STARTED, {REFRESH_TAG: name, UPSTREAM_TAG: "answers", **tags})
+        run = site.instance.get_run_by_id(run_id)
+        assert run is not None
+        objects = site.store.objects
+        found = step_tags(site.instance, site.fleet_db, run, name, site.specs, lambda one: DatasetStore(objects, one))
+        site.instance.add_run_tags(run_id, found)
+        target = begin_or_go_on(site.instance, site.fleet_db, site.specs[name][0], run_id, {**tags, **found})
+        assert target.budget_usd is not None
+        return found, target.budget_usd
+
+    streams = {STREAMING_TAG: "true"}
+    first, topics = refresh("topics", **{BUDGET_TAG: "9", DEADLINE_TAG: "3h"})
+    whole = handed_on(first)
+    second, middle = refresh("questions", **whole, **streams)
+    third, last = refresh("answers", **whole, **streams)
+    assert topics + middle + last == pytest.approx(9.0, abs=1e-5)
+    due = [parse_deadline(one[DEADLINE_TAG]).at(0) for one in (first, second, third)]
+    assert due == sorted(due) and due[-1] <= parse_deadline(whole["batch/chain_deadline"]).at(0)
+    # The middle one has spent some, in a request that is over, and reads more rows: that is not to be had again.
+    spent |= {"questions": 1.0}
+    ended = site.fleet_db.target("questions")
+    assert ended is not None and site.fleet_db.end_request("questions", ended.request)
+    _, again = refresh("questions", **whole, **streams)
+    assert topics + 1.0 + again + last == pytest.approx(9.0, abs=1e-5)
+    # The first one is done with less: its table is read, and the others have the rest.
+    spent |= {"topics": 0.5}
+    ended = site.fleet_db.target("topics")
+    assert ended is not None and site.fleet_db.end_request("topics", ended.request)
+    _, table = refresh("questions", **whole)
+    assert 0.5 + 1.0 + table + last == pytest.approx(9.0, abs=1e-5)
+
+
+def test_a_request_of_the_same_step_goes_on_with_what_was_spent_and_another_one_begins_anew(
+    site: SensorDataset,
+) -> None:
+    spec = site.specs["questions"][0]
+    tags = {REFRESH_TAG: "questions", CHAIN_TAG: "one"}
+    first, second = (site.run(S.SUCCESS, tags) for _ in range(2))
+    began = begin_or_go_on(site.instance, site.fleet_db, spec, first, tags)
+    site.fleet_db.set_instances("questions", 3)
+    found = begin_or_go_on(site.instance, site.fleet_db, spec, second, {**tags, BUDGET_TAG: "2"})
+    assert (found.request, found.since, found.instances, found.budget_usd) == (second, began.since, 3, 2.0)
+    other = begin_or_go_on(site.instance, site.fleet_db, spec, "other", {**tags, CHAIN_TAG: "two"})
+    assert (other.request, other.instances) == ("other", 1)
+    assert not site.fleet_db.continue_request("questions", second, "late")
