@@ -4,8 +4,8 @@
 
 `numbers` → `questions` → `answers`, `--rows` rows each, on machines of a simulated provider `--clock` times as fast as
 an H100, one for each step. Both ways begin with an empty store and are one `batch-assets run answers --upstream` under
-a deadline and a budget. While the second one works, `--kills` processes get SIGKILL: in turn the worker of a run,
-Dagster's daemon and its code server. Where the command ends for it, it is given again. At the end every table is read.
+a deadline and a budget. While the second one works, `--kills` processes get SIGKILL: workers of runs, Dagster's daemon
+and its code server in turn. Where the command ends for it, it is given again. At the end every table is read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from batch_assets.orchestration.chain_shares import spent_since
+from gpu_runner.fleet_database.database import FleetDatabase
+
 STEPS = ("numbers", "questions", "answers")
 BATCH_ROWS, BATCHES_PER_RUN = 250, 40
 PRICE, BUDGET = 3.0, 6.0  # US dollars, of a machine per simulated hour and of the whole chain
 TOKENS = 32
 COMMANDS = 8  # at most, when kills end one
-VICTIMS = {"worker": ("execute_run",), "daemon": ("daemon",), "code server": ("api", "grpc")}
+VICTIMS = ("worker", "daemon", "worker", "code server")
+SERVERS = {"daemon": "batch_assets.dagster_internals.daemon", "code server": "batch_assets.local_dagster.code_server"}
+GUARD = "process_guard"
 
 
 @dataclass
@@ -84,38 +89,49 @@ class Way:
 
     def run(self, kills: int, deadline: float, rng: random.Random) -> tuple[float, float]:
         """Seconds until all tables are there, and US dollars; kills meanwhile. Raises RuntimeError."""
-        began, usd = time.monotonic(), 0.0
+        began = time.monotonic()
         while self.commands < COMMANDS:
             self.commands += 1
-            left = max(60.0, deadline - (time.monotonic() - began))
+            left, usd = max(60.0, deadline - (time.monotonic() - began)), self.spent()
             command = [sys.executable, "-m", "batch_assets.cli.main", "run", STEPS[-1], "--upstream", "--json"]
             command += ["--budget-usd", f"{BUDGET - usd:.6f}", "--deadline", f"{left:.0f}s"]
-            with (self.folder / "errors.txt").open("ab") as errors:
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=self.environment())
-                output = self._follow(process, kills, rng)
-            with contextlib.suppress(ValueError):
-                usd += json.loads(output)["usd_spent"]
+            with (self.folder / "errors.txt").open("ab") as said:
+                process = subprocess.Popen(command, stdout=said, stderr=said, env=self.environment())
+                self._follow(process, kills, rng)
             if process.returncode == 0:
-                return time.monotonic() - began, usd
+                return time.monotonic() - began, self.spent()
         raise RuntimeError(f"{STEPS[-1]} is not complete after {COMMANDS} commands: {self.folder}/errors.txt")
 
-    def _follow(self, process: subprocess.Popen[bytes], kills: int, rng: random.Random) -> bytes:
+    def spent(self) -> float:
+        """US dollars of all machines so far."""
+        if not (self.folder / "home" / "fleet.db").exists():
+            return 0.0
+        with self._fleet_db() as fleet_db:
+            return spent_since(fleet_db, STEPS, 0.0)
+
+    def _fleet_db(self) -> contextlib.closing[FleetDatabase]:
+        return contextlib.closing(FleetDatabase(f"sqlite:///{self.folder}/home/fleet.db"))
+
+    def _follow(self, process: subprocess.Popen[bytes], kills: int, rng: random.Random) -> None:
         """Wait for the end, and kill something each time that another part of the rows is committed."""
         while process.poll() is None:
             time.sleep(1.0)
             share = self.committed() / (len(STEPS) * self.rows)
             if len(self.dead) < kills and share > (len(self.dead) + 1) / (kills + 2):
-                self._kill(process, list(VICTIMS)[len(self.dead) % len(VICTIMS)], rng)
-        assert process.stdout is not None
-        return process.stdout.read()
+                self._kill(process, VICTIMS[len(self.dead) % len(VICTIMS)], rng)
 
     def _kill(self, process: subprocess.Popen[bytes], kind: str, rng: random.Random) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        """Kill one of these, if there is one now."""
+        if kind == "worker":
+            with self._fleet_db() as fleet_db:
+                found = [beat.pid for beat in fleet_db.runs() if beat.first_key and psutil.pid_exists(beat.pid)]
+        else:
             below = psutil.Process(process.pid).children(recursive=True)
-            found = [one for one in below if all(word in " ".join(one.cmdline()) for word in VICTIMS[kind])]
-            if found:
-                victim = rng.choice(found)
-                victim.send_signal(signal.SIGKILL)
+            words = {one.pid: " ".join(one.cmdline()) for one in below}
+            found = [pid for pid, text in words.items() if SERVERS[kind] in text and GUARD not in text]
+        if found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(found), signal.SIGKILL)
                 self.dead.append(kind)
 
     def committed(self) -> int:

@@ -2,11 +2,12 @@
 
 `publish` writes the table, `dead_letters` the rows without a completion, `dataset_card` its README; `quality` measures
 it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte. `current_rows` reads rows
-as they are now, also those of open batches.
+as they are now, also those of open batches; `committed_part` writes the first ones for a step of a chain.
 """
 
 __all__ = [
     "batch_reader",
+    "committed_part",
     "current_rows",
     "dataset_card",
     "dead_letters",

@@ -68,8 +68,17 @@ def chain_sensor(
         "(`batch-assets run NAME --upstream`, or the job `NAME_refresh_upstream`).",
     )
     def chain(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        instance = instance_of(context)
-        return rounds.tick(context, instance, lambda name: _look(instance, name, specs, store, caches))
+        instance, begun = instance_of(context), set[str]()
+
+        def look(name: str) -> TickOutcome:
+            found = _look(instance, name, specs, store, caches)
+            chains = {one.tags[CHAIN_TAG] for one in found.requests}
+            if chains & begun:  # one refresh of a chain at a time: each counts on what the others leave of the budget
+                return TickOutcome("another step of its chain is refreshed first", "open")
+            begun.update(chains)
+            return found
+
+        return rounds.tick(context, instance, look)
 
     return chain
 
@@ -101,8 +110,8 @@ def _look(
         return _stream(instance, request, specs[following], store, caches, asked)
     if published is None:
         return TickOutcome(f"{following} waits for its table", "open")
-    if _under_way(instance, chain, following):  # it would have the last word
-        return TickOutcome(f"its table is published: {following} still reads rows so far", "open")
+    if _under_way(instance, chain):  # also of the same step, which would have the last word
+        return TickOutcome(f"its table is published: {following} waits for a refresh of its chain", "open")
     if errors := failed_checks(instance, published)[0]:
         return TickOutcome(f"failed checks: {'; '.join(errors)}: {following} is not started", "blocked")
     tags = {tag: request.tags[tag] for tag in HANDED_ON if tag in request.tags}
@@ -110,10 +119,10 @@ def _look(
     return TickOutcome(f"its table is published: refreshing {following}", "open", [started])
 
 
-def _under_way(instance: dg.DagsterInstance, chain: str, *datasets: str) -> bool:
-    """Whether a refresh of the chain, of these datasets or of any, has not ended."""
+def _under_way(instance: dg.DagsterInstance, chain: str) -> bool:
+    """Whether a refresh of the chain has not ended."""
     runs = instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain}, statuses=UNFINISHED))
-    return any(REFRESH_TAG in run.tags and (not datasets or run.tags[REFRESH_TAG] in datasets) for run in runs)
+    return any(REFRESH_TAG in run.tags for run in runs)
 
 
 def _stream(
@@ -124,10 +133,7 @@ def _stream(
     caches: Mapping[str, SnapshotCache],
     asked: Sequence[dg.RunRecord],
 ) -> TickOutcome:
-    """Whether the step after one that is not complete is to read the rows that are committed there so far.
-
-    One refresh of a chain at a time: each counts on what the others leave of the budget.
-    """
+    """Whether the step after one that is not complete is to read the rows that are committed there so far."""
     name, chain = request.tags[REFRESH_TAG], request.tags[CHAIN_TAG]
     waits = TickOutcome(f"{following.name} waits for its table", "open")
     if _under_way(instance, chain):

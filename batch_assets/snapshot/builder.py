@@ -69,7 +69,7 @@ def _build(
     if so_far is not None and previous is not None:
         _refuse_part(previous.manifest)
     workdir.mkdir(parents=True, exist_ok=True)
-    read = ingest(spec, base, workdir)
+    read = ingest(spec, base, workdir, published=so_far is None)
     rows_before = None
     if previous is not None:
         with_id = spec.has_ids

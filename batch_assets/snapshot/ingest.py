@@ -107,14 +107,18 @@ class Ingested:
         return [to_arrow(values, self.kinds.kinds.get(item.name)) for item, values in typed] + sampled
 
 
-def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> Ingested:
-    """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped."""
+def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path, *, published: bool = True) -> Ingested:
+    """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped.
+
+    `published`: what is read of another dataset is a version of its table.
+    """
     reading = _Reading(spec, base, workdir)
     try:
         for block in rows_of(spec, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
                 break
-        refuse_deleted_version(spec.source, base)
+        if published:
+            refuse_deleted_version(spec.source, base)
     except LookupError as error:
         if not _is_unknown_zone(error):
             raise

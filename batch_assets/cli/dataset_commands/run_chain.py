@@ -131,8 +131,21 @@ class ChainRun:
                     return "", tags
                 if not own and running_stack(settings.dagster_home()) is None:
                     return None, {}
+                if self._refreshing(seen, before):  # rows so far are read, before the table
+                    began = time.monotonic()
                 time.sleep(LOOK_SECONDS)
         return "", {}
+
+    def _refreshing(self, seen: Observer, before: str) -> bool:
+        """Whether a step of this chain reads its source."""
+        import dagster as dg
+
+        from batch_assets.catalog.backfills import UNFINISHED
+
+        asked = seen.instance.get_run_by_id(self._run_ids[before])
+        chain = asked.tags.get(CHAIN_TAG) if asked is not None else None
+        found = dg.RunsFilter(tags={CHAIN_TAG: chain}, statuses=UNFINISHED) if chain is not None else None
+        return found is not None and any(REFRESH_TAG in run.tags for run in seen.instance.get_runs(found))
 
     def _run_of(self, seen: Observer, before: str, name: str) -> str | None:
         """The run that reads the table of `before` for this chain."""

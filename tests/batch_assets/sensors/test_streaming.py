@@ -109,7 +109,7 @@ def test_the_table_has_the_last_word(site: SensorDataset) -> None:
     reading = site.run(S.STARTED, {REFRESH_TAG: "answers", STREAMING_TAG: "true", **CHAIN}, job_name="answers_refresh")
     (found,) = site.tick("publisher").run_requests or ()
     site.end(site.run(S.STARTED, {PUBLISH_TAG: found.tags[PUBLISH_TAG]}, job_name="d_publish"))
-    assert "d: its table is published: answers still reads rows so far" in site.reason("chain")
+    assert "d: its table is published: answers waits for a refresh of its chain" in site.reason("chain")
     site.end(reading)
     (last,) = site.tick("chain").run_requests or ()
     assert last.run_key == "first:answers" and STREAMING_TAG not in last.tags
@@ -151,3 +151,18 @@ def test_rows_are_read_again_when_there_is_little_left_and_much_has_come() -> No
     assert not worth_reading(0, 500, 500, 40, spec)  # it has a whole run to do
     assert not worth_reading(1000, 100, 100, 0, spec) and worth_reading(1000, 125, 125, 0, spec)
     assert worth_reading(0, 2, 20, 0, spec)  # each row makes ten
+
+
+def test_two_steps_of_a_chain_are_not_refreshed_at_once(tmp_path: Path) -> None:
+    last = {**BELOW, "name": "last", "source": {"dataset": "answers", "streaming": True}}
+    answers = {**BELOW, "name": "answers", "source": {"dataset": "d", "streaming": True}}
+    with contextlib.ExitStack() as stack:
+        site = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack, SPEC, answers, last)
+        run_id = site.run(S.STARTED, {REFRESH_TAG: "d", **CHAIN, UPSTREAM_TAG: "last"}, job_name="d_refresh")
+        write_snapshot(site.store, questions(120))
+        site.end(run_id)
+        site.commit("00000", "00001", "00002", "00003", "00004", "00005")
+        read(site, 30, **{UPSTREAM_TAG: "last"})
+        answer(site, "00000", "00001")
+        (one,) = site.tick("chain").run_requests or ()
+        assert one.job_name in ("answers_refresh", "last_refresh")
