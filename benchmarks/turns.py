@@ -5,9 +5,9 @@
 The same conversations go through the same simulated engine three times: a client that begins all of them at once and
 keeps nothing, one that has 4 × slots under way at any time, and a run of the dataset in a process of its own (journal,
 objects of 250 rows; no Dagster). The ratio is the run against the faster client. Then a run is killed (`kill -9`) when
-half of all turns were asked, and another one finishes. The engine's log says which requests came: each must be a turn
-of a conversation behind the answers that the table has of it, so none is out of order; those that came twice are
-counted.
+half of all turns were asked and some are journaled, and another one finishes. The engine's log says which requests
+came: each must be a turn of a conversation behind the answers that the table has of it, so none is out of order; those
+that came twice are counted.
 """
 
 from __future__ import annotations
@@ -164,6 +164,11 @@ def asked(url: str) -> int:
         return int(json.loads(page.read())["requests"])
 
 
+def journaled(store: DatasetStore) -> bool:
+    """Whether the journal has been written."""
+    return next(iter(store.objects.list(f"{NAME}/journal/")), None) is not None
+
+
 def requests_of(log: Path) -> Counter[str]:
     """How often each prompt was asked, by its digest."""
     found: Counter[str] = Counter()
@@ -196,7 +201,7 @@ def killed(folder: Path, options: argparse.Namespace, speed: float) -> tuple[int
     store, log = make_dataset(folder, options.conversations, options.turns), folder / "requests.jsonl"
     with simulator(options.slots, speed, log) as url:
         first = worker(store, url, options.slots, "run-1")
-        while (before := asked(url)) < options.conversations * options.turns // 2:
+        while (before := asked(url)) < options.conversations * options.turns // 2 or not journaled(store):
             time.sleep(0.05)
             assert first.poll() is None, "the run was done before the kill"
         first.kill()

@@ -23,6 +23,7 @@ from batch_assets.publishing.prompt_column import last_request
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
+from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.row_condition import SqlCondition
 from resources.store.snapshot_manifest import USER_TURNS
@@ -48,8 +49,8 @@ class RowState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CurrentRow:
-    """One row. `prompt`: messages or a text; of a conversation, its last request. `kept`: the source's columns, by
-    their names in a table.
+    """One row. `prompt`: messages or a text; of a conversation, its last request so far. `kept`: the source's columns,
+    by their names in a table.
 
     `outcome`: None while the row waits.
     """
@@ -204,9 +205,9 @@ class _Reader:
                 known = None  # of an earlier snapshot: the row is asked again
             kept = {table_name(name): line[name] for name in names}
             prompt = orjson.loads(line["prompt"])
-            if said := line.get(USER_TURNS):
-                turns = () if known is None else known.turns
-                prompt = last_request(prompt, orjson.loads(said), [turn.output for turn in turns])
+            if known is not None and (said := line.get(USER_TURNS)):
+                prompt = last_request(prompt, orjson.loads(said), [turn.output for turn in known.turns])
+            known = None if known is None or known.begun else known
             found.append(CurrentRow(entry.key, line["row_id"], prompt, kept, known, committed))
         return found
 
@@ -229,9 +230,9 @@ class _Reader:
 
     def _read_journal(self, keys: Collection[str]) -> dict[str, dict[str, Outcome]]:
         """What the journal has of these batches. A segment that was deleted meanwhile is left out."""
-        found: dict[str, dict[str, Outcome]] = {}
+        found: dict[str, dict[tuple[str, str], Outcome]] = {}
         if not keys:
-            return found
+            return {}
         held = 0
         sizes = {info.path: info.size for info in self._store.objects.list(f"{self._store.dataset}/journal/")}
         for path in self._store.journal.segments((min(keys), max(keys))):
@@ -243,5 +244,5 @@ class _Reader:
             except FileNotFoundError:
                 continue
             for key in batches.keys() & keys:
-                found.setdefault(key, {}).update({one.row_id: one for one in batches[key] if not one.begun})
-        return found
+                note_furthest(found.setdefault(key, {}), batches[key])
+        return {key: {one.row_id: one for one in rows.values()} for key, rows in found.items()}

@@ -17,12 +17,14 @@ import numpy as np
 import orjson
 import pytest
 from support.contract_engines import Served
+from support.fake_engine import ORIGIN, Sink
 from support.llama_cpp import llama_cpp_server
 from support.real_models import minilm, smollm2, write_minilm, write_smollm2
 from support.vllm_server import vllm_server
 
 from gpu_runner.client.engine_client import EngineClient
-from gpu_runner.rows import Generation
+from gpu_runner.inference.feed import Feed
+from gpu_runner.rows import Batch, Generation, Row
 
 KINDS = [
     pytest.param("llama_cpp", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
@@ -105,6 +107,25 @@ def test_the_capital_of_france_is_paris(writer: Served) -> None:
     assert "Paris" in answer.output
     (answer,) = generate(writer, [chat("What is the capital of France? Say its name.")], "chat", sampling=greedy)
     assert "Paris" in answer.output
+
+
+def test_a_conversation_goes_on_from_what_was_said_and_only_its_last_answer_has_the_form(writer: Served) -> None:
+    said = ("What is the capital of France? Say its name.", "And of Italy?", "Describe it in JSON.")
+    row = Row("b", "r", "k", orjson.dumps(chat(said[0])), turns=said)
+    sink, generation = Sink(), Generation("chat", writer.model, {"temperature": 0, "max_tokens": 40}, SCHEMA)
+
+    async def run() -> None:
+        async with EngineClient(writer.url, generation) as client:
+            await client.info()
+            feed = Feed(iter([Batch("b", (row,))]), on_row=sink.on_row, on_batch=sink.on_batch)
+            await feed.serve(client, ORIGIN, 2)
+
+    asyncio.run(run())
+    first, second, last = sink.outcomes()["r"].turns
+    assert "Paris" in first.output and not second.output.startswith("{")
+    assert not list(jsonschema_rs.validator_for(SCHEMA).iter_errors(orjson.loads(last.output)))
+    assert first.prompt_tokens + first.completion_tokens < second.prompt_tokens
+    assert second.prompt_tokens + second.completion_tokens < last.prompt_tokens
 
 
 @pytest.mark.soak("rows")

@@ -146,6 +146,9 @@ def test_turns_of_a_killed_run_are_not_asked_again(tmp_path: Path, store: Datase
         assert any(one.begun for one in known.values()) and not found(store, manifest)
         states = find_rows(store, manifest, store.entries(manifest.snapshot), lambda rows: rows, 12).rows
         assert sum(row.state is RowState.FINISHED for row in states) == sum(not one.begun for one in known.values())
+        waiting = {row.row_id: row.prompt for row in states if row.state is RowState.WAITING}
+        begun = next(one for one in known.values() if one.begun)
+        assert len(waiting[begun.row_id]) == 2 + 2 * len(begun.turns)  # the conversation so far
         engine.requests.clear()
         finish(store, manifest, engine.url, "run-2")
     assert len(engine.requests) == 36 - kept
