@@ -189,6 +189,9 @@ def dead_letter_examples(store: DatasetStore, manifest: SnapshotManifest, most: 
 
 
 def _prompt_of(store: DatasetStore, manifest: SnapshotManifest, entry: BatchEntry, row_id: str) -> bytes | None:
+    """All that a server may repeat of what it was asked; None for a conversation, whose answers it may repeat, too."""
+    if manifest.turns:
+        return None
     for _, rows in store.rows(manifest, [entry]):
         for row in rows:
             if row.row_id == row_id:

@@ -48,7 +48,7 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
                 return
             text = engine.text(asked) if callable(engine.text) else engine.text
             if text is None:
-                self._say(400, {"error": {"message": "no"}})
+                self._say(400, {"error": {"message": f"not allowed: {asked['messages'][-1]['content']}"}})
                 return
             choice = {"index": 0, "message": {"role": "assistant", "content": text}, **engine.answer}
             usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}

@@ -114,7 +114,9 @@ class Prompts:
             prompts = self._conversations(rows, block, refused, fields, turns, urls)
         sizes = [len(prompt) for prompt in prompts]
         if turns is not None:
-            sizes = [size + sum(map(len, said[1:])) for size, said in zip(sizes, turns, strict=True)]
+            sizes = [
+                size + sum(len(text.encode()) for text in said[1:]) for size, said in zip(sizes, turns, strict=True)
+            ]
         for i in [i for i, size in enumerate(sizes) if size > self._most]:
             refused.setdefault(i, f"the prompt has {sizes[i]} bytes, more than {self._most}")
         return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None, turns, keyed)
@@ -125,17 +127,21 @@ class Prompts:
             later = [self._texts(f"turn {n}", one, block, refused) for n, one in enumerate(self._later, 2)]
             first = [texts[-1] for texts in rows]
             turns = [list(said) for said in zip(first, *later, strict=True)]
-            return [[] if i in refused else said for i, said in enumerate(turns)]
-        turns = [[] for _ in rows]
-        for i, cell in enumerate(block.columns[self._turns_from]):
+        else:
+            turns = [self._turns_of(i, cell, refused) for i, cell in enumerate(block.columns[self._turns_from])]
+        for i, said in enumerate(turns):
             try:
-                turns[i] = read_turns(cell)
-                orjson.dumps(turns[i])
-            except Unfit as error:
-                refused.setdefault(i, f"column {self._turns_from!r}: {error}")
+                orjson.dumps(said)
             except TypeError:
                 refused.setdefault(i, _SURROGATES)
-        return turns
+        return [[] if i in refused else said for i, said in enumerate(turns)]
+
+    def _turns_of(self, row: int, cell: Any, refused: dict[int, str]) -> list[str]:
+        try:
+            return read_turns(cell)
+        except Unfit as error:
+            refused.setdefault(row, f"column {self._turns_from!r}: {error}")
+            return []
 
     def _encode_fields(self, fields: Sequence[dict[str, Any]], refused: dict[int, str]) -> list[bytes]:
         found = [b""] * len(fields)

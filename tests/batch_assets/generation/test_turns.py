@@ -26,7 +26,7 @@ from batch_assets.exports.training_formats import record_of
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.publishing.current_rows import RowState, find_rows
 from batch_assets.publishing.dataset_card import Card
-from batch_assets.publishing.dead_letters import dead_letters
+from batch_assets.publishing.dead_letters import dead_letter_examples, dead_letters
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
@@ -167,6 +167,8 @@ def test_a_redrive_goes_on_from_the_turn_that_failed(tmp_path: Path, store: Data
         rows = table_of(store, manifest, tmp_path)
         assert [one["content"] for one in rows["prompt"][2]] == ["Be kind.", "q2?", "a1", "Why?"]
         assert len(rows["turns"][2]) == 1 and dead_letters(store, manifest, workdir=tmp_path).rows == 1
+        (example,) = dead_letter_examples(store, manifest)
+        assert (example.error, example.says) == ("rejected_400", "")  # it may repeat an answer
         engine.text = answer
         engine.requests.clear()
         finish(store, manifest, engine.url, "run-2", Intent("run-2", redrive=True))
@@ -232,6 +234,14 @@ def test_a_blank_turn_of_a_template_is_a_reject_with_its_number(tmp_path: Path) 
     made = spec(prompt={"turns": ["{{ q }}", "{{ more or '' }}"]}, id="id")
     refused = [row.refused for row in first_rows(made, tmp_path, 2)]
     assert refused == ["turn 2: nothing but blanks", "turn 1: column 'q' is empty"]
+
+
+def test_a_turn_that_utf8_cannot_carry_is_a_reject(tmp_path: Path, store: DatasetStore) -> None:
+    write(tmp_path, {"id": "a", "q": "q", "lone": True}, {"id": "b", "q": "q", "lone": False})
+    prompt = {"turns": ["{{ q }}", "{{ q }}{{ '\\ud800' if lone else '' }}"]}
+    first, second = first_rows(spec(prompt=prompt, id="id"), tmp_path, 2)
+    assert "surrogates" in first.refused and not second.refused
+    assert snapshot_of(tmp_path, store, prompt=prompt, on_bad_row="skip").rows == 1
 
 
 def test_turns_come_after_examples_and_conversations_and_lone_surrogates_are_refused(tmp_path: Path) -> None:
