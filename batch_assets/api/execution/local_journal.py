@@ -206,6 +206,7 @@ def read_row(line: bytes) -> tuple[str, str, Outcome] | None:
         if int(line[:CHECKSUM_LENGTH], 16) != zlib.crc32(text):
             return None
         batch_id, key, fields = orjson.loads(text)
-        return batch_id, key, Outcome(**{**fields, "origin": Origin(**fields["origin"]), "parts": NO_PARTS})
+        read = {"origin": Origin(**fields["origin"]), "parts": NO_PARTS, "turns": ()}
+        return batch_id, key, Outcome(**{**fields, **read})
     except (ValueError, TypeError, KeyError):  # of another version of this program
         return None

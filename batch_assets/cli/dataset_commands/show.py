@@ -260,4 +260,5 @@ def _row_json(row: CurrentRow) -> dict[str, Any]:
     if row.outcome is None:
         return said
     outcome = dataclasses.asdict(row.outcome)
-    return said | {name: value for name, value in outcome.items() if name not in ("row_id", "row_key")}
+    left_out = ("row_id", "row_key", *(() if row.outcome.turns else ("turns",)))
+    return said | {name: value for name, value in outcome.items() if name not in left_out}
