@@ -176,7 +176,11 @@ def main() -> None:
             one.prepare()
             kills = given.kills if way == "streaming" else 0
             seconds[way], usd = one.run(kills, given.deadline, random.Random(1))
-            said = {"seconds": round(seconds[way], 1), "usd": round(usd, 4), "budget_held": usd <= BUDGET}
+            said: dict[str, object] = {
+                "seconds": round(seconds[way], 1),
+                "usd": round(usd, 4),
+                "budget_held": usd <= BUDGET,
+            }
             said |= {"deadline_held": seconds[way] <= given.deadline, "rows": one.check(), "commands": one.commands}
             print(f"{way}: {json.dumps(said | {'killed': one.dead, 'load': os.getloadavg()[1]})}", flush=True)
     if len(seconds) == 2:
