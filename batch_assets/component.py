@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
-from batch_assets.orchestration.assets import dead_letters_asset, prompts_asset, rows_asset, table_asset
+from batch_assets.orchestration.assets import dead_letters_asset, passed_asset, prompts_asset, rows_asset, table_asset
 from batch_assets.orchestration.automation import refresh_automation
 from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.spec.chain import ChainError, steps_to
@@ -118,6 +118,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     """
     prompts, rows = prompts_asset(spec, spec_version(spec), folder, broken), rows_asset(spec, folder)
     table, dead = table_asset(spec), dead_letters_asset(spec)
+    passed = [passed_asset(spec, folder)] if spec.filter is not None else []
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",
         selection=dg.AssetSelection.assets(prompts.key),
@@ -132,7 +133,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     )
     publish = dg.define_asset_job(
         publish_job(spec.name),
-        selection=dg.AssetSelection.assets(table.key, dead.key),
+        selection=dg.AssetSelection.assets(table.key, dead.key, *(one.key for one in passed)),
         description="Compact the current batches into the table. The publisher starts it when a snapshot is complete.",
     )
     schedules = []
@@ -147,7 +148,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
             )
         )
     return dg.Definitions(
-        assets=[source_asset(spec, folder), prompts, rows, table, dead],
+        assets=[source_asset(spec, folder), prompts, rows, table, dead, *passed],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
         sensors=refresh_automation(spec),

@@ -9,6 +9,7 @@ import dagster as dg
 from batch_assets.asset_metadata.distributions import table_distributions
 from batch_assets.asset_metadata.histogram import distributions_markdown
 from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
+from batch_assets.filtering.passed_table import FilterReport
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows
@@ -79,6 +80,24 @@ def table_metadata(
     billed = {} if bill is None else {"usd_useful": round(bill.useful, 6)}
     billed |= {"usd_billed": round(bill.total, 6)} if bill is not None and final else {}
     return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
+
+
+def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterReport) -> dict[str, Any]:
+    """Counts and places of the rows that pass a filter, and of those that fall out, by rule. Numbers stay numbers."""
+    by_rule = ["| rule | flagged | fell out |", "|---|--:|--:|"]
+    by_rule += [f"| {name} | {count:,} | {report.removed[name]:,} |" for name, count in report.flagged.items()]
+    return {
+        "rows": table.rows,
+        "dagster/row_count": table.rows,
+        "rows_fallen": report.fallen,
+        "by_rule": dg.MetadataValue.md("\n".join(by_rule)),
+        **{f"flagged_{name}": count for name, count in report.flagged.items()},
+        "table_version": report.table,
+        "dagster/uri": table.uri(store.objects),
+        "files": dg.MetadataValue.path(table.glob(store.objects)),
+        "fallen_files": dg.MetadataValue.path(store.objects.uri(f"{table.path}/fallen-*.parquet")),
+        "simulated": table.simulated,
+    }
 
 
 def short_type(name: str) -> str:

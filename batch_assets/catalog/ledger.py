@@ -101,6 +101,11 @@ def table_key(dataset: str) -> dg.AssetKey:
     return dg.AssetKey([dataset, "dataset"])
 
 
+def passed_key(dataset: str) -> dg.AssetKey:
+    """Asset key of the rows of the table that pass the filter."""
+    return dg.AssetKey([dataset, "passed"])
+
+
 def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.AssetMaterialization:
     """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry."""
     batch = BatchObject(footer.key, footer.data_version, footer.generation)

@@ -238,7 +238,7 @@ def _models(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value.get("items"), dict):
         yield from _models(value["items"], f"{path}[]")
     if isinstance(value.get("additionalProperties"), dict):
-        yield from _models(value["additionalProperties"], f"{path}.COLUMN")
+        yield from _models(value["additionalProperties"], f"{path}.{'RULE' if path == 'filter' else 'COLUMN'}")
 
 
 def _table(schema: Mapping[str, Any], prefix: str, meanings: Mapping[str, str] | None = None) -> str:

@@ -416,6 +416,7 @@ def export(
         str | None, typer.Option(help="preference: numbers; of a group the highest is chosen, the lowest rejected.")
     ] = None,
     part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
+    passed: Annotated[bool, typer.Option("--passed", help="Only rows that pass the dataset's filter.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the published table as training files; after a kill the same command goes on."""
@@ -440,9 +441,7 @@ def export(
             group_by=group_by,
             rank_by=rank_by,
         )
-        export_table(
-            name, to, version, lambda table: options_of([column.name for column in table.columns]), as_json=as_json
-        )
+        export_table(name, to, version, options_of, passed=passed, as_json=as_json)
 
 
 @app.command()

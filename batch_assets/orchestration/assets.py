@@ -14,13 +14,21 @@ from typing import Any, cast
 import dagster as dg
 
 from batch_assets import settings
-from batch_assets.asset_metadata.materialization import reuse_metadata, shown_rows, snapshot_metadata, table_metadata
+from batch_assets.asset_metadata.materialization import (
+    passed_metadata,
+    reuse_metadata,
+    shown_rows,
+    snapshot_metadata,
+    table_metadata,
+)
 from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.capacity_planning.cost_curve import curve_markdown
 from batch_assets.capacity_planning.planner_input import FleetView, propose
 from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
+from batch_assets.catalog.publications import ledger_state
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
+from batch_assets.filtering.passed_table import filtered, is_current
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
@@ -30,8 +38,14 @@ from batch_assets.orchestration.automation import refresh_condition
 from batch_assets.orchestration.chain_shares import step_tags
 from batch_assets.orchestration.freshness import freshness
 from batch_assets.orchestration.made_anew import Regeneration, mark, settle_simulated
-from batch_assets.orchestration.reconcile import empty_store, reconcile
-from batch_assets.orchestration.source_place import PartOfSource, at_its_place, part_of_source, refuse_simulated
+from batch_assets.orchestration.reconcile import empty_store, reconcile, void_publications
+from batch_assets.orchestration.source_place import (
+    PartOfSource,
+    at_its_place,
+    part_of_source,
+    refuse_simulated,
+    store_of,
+)
 from batch_assets.orchestration.trial import trial_rows, wanted_entries
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letters
@@ -45,6 +59,8 @@ from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
+from batch_assets.spec.row_rules import rules_digest
+from batch_assets.spec.source import SourceSpec
 from batch_assets.tags import CHAIN_TAG, ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, STREAMING_TAG, UPSTREAM_TAG
 from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
@@ -169,6 +185,8 @@ def read_source(
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
             context.log.warning(sentence)
+        if spec.filter is not None and not is_current(store, spec.filter, base):
+            _publish_again(context.instance, store, manifest)
         if REFRESH_TAG in tags:
             settle_engine(context, spec, store, fleet, manifest, part)
             if goes_on:  # only now: the rows so far are under the request before until they have a successor
@@ -188,6 +206,14 @@ def _committed_so_far(
     place = folder / "so_far"
     place.mkdir()
     return part_of_source(spec, found[0], context.instance, store.objects, place)
+
+
+def _publish_again(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:
+    """Have the table published again where it was for this snapshot, as its filter has other rules, or lost files. The
+    table's own files stay; no row is asked."""
+    entries, versions = store.entries(manifest.snapshot), ledger.ledger_versions(instance, store.dataset)
+    if not ledger.missing(entries, versions):
+        void_publications(instance, store.dataset, ledger_state(manifest.snapshot, entries, versions), "success")
 
 
 def _share_of_chain(
@@ -230,7 +256,7 @@ def settle_engine(
     if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
         config.check_asked(spec.model, endpoint, simulate=simulate)
         if spec.source.dataset is not None:
-            read = _read_table(spec.source.dataset, manifest, store) if part is None else part.simulated
+            read = _read_table(spec.source, manifest, store) if part is None else part.simulated
             refuse_simulated(
                 spec.source.dataset,
                 read,
@@ -241,9 +267,9 @@ def settle_engine(
         context.log.warning(mark(context.instance, store, manifest.snapshot, wanted, again))
 
 
-def _read_table(name: str, manifest: SnapshotManifest, store: DatasetStore) -> bool:
-    """Whether a simulator wrote some of the table of dataset `name` that a snapshot has read."""
-    table = published_table(DatasetStore(store.objects, name), manifest.upstream_version)
+def _read_table(source: SourceSpec, manifest: SnapshotManifest, store: DatasetStore) -> bool:
+    """Whether a simulator wrote some of the table of another dataset that a snapshot has read."""
+    table = published_table(store_of(source, store.objects), manifest.upstream_version)
     return table is not None and table.simulated
 
 
@@ -420,6 +446,35 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
         )
 
     return dataset
+
+
+def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinition:
+    """The rows of the table that pass the filter, with those that fall out beside them."""
+    rules = spec.filter
+    assert rules is not None, "a dataset without a filter has no such asset"
+
+    @_asset(
+        key=ledger.passed_key(spec.name),
+        deps=[ledger.table_key(spec.name)],
+        code_version=rules_digest(rules),
+        **_about(spec, "The rows of the table that pass the filter. Those that fall out lie beside.", {"parquet"}),
+    )
+    def passed(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        data = store.dataset(spec.name)
+        try:
+            with (
+                cancellation_in_words(context, lambda: _canceled(spec.name)),
+                temporary_folder() as workdir,
+                fleet.alive(context.run.run_id, spec.name, "filtering the table"),
+            ):
+                table, report = filtered(data, rules, base=folder, now=time.time(), workdir=workdir)
+        except BadCondition as error:
+            raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(table.version), metadata=passed_metadata(data, table, report)
+        )
+
+    return passed
 
 
 def _canceled(dataset: str) -> str:

@@ -11,11 +11,10 @@ from pathlib import Path, PurePosixPath
 
 import dagster as dg
 
-from batch_assets.catalog.ledger import table_key
 from batch_assets.snapshot.ingest import source_name
 from batch_assets.spec.discovery import Datasets, defs_folder
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.source import GridColumn, SourceSpec
+from batch_assets.spec.source import GridColumn, SourceSpec, table_read_by
 
 GROUP = "sources"
 _WILD = re.compile(r"[*?\[]")
@@ -39,10 +38,8 @@ def source_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetSpec:
     """What the dataset reads, and how: shown in the lineage, never materialized here. `folder`: of its file."""
     source = spec.source
     before = [place.key for place in places(source, folder)]
-    if source.asset is not None:
-        before = [dg.AssetKey.from_user_string(source.asset)]
-    if source.dataset is not None:
-        before = [table_key(source.dataset)]
+    if (read := table_read_by(source)) is not None:
+        before = [dg.AssetKey.from_user_string(read)]
     return dg.AssetSpec(
         key=[spec.name, "source"],
         deps=before,

@@ -16,5 +16,6 @@ __all__ = [
     "publish",
     "published_table",
     "quality",
+    "table_files",
     "verify",
 ]

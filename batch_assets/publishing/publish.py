@@ -81,17 +81,17 @@ def publish(
     output_columns = output_columns or manifest.settings().task in SCHEMAS
     columns = OutputColumns.of(manifest, schema.names) if output_columns else None
     version = table_version(manifest.snapshot, current, prompt=include_prompt, output_columns=columns is not None)
-    unfinished = _unfinished(store)
-    table = _whole_table(store, version)
-    if table is None or _changed_files(store, table):
+    unfinished = unfinished_versions(store)
+    table = whole_table(store, version)
+    if table is None or changed_files(store, table):
         many = threads or threads_for(store.objects)
         table = _write(store, manifest, entries, current, version, schema, columns, card, now, workdir, part_rows, many)
-    _switch(store, table)
-    _prune(store, table, keep_versions, unfinished)
+    switch_readers(store, table)
+    prune_versions(store, table, keep_versions, unfinished)
     return table
 
 
-def _changed_files(store: DatasetStore, table: PublishedTable) -> bool:
+def changed_files(store: DatasetStore, table: PublishedTable) -> bool:
     """Whether a file has other bytes than the manifest says: reads every byte of the table."""
     try:
         return any(sha256_of(store.objects, f"{table.path}/{file.name}") != file.sha256 for file in table.stored())
@@ -99,7 +99,7 @@ def _changed_files(store: DatasetStore, table: PublishedTable) -> bool:
         return True
 
 
-def _whole_table(store: DatasetStore, version: str | None = None) -> PublishedTable | None:
+def whole_table(store: DatasetStore, version: str | None = None) -> PublishedTable | None:
     """A version (default: what readers see) whose manifest and files are all there, of their sizes; else None."""
     try:
         table = published_table(store, version)
@@ -186,9 +186,9 @@ def _write_lines(
             writer.write(columns.add(rows, count=False) if columns else rows)
 
 
-def _switch(store: DatasetStore, table: PublishedTable) -> None:
+def switch_readers(store: DatasetStore, table: PublishedTable) -> None:
     """Point readers at `table`, unless what they see is newer: another run may have published meanwhile."""
-    seen = _whole_table(store)
+    seen = whole_table(store)
     if seen is not None and seen.version == table.version:
         return
     if seen is not None:
@@ -215,7 +215,7 @@ def _versions(store: DatasetStore) -> dict[str, list[str]]:
     return found
 
 
-def _unfinished(store: DatasetStore) -> set[str]:
+def unfinished_versions(store: DatasetStore) -> set[str]:
     return {version for version, paths in _versions(store).items() if not _has_manifest(paths)}
 
 
@@ -223,13 +223,13 @@ def _has_manifest(paths: Iterable[str]) -> bool:
     return any(path.endswith("/manifest.json") for path in paths)
 
 
-def _prune(store: DatasetStore, table: PublishedTable, keep: int, unfinished: Collection[str]) -> None:
+def prune_versions(store: DatasetStore, table: PublishedTable, keep: int, unfinished: Collection[str]) -> None:
     """Delete all but the newest `keep` versions, and what aborted publications left before this one began."""
     versions = _versions(store)
     finished: dict[str, float] = {}
     for version, paths in versions.items():
         if _has_manifest(paths):
-            found = _whole_table(store, version)
+            found = whole_table(store, version)
             finished[version] = found.created_at if found else 0.0
     newest = sorted(finished, key=lambda version: (version == table.version, finished[version]), reverse=True)
     for version, paths in versions.items():

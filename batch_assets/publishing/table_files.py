@@ -177,13 +177,16 @@ class Totals:
 class TableWriter:
     """Writes lines into `part-00000.parquet`, …, one local file at a time, each uploaded when it is full.
 
-    A row group holds up to 100,000 lines or 24 MB of them, a part up to `part_rows` lines or about 1 GB.
+    A row group holds up to 100,000 lines or 24 MB of them, a part up to `part_rows` lines or about 1 GB. `stem`: what
+    names of files begin with.
     """
 
-    def __init__(self, store: DatasetStore, version: str, schema: pa.Schema, workdir: Path, part_rows: int) -> None:
+    def __init__(
+        self, store: DatasetStore, version: str, schema: pa.Schema, workdir: Path, part_rows: int, stem: str = "part"
+    ) -> None:
         self.totals = Totals()
         self._store, self._version, self._schema = store, version, schema
-        self._workdir, self._part_rows = workdir, part_rows
+        self._workdir, self._part_rows, self._stem = workdir, part_rows, stem
         self._files: list[TableFile] = []
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = self._rows = 0
@@ -200,7 +203,7 @@ class TableWriter:
 
     @property
     def _name(self) -> str:
-        return f"part-{len(self._files):05d}.parquet"
+        return f"{self._stem}-{len(self._files):05d}.parquet"
 
     @property
     def _file(self) -> Path:

@@ -22,6 +22,7 @@ from batch_assets.catalog.ledger import will_be_retried
 from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_rate
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.run_errors import failure_text
+from batch_assets.filtering.passed_table import PassedStore, read_report
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
 from batch_assets.orchestration.reconcile import empty_store
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
@@ -125,7 +126,9 @@ class DatasetStatus:
     `problems`: what the catalog promises and the store has not, or why the store cannot be read. Batches whose object
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
     the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
-    left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `refresh_failed`: the newest refresh failed.
+    left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `rows_passed`, `rows_fallen`,
+    `fallen_by_rule`: of the newest rows that the filter made; None: there are none.
+    `refresh_failed`: the newest refresh failed.
     `streaming`: how much was read so far of the dataset that this one reads, which is not complete; None: all of it.
     """
 
@@ -155,6 +158,9 @@ class DatasetStatus:
     rejects: str | None = None
     refresh_failed: RefreshFailure | None = None
     streaming: Streaming | None = None
+    rows_passed: int | None = None
+    rows_fallen: int | None = None
+    fallen_by_rule: dict[str, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -310,12 +316,12 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     """Status of one dataset; `now` is in Unix seconds. A store that cannot be read is one of its problems."""
     try:
         sight, problems = observer.checked(now)
-        table = observer.table()
+        table, passed = observer.table(), read_report(PassedStore(observer.store))
         source = observer.source_counts(sight.snapshot)
     except Exception as error:
         if not isinstance(error, StoreError) and not is_store_trouble(error):
             raise
-        sight, table = DatasetObservation(None, [], {}, (), _NOTHING), None
+        sight, table, passed = DatasetObservation(None, [], {}, (), _NOTHING), None, None
         problems, source = [trouble_text(observer.store, error)], SourceCounts()
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
@@ -353,6 +359,9 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         rejects=_rejects(observer.store, sight.snapshot) if source.rejected else None,
         streaming=source.streaming,
         refresh_failed=refresh_failure(observer.instance, observer.store.dataset, now),
+        rows_passed=passed.passed if passed else None,
+        rows_fallen=passed.fallen if passed else None,
+        fallen_by_rule=passed.removed if passed else None,
     )
 
 

@@ -165,7 +165,7 @@ def status_table(
         money = [format_usd(status.request.usd_total)] if chains else []
         table.add_row(_branch(status.dataset, depths), *counts, batches, rate, eta, *money, table_words(status))
         waiting = waiting or bool(status.runs)
-        found = [*problem_lines(status), *left_out_lines(status), *failure_lines(status)]
+        found = [*problem_lines(status), *left_out_lines(status), *filter_lines(status), *failure_lines(status)]
         told = [*found, *_request_lines(status, now), *run_lines(status)]
         lines += [Text(f"  {line}") for line in told]
     if waiting and not dagster_runs:
@@ -186,6 +186,15 @@ def table_words(status: DatasetStatus) -> str:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"
     return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def filter_lines(status: DatasetStatus) -> list[str]:
+    """How many rows of the table pass its filter, and by which rules the others fell out."""
+    if status.rows_passed is None or status.rows_fallen is None:
+        return []
+    rules = ", ".join(f"{name} {count:,}" for name, count in (status.fallen_by_rule or {}).items() if count)
+    said = f"{status.rows_passed:,} of {status.rows_passed + status.rows_fallen:,} rows pass the filter"
+    return [f"{status.dataset}: {said}{f' (fell out: {rules})' if rules else ''}"]
 
 
 def _request_lines(status: DatasetStatus, now: float) -> list[str]:

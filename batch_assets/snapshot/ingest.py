@@ -380,7 +380,8 @@ def source_name(spec: GeneratedDatasetSpec) -> str:
     source = spec.source
     if source.dataset is not None:
         version = source.table_version
-        return f"dataset {source.dataset}" + (f", version {version}" if version else "")
+        passed = ", the rows that pass" if source.passed else ""
+        return f"dataset {source.dataset}{passed}" + (f", version {version}" if version else "")
     return source.path or source.asset or f"grid of {' × '.join(spec.source.grid or {})}"
 
 

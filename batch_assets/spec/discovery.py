@@ -122,7 +122,8 @@ def declarations(root: Path | None = None) -> Declarations:
     going = {path: one if one.error is None else read_file(copy_of(path)) for path, one in read.items()}
     sources = {spec.name: (spec.source, path) for path, one in going.items() for spec in one.specs}
     known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
-    wrong = dict(_misread(sources, known)) | wrong
+    specs = {spec.name: (spec, path) for path, one in read.items() for spec in one.specs}
+    wrong = dict(_misread(sources, known)) | dict(_unfiltered(specs)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
     datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
@@ -171,6 +172,15 @@ def _misread(
             continue
         if circle := circle_from(name, reads):
             yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join(circle))])
+
+
+def _unfiltered(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a dataset that reads the rows that pass a filter, of one that has none."""
+    for name, (spec, path) in specs.items():
+        before = specs.get(spec.source.dataset or "")
+        if spec.source.passed and before is not None and before[0].filter is None:
+            found = f"{show(spec.source.dataset)}, which has no `filter`"
+            yield path, SpecError(path, [Problem(f"{name}: source.passed", "a dataset with a filter", found)])
 
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from batch_assets.spec.errors import SpecError, Unusable, explain, show
+from batch_assets.spec.errors import SpecError, Unusable, explain, nearest, show
 from batch_assets.spec.fields import (
     Choice,
     Column,
@@ -41,6 +41,7 @@ from batch_assets.spec.fields import (
 )
 from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
+from batch_assets.spec.row_rules import RowRules
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
@@ -451,6 +452,11 @@ class GeneratedDatasetSpec(Strict):
     gates: GatesSpec = Field(
         default=GatesSpec(), description="Rates of bad rows that pause the request while it is made."
     )
+    filter: RowRules | None = Field(
+        default=None,
+        description="Rules by name: rows that fall out by one are left out of the table of rows that pass "
+        "(`NAME/passed`), and kept beside it. A change counts from the next refresh on, which asks for no row.",
+    )
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
@@ -519,6 +525,7 @@ class GeneratedDatasetSpec(Strict):
         _check_output_columns(self)
         _check_turns(self)
         _check_rules(self)
+        _check_filter(self)
         return self
 
     @property
@@ -832,6 +839,18 @@ def _check_images(spec: GeneratedDatasetSpec) -> None:
 def _check_adapter(spec: GeneratedDatasetSpec) -> None:
     if spec.model in [one.name for one in spec.engine.adapters]:
         raise Unusable("another name than the model's for each adapter", show(spec.model), key="engine")
+
+
+def _check_filter(spec: GeneratedDatasetSpec) -> None:
+    """Each column that a rule reads is one that the table will have."""
+    properties = (spec.output.json_schema or {}).get("properties") or {} if spec.output.columns else {}
+    hidden = {"row_key", "of_row_id", REPEATS} | (set() if spec.include_prompt else {"prompt"})
+    known = {*(OWN_COLUMNS - hidden), *spec.keep_columns, *properties, *([SAMPLE_INDEX] if spec.samples > 1 else [])}
+    for name, rule in (spec.filter or {}).items():
+        for key, column in rule.columns():
+            if column not in known:
+                hint = nearest(column, sorted(known))
+                raise Unusable("a column of the table", show(column), hint, key=f"filter.{name}.{key}")
 
 
 def _check_refresh(spec: GeneratedDatasetSpec) -> None:

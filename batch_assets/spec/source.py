@@ -23,8 +23,9 @@ from batch_assets.spec.fields import (
 Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
 _KINDS = ("path", "asset", "dataset", "grid")
 TABLE = "dataset"  # last part of the asset key of the table of a dataset
-ASSETS = ("source", "prompts", "rows", TABLE, "dead_letters")  # last parts of the keys of all its assets
-_NEWER = ("asset", "dataset", "include_errors", "streaming", "rename", "explode", "group_by", "min_group")
+PASSED = "passed"  # of that of the rows that its filter lets pass
+ASSETS = ("source", "prompts", "rows", TABLE, PASSED, "dead_letters")  # last parts of the keys of all its assets
+_NEWER = ("asset", "dataset", "include_errors", "passed", "streaming", "rename", "explode", "group_by", "min_group")
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
@@ -79,6 +80,9 @@ class SourceSpec(Strict):
         default=None,
         description="Beside `dataset`, but not beside `group_by`: in a chain, rows of batches that are committed there "
         "are read and asked while the others are made. The table is published when all are there.",
+    )
+    passed: Flag | None = Field(
+        default=None, description="Beside `dataset`: only its rows that pass its `filter`. Their `flags` say what else."
     )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
@@ -162,6 +166,14 @@ class SourceSpec(Strict):
             raise Unusable("streaming beside a dataset only", show(self.streaming), key="streaming")
         if self.streaming and self.group_by is not None:
             raise Unusable("no streaming beside group_by, as a group needs all of its rows", "both", key="streaming")
+        if self.passed is not None and self.dataset is None:
+            raise Unusable("passed beside a dataset only", show(self.passed), key="passed")
+        if self.passed and self.streaming:
+            hint = "A table is filtered when all of its rows are there."
+            raise Unusable("one of passed and streaming", "both", hint, key="passed")
+        if self.passed and self.include_errors:
+            hint = "Rows without an answer never pass."
+            raise Unusable("one of passed and include_errors", "both", hint, key="passed")
         if self.min_group is not None and self.group_by is None:
             raise Unusable("min_group beside group_by only", show(self.min_group), key="min_group")
         new = list((self.rename or {}).values())
@@ -220,4 +232,6 @@ def circle_from(name: str, reads: Mapping[str, str | None]) -> list[str]:
 
 def table_read_by(source: SourceSpec) -> str | None:
     """Asset key of the table that a source is, with / between its parts; None for files and grids."""
-    return f"{source.dataset}/{TABLE}" if source.dataset is not None else source.asset
+    if source.dataset is None:
+        return source.asset
+    return f"{source.dataset}/{PASSED if source.passed else TABLE}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batch_assets import settings
+from batch_assets.filtering.passed_table import PassedStore
 from batch_assets.publishing.published_table import PublishedTable, broken_files, published_table
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.objects.opening import Objects, open_objects
@@ -72,27 +73,32 @@ class Table:
         return (connection or duckdb.connect()).from_arrow(self.dataset())
 
 
-def table(name: str, version: str | None = None, *, store: str | None = None) -> Table:
+def table(name: str, version: str | None = None, *, passed: bool = False, store: str | None = None) -> Table:
     """The table of a dataset: the newest, or the given version (16 hex digits).
+
+    `passed`: of the rows that pass its filter.
 
     `store`: a folder or s3://bucket/prefix; BATCH_ASSETS_STORE without. Keys for S3 come from the environment, as
     everywhere. Raises TableError where there is no such table, StoreError for a store that cannot be opened.
     """
     objects = open_objects(store or settings.store_root())
-    found = find_table(objects, name, version)
+    found = find_table(objects, name, version, passed=passed)
     uris = tuple(objects.uri(f"{found.path}/{file.name}") for file in found.files)
     return Table(name, found.version, found.rows, tuple(column.name for column in found.columns), uris, objects)
 
 
-def find_table(objects: Objects, name: str, version: str | None = None) -> PublishedTable:
-    """What is known of the table, whose files are all there, of their sizes. Raises TableError."""
+def find_table(objects: Objects, name: str, version: str | None = None, *, passed: bool = False) -> PublishedTable:
+    """What is known of the table, or of that of the rows that pass its filter; its files are all there, of their sizes.
+    Raises TableError.
+    """
     if not _NAME.fullmatch(name):
         raise TableError(f"expected the name of a dataset (a-z, 0-9 and _), found {name[:80]!r}")
     if version is not None and not _VERSION.fullmatch(version):
         raise TableError(f"{name}: expected a version of 16 hex digits, found {version[:80]!r}")
     data = DatasetStore(objects, name)
+    data = PassedStore(data) if passed else data
     found = published_table(data, version)
-    if found is None or found.dataset != name:
+    if found is None or found.dataset != data.dataset:
         raise TableError(_no_table(data, version))
     if broken := broken_files(data, found):
         named = ", ".join(broken[:5])
@@ -105,7 +111,9 @@ def _no_table(data: DatasetStore, version: str | None) -> str:
     paths = (info.path[len(prefix) :] for info in data.objects.list(prefix))
     there = [path.removesuffix("/manifest.json") for path in paths if path.endswith("/manifest.json")]
     if not there:
-        return f"{data.dataset}: no table in {data.objects.root}; `batch-assets run {data.dataset}` makes one"
+        name = data.dataset.partition("/")[0]
+        hint = " where the dataset has a `filter`" if data.dataset != name else ""
+        return f"{data.dataset}: no table in {data.objects.root}; `batch-assets run {name}` makes one{hint}"
     current = data.current_published()
     wanted = f"version {version}" if version else "a table"
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from batch_assets import settings
@@ -12,7 +12,7 @@ from batch_assets.cli.user_errors import CommandError, error_console
 from batch_assets.exports.export import export
 from batch_assets.exports.options import VALIDATION, ExportOptions
 from batch_assets.exports.record import ExportRecord, read_record
-from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.source import PASSED
 from batch_assets.table_access.opened_table import find_table
 from resources.objects.opening import open_objects
 
@@ -30,19 +30,27 @@ _WHY = {
 
 
 def export_table(
-    name: str, to: str, version: str | None, options_of: Callable[[PublishedTable], ExportOptions], *, as_json: bool
+    name: str,
+    to: str,
+    version: str | None,
+    options_of: Callable[[Sequence[str]], ExportOptions],
+    *,
+    passed: bool = False,
+    as_json: bool,
 ) -> None:
     """Export, or go on with it. Raises CommandError, ExportError, TableError.
+
+    `passed`: of the rows that pass the filter.
 
     Without a version an export that is not complete goes on with its own, and any other takes the newest.
     """
     if "://" not in to and Path(to).expanduser().is_file():
         raise CommandError(f"--to {to}: expected a folder, found a file")
     target, source = open_objects(to), open_objects(settings.store_root())
-    begun = read_record(target)
-    if version is None and begun is not None and begun.dataset == name and not begun.complete:
+    begun, of = read_record(target), f"{name}/{PASSED}" if passed else name
+    if version is None and begun is not None and begun.dataset == of and not begun.complete:
         version = begun.version
-    table = find_table(source, name, version)
+    table = find_table(source, name, version, passed=passed)
     console = error_console()
 
     def told(record: ExportRecord) -> None:
@@ -50,7 +58,7 @@ def export_table(
             console.print(f"{record.lines:,} of {table.rows:,} lines", highlight=False)
 
     with Signals():  # also at SIGTERM the folder of work files goes
-        record = export(source, table, target, options_of(table), told=told)
+        record = export(source, table, target, options_of([column.name for column in table.columns]), told=told)
     if as_json:
         print_json(record.model_dump(exclude={"checksum"}) | {"to": target.root})
     else:

@@ -1,0 +1,295 @@
+"""The table of the rows that pass a dataset's filter: a published table of its own in `NAME/passed`, one version for
+each version of the dataset's table and of the rules.
+
+Rows that fall out lie in the same folder, in `fallen-00000.parquet`, … The column `flags` of both names the rules that
+flag a row. The dataset's own table stays as it is. Memory is that of one row group, and a byte a row and rule; what
+compares rows uses the disk (`repeated_rows`). After a kill it is made anew, with the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ConfigDict
+
+from batch_assets.filtering.repeated_rows import RowsMark
+from batch_assets.filtering.row_marks import Flags, Mark, NoAnswerMark, mark_of
+from batch_assets.filtering.text_marks import files_digest
+from batch_assets.publishing.publish import (
+    PART_ROWS,
+    changed_files,
+    prune_versions,
+    switch_readers,
+    unfinished_versions,
+    whole_table,
+)
+from batch_assets.publishing.published_table import PublishedTable, published_table, table_batches
+from batch_assets.publishing.table_files import Column, TableFile, TableWriter
+from batch_assets.spec.row_rules import NO_ANSWER, RowRule, rules_digest
+from batch_assets.spec.source import PASSED
+from resources.objects.opening import CorruptObject
+from resources.store.dataset_store import DatasetStore
+from resources.store.object_integrity import Sealed, read_sealed, sha256_of
+from resources.store.row_condition import BadCondition
+
+FORMAT = 1
+FLAGS = "flags"
+REPORT = "filter.json"
+_FLAGS_TYPE = pa.list_(pa.string())
+
+
+class FilterReport(Sealed):
+    """What a filter did, `filter.json` beside the table of the rows that pass.
+
+    `table`: version of the dataset's table. `rules`: digest of the rules. `flagged`, `removed`: rows by rule, and
+    by `error` those without an answer; a row that several rules remove counts at each. `files`: of the fallen rows.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    table: str
+    rules: str
+    passed: int
+    fallen: int
+    flagged: dict[str, int]
+    removed: dict[str, int]
+    files: list[TableFile]
+
+
+class PassedStore(DatasetStore):
+    """The place of a dataset's passed rows in its store."""
+
+    def __init__(self, of: DatasetStore) -> None:
+        super().__init__(of.objects, f"{of.dataset}/{PASSED}")
+        self._run = of.mended_by_run
+
+    @property
+    def mended_by_run(self) -> str:
+        return self._run
+
+
+def filtered(
+    store: DatasetStore,
+    rules: Mapping[str, RowRule],
+    *,
+    base: Path,
+    now: float,
+    workdir: Path,
+    part_rows: int = PART_ROWS,
+    keep_versions: int = 2,
+) -> tuple[PublishedTable, FilterReport]:
+    """Filter the published table of a dataset, and switch readers of the passed rows to what was found; one that was
+    made of the same table by the same rules is taken as it is. `base`: where paths of rules begin.
+
+    Raises BadCondition where a rule does not fit the table, CorruptObject.
+    """
+    table = published_table(store)
+    if table is None:
+        raise BadCondition(f"filter: expected a published table of {store.dataset}, found none; {store.mended_by_run}")
+    target = PassedStore(store)
+    version, left = filter_version(table.version, rules, base), unfinished_versions(target)
+    passed = whole_table(target, version)
+    if passed is None or changed_files(target, passed) or _fallen_changed(target, version):
+        passed = _write(store, table, target, version, rules, base, now, workdir, part_rows)
+    switch_readers(target, passed)
+    prune_versions(target, passed, keep_versions, left)
+    report = read_report(target, version)
+    assert report is not None, "it is written before the manifest"
+    return passed, report
+
+
+def filter_version(table: str, rules: Mapping[str, RowRule], base: Path) -> str:
+    """Version (16 hex digits) of the passed rows of a version of the table: another one where a rule has changed, or a
+    file that it reads. Raises BadCondition."""
+    digest = hashlib.sha256(f"{FORMAT} {table} {rules_digest(rules)}\n".encode())
+    for name, rule in rules.items():
+        if rule.overlap is not None:
+            with _named(name):
+                digest.update(f"{files_digest(rule.overlap, base)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def read_report(target: DatasetStore, version: str | None = None) -> FilterReport | None:
+    """What the filter did for the version that readers see, or another one; None before. Raises CorruptObject."""
+    version = version or target.current_published()
+    if version is None:
+        return None
+    try:
+        return read_sealed(target.objects, target.published_path(version, REPORT), FilterReport, target.mended_by_run)
+    except FileNotFoundError:
+        return None
+
+
+def is_current(store: DatasetStore, rules: Mapping[str, RowRule], base: Path) -> bool:
+    """Whether the passed rows are those of the published table, by these rules, with all their files. Raises
+    BadCondition."""
+    table, target = published_table(store), PassedStore(store)
+    try:
+        passed = whole_table(target)
+        return table is not None and passed is not None and passed.version == filter_version(table.version, rules, base)
+    except CorruptObject:
+        return False
+
+
+def _fallen_changed(target: DatasetStore, version: str) -> bool:
+    """Whether files of the fallen rows are not as they were written."""
+    try:
+        report = read_report(target, version)
+        return report is None or any(
+            sha256_of(target.objects, target.published_path(version, file.name)) != file.sha256 for file in report.files
+        )
+    except (CorruptObject, FileNotFoundError):
+        return True
+
+
+def _write(
+    store: DatasetStore,
+    table: PublishedTable,
+    target: DatasetStore,
+    version: str,
+    rules: Mapping[str, RowRule],
+    base: Path,
+    now: float,
+    workdir: Path,
+    part_rows: int,
+) -> PublishedTable:
+    names = [column.name for column in table.columns]
+    with store.objects.open(f"{table.path}/{table.files[0].name}") as file:
+        schema = pq.read_schema(file)
+    if FLAGS in names:
+        raise BadCondition(f"filter: expected no column called {FLAGS} in the table, found one: source.rename helps")
+    flags = _flags(store, table, rules, names, base, workdir)
+    written = schema.append(pa.field(FLAGS, _FLAGS_TYPE, nullable=False))
+    with (
+        TableWriter(target, version, written, workdir, part_rows) as passed,
+        TableWriter(target, version, written, workdir, part_rows, "fallen") as fallen,
+    ):
+        first = 0
+        for rows in _tables(store, table, names):
+            out = flags.fallen(first, rows.num_rows)
+            rows = rows.append_column(written.field(FLAGS), flags.column(first, rows.num_rows))
+            passed.write(rows.filter(pa.array(~out)))
+            fallen.write(rows.filter(pa.array(out)))
+            first += rows.num_rows
+        files, others = passed.finish(), fallen.finish()
+    flagged, removed = flags.counts()
+    report = FilterReport(
+        table=table.version,
+        rules=rules_digest(rules),
+        passed=passed.totals.rows,
+        fallen=fallen.totals.rows,
+        flagged=flagged,
+        removed=removed,
+        files=others,
+    )
+    found = _manifest(table, target, version, passed, files, written, now)
+    target.objects.put(target.published_path(version, REPORT), report.to_json())
+    target.objects.put(target.published_path(version, "manifest.json"), found.to_json())
+    return found
+
+
+def _manifest(
+    table: PublishedTable,
+    target: DatasetStore,
+    version: str,
+    passed: TableWriter,
+    files: list[TableFile],
+    schema: pa.Schema,
+    now: float,
+) -> PublishedTable:
+    """What the passed rows are: counts, tokens and dollars of them alone."""
+    totals = passed.totals
+    descriptions = {column.name: column.description for column in table.columns}
+    descriptions[FLAGS] = "rules of the filter that mark the row"
+    return table.model_copy(
+        update={
+            "dataset": target.dataset,
+            "version": version,
+            "created_at": now,
+            "rows": totals.rows,
+            "ok": totals.rows - totals.dead,
+            "dead": totals.dead,
+            "duplicates": totals.duplicates,
+            "dead_duplicates": totals.dead_duplicates,
+            "prompt_tokens": totals.prompt_tokens,
+            "completion_tokens": totals.completion_tokens,
+            "usd": totals.usd,
+            "unpriced": totals.unpriced,
+            "reused": dict(sorted(totals.reused.items())),
+            "bytes": sum(file.bytes for file in files),
+            "simulated": table.simulated,
+            "output_mismatches": None,
+            "columns": [
+                Column(name=field.name, type=str(field.type), description=descriptions.get(field.name))
+                for field in schema
+            ],
+            "sources": totals.sources(),
+            "files": files,
+            "card": None,
+        }
+    )
+
+
+def _flags(
+    store: DatasetStore, table: PublishedTable, rules: Mapping[str, RowRule], known: list[str], base: Path, folder: Path
+) -> Flags:
+    """Which rows each rule flags, one rule after the other. Neighbours that look at a row alone share a pass over their
+    columns; one that compares rows has a pass of its own, over the rows that have not fallen out before."""
+    flags = Flags(rules, table.rows)
+    marks: list[tuple[str, Mark | Callable[[Path, int], RowsMark]]] = [(NO_ANSWER, NoAnswerMark())]
+    for name, rule in rules.items():
+        with _named(name):
+            marks.append((name, mark_of(rule, known, base)))
+    for compares, group in itertools.groupby(marks, lambda one: callable(one[1])):
+        if not compares:
+            _flag_alone(store, table, {name: cast(Mark, mark) for name, mark in group}, flags)
+            continue
+        for name, make in group:
+            made = cast(Callable[[Path, int], RowsMark], make)
+            with _named(name), contextlib.closing(made(folder, table.rows)) as mark:
+                _flag_compared(store, table, name, mark, flags)
+    return flags
+
+
+def _flag_alone(store: DatasetStore, table: PublishedTable, marks: Mapping[str, Mark], flags: Flags) -> None:
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(mark.columns for mark in marks.values())))
+    first = 0
+    for rows in _tables(store, table, columns):
+        frame = pl.DataFrame(pl.from_arrow(rows))
+        for name, mark in marks.items():
+            with _named(name):
+                flags.flag(name, first, mark.flagged(frame).to_numpy())
+        first += rows.num_rows
+
+
+def _flag_compared(store: DatasetStore, table: PublishedTable, name: str, mark: RowsMark, flags: Flags) -> None:
+    first = 0
+    for rows in _tables(store, table, list(mark.columns)):
+        stays = ~flags.fallen(first, rows.num_rows)
+        mark.learn(pl.DataFrame(pl.from_arrow(rows)).filter(pl.Series(stays)), first + np.flatnonzero(stays))
+        first += rows.num_rows
+    for found in mark.flagged():
+        flags.flag_rows(name, found)
+
+
+@contextlib.contextmanager
+def _named(rule: str) -> Iterator[None]:
+    """What is wrong names the rule."""
+    try:
+        yield
+    except BadCondition as error:
+        raise BadCondition(f"filter.{rule}: {error}") from None
+
+
+def _tables(store: DatasetStore, table: PublishedTable, columns: list[str]) -> Iterator[pa.Table]:
+    for batch in table_batches(store, table, columns):
+        yield pa.Table.from_batches([batch])
