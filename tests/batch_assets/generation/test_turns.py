@@ -113,12 +113,13 @@ def test_a_conversation_is_one_row_with_all_its_turns(tmp_path: Path, store: Dat
 
 
 def killed(run: RangeRun, engine: PlainEngine, requests: int) -> None:
-    """The run is broken off when the engine has got so many requests, and what it had is in its journal."""
-    many = threading.Event()
+    """The run is broken off after so many answers at most, and what it had is in its journal."""
+    many, over = threading.Event(), threading.Event()
 
     def count(request: dict[str, Any]) -> str:
-        if len(engine.requests) >= requests:
+        if len(engine.requests) > requests:
             many.set()
+            over.wait(30)
         return answer(request)
 
     async def main() -> None:
@@ -131,6 +132,8 @@ def killed(run: RangeRun, engine: PlainEngine, requests: int) -> None:
 
     engine.text = count
     asyncio.run(main())
+    over.set()
+    engine.text = answer
 
 
 def test_turns_of_a_killed_run_are_not_asked_again(tmp_path: Path, store: DatasetStore) -> None:
