@@ -22,17 +22,18 @@ from resources.fleet.engine_tls import tls_of_environment
 from resources.fleet.fleet_config import KEY_VARIABLE
 
 MOST_ROWS = 100
+# What people look at comes first: a frame that is printed shows its first and last columns.
 _SCHEMA: dict[str, Any] = {
-    "file": pl.String,
-    "line": pl.Int64,
     "prompt": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),
-    "refused": pl.String,
     "output": pl.String,
+    "refused": pl.String,
+    "problem": pl.String,
     "finish_reason": pl.String,
     "prompt_tokens": pl.Int64,
     "completion_tokens": pl.Int64,
     "seconds": pl.Float64,
-    "problem": pl.String,
+    "file": pl.String,
+    "line": pl.Int64,
 }
 
 
@@ -70,7 +71,7 @@ def preview(spec: GeneratedDatasetSpec, rows: int = 5, endpoint: str | None = No
     return pl.DataFrame([_line(row) for row in found], schema=shown)
 
 
-_ASKED_OR_NOT = ("file", "line", "prompt", "refused")
+_ASKED_OR_NOT = ("prompt", "refused", "file", "line")
 
 
 def _prompt(row: PreviewRow) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,16 @@ def generated_datasets(
     if circle := next(filter(None, (circle_from(name, reads) for name in reads)), None):
         raise SpecError("generated_datasets", [Problem("source", "datasets that are no circle", " → ".join(circle))])
     found = {spec.name: (spec, Path.cwd()) for spec in specs}
-    parts = [dataset_definitions(spec, folder) for spec, folder in found.values()]
-    taken = {key for part in parts for asset in part.assets or () for key in _keys(asset)}
-    parts.append(dg.Definitions(assets=files_assets(found, taken)))
-    reader = table_reader(None if store is None else store.root)
-    parts.append(dg.Definitions(resources={IO_MANAGER: reader}))
-    datasets = dg.Definitions.merge(*parts)
-    return dg.Definitions.merge(datasets, platform(datasets, found, store, fleet, known=lambda: found))
+    with warnings.catch_warnings():
+        for kind in (dg.BetaWarning, dg.PreviewWarning):  # of Dagster's API as we use it: nothing to a user
+            warnings.simplefilter("ignore", kind)
+        parts = [dataset_definitions(spec, folder) for spec, folder in found.values()]
+        taken = {key for part in parts for asset in part.assets or () for key in _keys(asset)}
+        parts.append(dg.Definitions(assets=files_assets(found, taken)))
+        reader = table_reader(None if store is None else store.root)
+        parts.append(dg.Definitions(resources={IO_MANAGER: reader}))
+        datasets = dg.Definitions.merge(*parts)
+        return dg.Definitions.merge(datasets, platform(datasets, found, store, fleet, known=lambda: found))
 
 
 def _keys(asset: Any) -> set[dg.AssetKey]:

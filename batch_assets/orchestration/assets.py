@@ -243,6 +243,10 @@ def settle_engine(
     again = Regeneration.of_tag(tags[REGENERATE_TAG]) if REGENERATE_TAG in tags else None
     endpoint = tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
     config, simulate = fleet.config(), simulates(tags)
+    entries = store.entries(manifest.snapshot)
+    # First: a simulator that nobody asked for is no engine, and no reason to speak of rows that were made up.
+    if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
+        config.check_asked(spec.model, endpoint, simulate=simulate)
     said = settle_simulated(
         context.instance,
         store,
@@ -252,16 +256,13 @@ def settle_engine(
     )
     if said:
         context.log.warning(said)
-    entries = store.entries(manifest.snapshot)
-    if again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name)):
-        config.check_asked(spec.model, endpoint, simulate=simulate)
-        if spec.source.dataset is not None:
-            read = _read_table(spec.source, manifest, store) if part is None else part.simulated
-            refuse_simulated(
-                spec.source.dataset,
-                read,
-                lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine),
-            )
+    if spec.source.dataset is not None and (
+        again is not None or ledger.missing(entries, ledger.ledger_versions(context.instance, spec.name))
+    ):
+        read = _read_table(spec.source, manifest, store) if part is None else part.simulated
+        refuse_simulated(
+            spec.source.dataset, read, lambda: is_simulation(config, spec.model, spec.task, endpoint, spec.engine)
+        )
     if again is not None:
         wanted = wanted_entries(entries, tags)
         context.log.warning(mark(context.instance, store, manifest.snapshot, wanted, again))

@@ -32,7 +32,7 @@ from e2e.harness import REPOSITORY, eventually
 from gpu_runner.providers.engine_process import EngineProcess, free_port
 from resources.store.dataset_store import DatasetStore
 
-pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.soak("dagster"), pytest.mark.timeout(3000)]
 
 MODEL = "SmolLM2-135M-Instruct"
 STEPS = ("questions", "answers", "judge")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,17 @@ def test_a_code_location_has_all_that_its_datasets_need() -> None:
         generated_datasets(other, other)
 
 
+def test_a_code_location_says_nothing_of_dagsters_own_betas(home: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generated_datasets(cities())
+    assert [one for one in said if issubclass(one.category, dg.BetaWarning | dg.PreviewWarning)] == []
+
+
 def test_a_preview_shows_prompts_and_rows_that_cannot_be_used() -> None:
     frame = pl.DataFrame({"city": ["Rome", None, "Lima"]})
     found = preview(cities(frame), rows=3)
-    assert found.columns == ["file", "line", "prompt", "refused"]
+    assert found.columns == ["prompt", "refused", "file", "line"]
     assert found["prompt"][0].to_list() == [{"role": "user", "content": "Describe Rome."}]
     assert found["prompt"][1] is None and "city" in found["refused"][1]
     assert preview(cities(task="completion"), rows=1)["prompt"].to_list() == ["Describe Rome."]
@@ -202,6 +210,7 @@ def test_with_an_engine_a_preview_has_answers_also_in_an_event_loop(home: Path) 
 
         found = asyncio.run(cell())
     assert found["problem"].to_list() == [None, None] and found["finish_reason"].null_count() == 0
+    assert found.columns[:2] == ["prompt", "output"]  # what a notebook shows of a wide frame
     assert all(found["output"].to_list()) and min(found["completion_tokens"]) > 0
     assert not [*Path(os.environ["BATCH_ASSETS_STORE"]).iterdir()]
 

@@ -139,6 +139,17 @@ def test_without_an_engine_the_refresh_says_what_can_be_had(site: DatasetProject
     assert refresh(site, **{SIMULATE_TAG: "true"}).success
 
 
+def test_without_an_engine_rows_of_a_model_are_no_reason_to_speak_of_a_simulator(
+    site: DatasetProject, real: PlainEngine
+) -> None:
+    assert refresh(site, real.url).success and site.run_rows("00000", "00000", real.url).success
+    (site.folder / "fleet.yaml").unlink()
+    assert not refresh(site).success
+    assert "no engine for" in site.reason() and "expected an engine that is not simulated" not in site.reason()
+    assert not refresh(site, **{SIMULATE_TAG: "true"}).success
+    assert "expected an engine that is not simulated" in site.reason()
+
+
 def test_a_word_that_is_neither_true_nor_false_is_refused(site: DatasetProject) -> None:
     assert not refresh(site, **{SIMULATE_TAG: "yes"}).success
     assert "tag batch/simulate: expected true or false, found 'yes'" in site.reason()
