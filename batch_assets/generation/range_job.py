@@ -55,7 +55,7 @@ class RangeJob:
     successor does. `claims` keep it from asking for rows that another run of these batches asks for. `reports` has the
     footer of every batch that this run committed or found committed, for the ledger. `epoch`: of the lease that rows
     come from. `reused`: rows of each opened batch whose outcome was in an earlier object, of this dataset or another.
-    `gates` look at every new outcome; `trips` has those that have tripped, for whoever pauses the request.
+    `gates` look at every new outcome of a model; `trips` has those that have tripped, for whoever pauses the request.
     """
 
     over = False  # what comes is always kept
@@ -143,7 +143,7 @@ class RangeJob:
     def note(self, part: str, outcome: Outcome) -> None:
         """A row has its outcome."""
         self.journal.note(part, outcome)
-        if self._gates is not None and not outcome.begun:
+        if self._gates is not None and not outcome.begun and not outcome.origin.simulated:
             for trip in self._gates.note(outcome):
                 self.trips.put(trip)
 

@@ -34,7 +34,6 @@ SPEC: dict[str, Any] = {
     "sampling": {"temperature": 0.7, "max_tokens": 64},
     "model": "test-model",
     "keep_columns": ["word", "tone"],
-    "gates": {"max_cut_rate": None},  # the simulator's texts end at the token limit
     "batch_rows": ROWS // BATCHES,
     "batches_per_run": BATCHES,
 }

@@ -28,7 +28,7 @@ def site(tmp_path: Path) -> Iterator[CommandProject]:
 
 def declare(site: CommandProject, **questions: Any) -> None:
     """Three datasets in one file; the first is that of other tests."""
-    shared = {key: SPEC[key] for key in ("gates", "sampling", "model", "batch_rows", "batches_per_run")}
+    shared = {key: SPEC[key] for key in ("sampling", "model", "batch_rows", "batches_per_run")}
     chained = [
         SPEC,
         {**shared, "name": "questions", "source": {"dataset": NAME}, "prompt": {"user": "Q {{ output }}"}} | questions,
