@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from batch_assets.api.batches.create import priority_of
 from batch_assets.api.batches.snapshot import TASKS
@@ -22,7 +21,7 @@ from gpu_runner.offers.workload import Basis, Workload
 from gpu_runner.rows import Task
 
 ROUNDING = 1e-6  # engines
-ALL_TASKS: tuple[Task, ...] = get_args(Task)
+SERVED_TASKS = tuple(TASKS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Backlog:
     def served_tasks(self) -> frozenset[Task]:
         """Those that its batches' engines serve: an engine makes embeddings, or generates."""
         kinds = {task == "embedding" for task in self.tasks.values()}
-        return frozenset(task for task in ALL_TASKS if (task == "embedding") in kinds)
+        return frozenset(task for task in SERVED_TASKS if (task == "embedding") in kinds)
 
     def shares(self, mine: Collection[str], instances: int) -> dict[Task, int]:
         """How many of these engines are for each feed of a worker that holds `mine`: by tokens, rounded up."""
