@@ -26,6 +26,12 @@ class PlainEngine:
     replies: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = (
+        1024  # of five, a run's hundreds of connections at once are refused, and tried again after 31 s
+    )
+
+
 @contextmanager
 def plain_engine(model: str) -> Iterator[PlainEngine]:
     """Serves one model on a free port of 127.0.0.1."""
@@ -68,7 +74,7 @@ def plain_engine(model: str) -> Iterator[PlainEngine]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     engine.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
