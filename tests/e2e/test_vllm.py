@@ -78,6 +78,7 @@ def test_gsm8k_test_split_through_a_ui_backfill(
         "prompt": {"user": "{{ question }}"},
         "model": "tiny-llama",
         "sampling": {"temperature": 0.7, "max_tokens": 64},
+        "gates": {"max_cut_rate": None},  # a model without sense goes on until the token limit
     }
     fleet = {"local": [machine(vllm_python, llama, scratch)], "start_seconds": 240}
     with platform(tmp_path, monkeypatch, spec, simulator=None, fleet=fleet) as site:
