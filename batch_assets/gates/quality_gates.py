@@ -27,6 +27,7 @@ ODDS = (1.5, 3.0, 10.0, 100.0)  # of the rates that the bound is tested against,
 NAMED_ROWS = 10
 SHORT_LIMIT = 32  # tokens: a limit up to here is meant to cut
 REMEMBERED, LONG_TEXT = 5_000, 80  # outputs that a repetition is looked for in; letters, below which none counts
+COMPARED = 2_000  # letters of an output
 RULE_ROWS = 64
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
@@ -174,7 +175,7 @@ class QualityGates:
     def _repeats(self, text: str) -> bool:
         if len(text) < LONG_TEXT:
             return False
-        key = hash(" ".join(text.casefold().split()))
+        key = hash((len(text), " ".join(text[:COMPARED].casefold().split())))
         known = key in self._seen
         self._seen[key] = None
         self._seen.move_to_end(key)

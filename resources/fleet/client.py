@@ -198,9 +198,9 @@ class FleetClient:
     def look_for_dataset(self, need: Requirement) -> LeaseSignals:
         """The same of an engine that is not rented: it is left when gates have paused the request."""
         target = self.fleet_db.target(need.dataset)
-        pause = None if target is None else target.pause
-        paused = pause is not None and pause.kind is PauseKind.QUALITY
-        return LeaseSignals(retired=pause.describe() if pause and paused else None)
+        if target is None or target.pause is None or target.pause.kind is not PauseKind.QUALITY:
+            return LeaseSignals()
+        return LeaseSignals(retired=target.pause.describe())
 
     def why_lost(self, leased: LeasedEngine) -> str:
         """What is known of an engine that was lost: the fleet's record of its end, else what its provider says now."""
