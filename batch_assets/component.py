@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import publish_job
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
-from batch_assets.orchestration.assets import dead_letters_asset, passed_asset, prompts_asset, rows_asset, table_asset
+from batch_assets.orchestration.assets import (
+    dead_letters_asset,
+    export_asset,
+    passed_asset,
+    prompts_asset,
+    rows_asset,
+    table_asset,
+)
 from batch_assets.orchestration.automation import refresh_automation
 from batch_assets.orchestration.source_assets import source_asset
 from batch_assets.spec.chain import ChainError, steps_to
@@ -118,7 +125,8 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     """
     prompts, rows = prompts_asset(spec, spec_version(spec), folder, broken), rows_asset(spec, folder)
     table, dead = table_asset(spec), dead_letters_asset(spec)
-    passed = [passed_asset(spec, folder)] if spec.filter is not None else []
+    made = [passed_asset(spec, folder)] if spec.filter is not None else []
+    made += [export_asset(spec, export, folder) for export in spec.exports]
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",
         selection=dg.AssetSelection.assets(prompts.key),
@@ -133,7 +141,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     )
     publish = dg.define_asset_job(
         publish_job(spec.name),
-        selection=dg.AssetSelection.assets(table.key, dead.key, *(one.key for one in passed)),
+        selection=dg.AssetSelection.assets(table.key, dead.key, *(one.key for one in made)),
         description="Compact the current batches into the table. The publisher starts it when a snapshot is complete.",
     )
     schedules = []
@@ -148,7 +156,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
             )
         )
     return dg.Definitions(
-        assets=[source_asset(spec, folder), prompts, rows, table, dead, *passed],
+        assets=[source_asset(spec, folder), prompts, rows, table, dead, *made],
         jobs=[refresh, redrive, publish],
         schedules=schedules,
         sensors=refresh_automation(spec),

@@ -26,12 +26,12 @@ import duckdb
 from scale import write_source
 
 from batch_assets.exports.export import export
-from batch_assets.exports.options import checked_options
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.publishing.verify import LedgerEntry, verify
 from batch_assets.snapshot.builder import build_snapshot
+from batch_assets.spec.export_options import checked_options
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import Origin, Outcome, Row
 from resources.objects.opening import LocalObjects

@@ -9,6 +9,7 @@ import dagster as dg
 from batch_assets.asset_metadata.distributions import table_distributions
 from batch_assets.asset_metadata.histogram import distributions_markdown
 from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
+from batch_assets.exports.declared_export import WrittenExport
 from batch_assets.filtering.passed_table import FilterReport
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
@@ -97,6 +98,25 @@ def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterRe
         "files": dg.MetadataValue.path(table.glob(store.objects)),
         "fallen_files": dg.MetadataValue.path(store.objects.uri(f"{table.path}/fallen-*.parquet")),
         "simulated": table.simulated,
+    }
+
+
+def export_metadata(written: WrittenExport) -> dict[str, Any]:
+    """Counts and places of files that were made of a table. Numbers stay numbers."""
+    record = written.record
+    left_out = {} if not record.left_out else {"left_out_by_reason": dg.MetadataValue.json(record.left_out)}
+    return {
+        "rows": sum(record.rows.values()),
+        "dagster/row_count": sum(record.rows.values()),
+        **{f"rows_{split}": count for split, count in record.rows.items()},
+        "rows_left_out": sum(record.left_out.values()),
+        **left_out,
+        "files": len(record.files),
+        "bytes": sum(file.bytes for file in record.files),
+        "table_version": record.version,
+        "version": written.version,
+        "dagster/uri": written.files.root,
+        "path": dg.MetadataValue.path(written.files.root),
     }
 
 

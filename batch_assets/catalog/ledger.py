@@ -106,6 +106,11 @@ def passed_key(dataset: str) -> dg.AssetKey:
     return dg.AssetKey([dataset, "passed"])
 
 
+def export_key(dataset: str, export: str) -> dg.AssetKey:
+    """Asset key of files that are made of the table."""
+    return dg.AssetKey([dataset, "exports", export])
+
+
 def batch_event(store: DatasetStore, footer: BatchFooter, snapshot: str) -> dg.AssetMaterialization:
     """The ledger entry of a committed batch, made from its footer alone: reporting it again gives the same entry."""
     batch = BatchObject(footer.key, footer.data_version, footer.generation)

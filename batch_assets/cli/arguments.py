@@ -43,6 +43,27 @@ AcceptedGates = Annotated[
     list[str] | None,
     typer.Option("--accept-gate", metavar="GATE", help="A gate that shall not pause it; may be repeated."),
 ]
+ExportTo = Annotated[str | None, typer.Option(help="Folder, or s3://bucket/prefix: empty, or of this export.")]
+ExportFormat = Annotated[
+    str | None,
+    typer.Option("--format", help="messages, sharegpt, alpaca, prompt-completion, preference, jsonl or parquet."),
+]
+DeclaredExport = Annotated[
+    str | None,
+    typer.Option(metavar="EXPORT", help="In place of all else: one of `exports` in the defs.yaml, at its place."),
+]
+ExportMap = Annotated[
+    list[str] | None,
+    typer.Option("--map", help="FIELD=COLUMN, as prompt=question or chosen=answers[best]; may be repeated."),
+]
+ExportColumns = Annotated[
+    str | None, typer.Option(help="Columns that each record carries along; of jsonl and parquet: those of a line.")
+]
+SplitBy = Annotated[str | None, typer.Option(help="Column whose equal values stay on one side; the prompt without.")]
+GroupBy = Annotated[str | None, typer.Option(help="preference: column whose equal values are answers to one question.")]
+RankBy = Annotated[
+    str | None, typer.Option(help="preference: numbers; of a group the highest is chosen, the lowest rejected.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 

@@ -17,9 +17,17 @@ import typer
 from batch_assets.cli.arguments import (
     AcceptedGates,
     Concurrency,
+    DeclaredExport,
+    ExportColumns,
+    ExportFormat,
+    ExportMap,
+    ExportTo,
+    GroupBy,
     Json,
     Name,
+    RankBy,
     RequestsPerMinute,
+    SplitBy,
     Timeout,
     TokenPrices,
     TokensPerMinute,
@@ -386,19 +394,12 @@ def show(
 @app.command()
 def export(
     name: Name,
-    to: Annotated[str, typer.Option(help="Folder, or s3://bucket/prefix: empty, or of this export.")],
-    form: Annotated[
-        str,
-        typer.Option("--format", help="messages, sharegpt, alpaca, prompt-completion, preference, jsonl or parquet."),
-    ],
+    to: ExportTo = None,
+    form: ExportFormat = None,
+    declared: DeclaredExport = None,
     version: Annotated[str | None, typer.Option(help="Version of the table, in place of the newest.")] = None,
-    mapping: Annotated[
-        list[str] | None,
-        typer.Option("--map", help="FIELD=COLUMN, as prompt=question or chosen=answers[best]; may be repeated."),
-    ] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="Columns that each record carries along; of jsonl and parquet: those of a line.")
-    ] = None,
+    mapping: ExportMap = None,
+    columns: ExportColumns = None,
     where: Annotated[str | None, typer.Option(help="Only rows like \"finish_reason = 'stop'\" (SQL).")] = None,
     system: Annotated[bool, typer.Option("--system/--no-system", help="With system messages.")] = True,
     reasoning: Annotated[
@@ -406,15 +407,9 @@ def export(
         typer.Option("--reasoning/--no-reasoning", help="With the reasoning, as <think> before the answer."),
     ] = False,
     validation: Annotated[float, typer.Option(help="Share for validation, such as 0.05.")] = 0.0,
-    split_by: Annotated[
-        str | None, typer.Option(help="Column whose equal values stay on one side; the prompt without.")
-    ] = None,
-    group_by: Annotated[
-        str | None, typer.Option(help="preference: column whose equal values are answers to one question.")
-    ] = None,
-    rank_by: Annotated[
-        str | None, typer.Option(help="preference: numbers; of a group the highest is chosen, the lowest rejected.")
-    ] = None,
+    split_by: SplitBy = None,
+    group_by: GroupBy = None,
+    rank_by: RankBy = None,
     part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
     passed: Annotated[bool, typer.Option("--passed", help="Only rows that pass the dataset's filter.")] = False,
     as_json: Json = False,
@@ -423,9 +418,16 @@ def export(
     with user_errors():
         from functools import partial
 
-        from batch_assets.cli.dataset_commands.export_command import export_table
-        from batch_assets.exports.options import checked_options
+        from batch_assets.cli.dataset_commands.export_command import export_declared_table, export_table
+        from batch_assets.spec.export_options import checked_options
 
+        if declared is not None:
+            if (to, form, version, mapping, columns, where, split_by, group_by, rank_by) != (None,) * 9 or passed:
+                raise CommandError("--declared: expected no other option beside it: the defs.yaml has them")
+            export_declared_table(*declared_dataset(name), declared, as_json=as_json)
+            return
+        if to is None or form is None:
+            raise CommandError("expected --to and --format, or --declared EXPORT")
         kept = [one.strip() for one in columns.split(",")] if columns is not None else []
         options_of = partial(
             checked_options,

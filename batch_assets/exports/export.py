@@ -20,7 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batch_assets.exports.file_writers import FileWriter, JsonLines, ParquetLines, PartFiles
-from batch_assets.exports.options import (
+from batch_assets.exports.ranked_pairs import RankedPairs
+from batch_assets.exports.record import ExportedFile, ExportRecord, advance, begun_record, check_own
+from batch_assets.exports.training_formats import LeftOut, record_of
+from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.export_options import (
     TRAIN,
     VALIDATION,
     ExportError,
@@ -29,10 +33,6 @@ from batch_assets.exports.options import (
     condition_of,
     is_validation,
 )
-from batch_assets.exports.ranked_pairs import RankedPairs
-from batch_assets.exports.record import ExportedFile, ExportRecord, advance, begun_record, check_own
-from batch_assets.exports.training_formats import LeftOut, record_of
-from batch_assets.publishing.published_table import PublishedTable
 from resources.objects.opening import CorruptObject, Objects, temporary_folder
 from resources.store.object_integrity import is_damage
 from resources.store.row_condition import BadCondition

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batch_assets.exports.options import ExportError, ExportOptions
+from batch_assets.spec.export_options import ExportError, ExportOptions
 
 PAIRS_AT_ONCE, BYTES_AT_ONCE = 2000, 24 << 20
 _FETCHED = 100_000

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batch_assets.exports.options import TRAIN, VALIDATION, ExportError, ExportOptions
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.export_options import TRAIN, VALIDATION, ExportError, ExportOptions
 from resources.objects.opening import Objects
 from resources.store.object_integrity import Sealed, read_sealed
 

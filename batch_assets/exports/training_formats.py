@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
-from batch_assets.exports.options import ExportOptions, Format
+from batch_assets.spec.export_options import ExportOptions, Format
 from gpu_runner.client.llama_cpp import ENGINE
 
 _SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt"}

@@ -4,6 +4,7 @@ No postponed annotations in modules with Dagster decorators: Dagster reads the c
 """
 
 import functools
+import hashlib
 import operator
 import os
 import time
@@ -15,6 +16,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.asset_metadata.materialization import (
+    export_metadata,
     passed_metadata,
     reuse_metadata,
     shown_rows,
@@ -28,6 +30,7 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
+from batch_assets.exports.declared_export import export_declared, is_exported
 from batch_assets.filtering.passed_table import filtered, is_current
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
@@ -57,6 +60,8 @@ from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.discovery import known_datasets
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
+from batch_assets.spec.export_options import ExportError
+from batch_assets.spec.exports import ExportSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
 from batch_assets.spec.row_rules import rules_digest
@@ -185,7 +190,7 @@ def read_source(
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
             context.log.warning(sentence)
-        if spec.filter is not None and not is_current(store, spec.filter, base):
+        if outdated(store, spec, base):
             _publish_again(context.instance, store, manifest)
         if REFRESH_TAG in tags:
             settle_engine(context, spec, store, fleet, manifest, part)
@@ -208,9 +213,16 @@ def _committed_so_far(
     return part_of_source(spec, found[0], context.instance, store.objects, place)
 
 
+def outdated(store: DatasetStore, spec: GeneratedDatasetSpec, base: Path) -> bool:
+    """Whether what is made of the published table is not there as the spec says it now."""
+    if spec.filter is not None and not is_current(store, spec.filter, base):
+        return True
+    return not all(is_exported(store, export, base) for export in spec.exports)
+
+
 def _publish_again(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:
-    """Have the table published again where it was for this snapshot, as its filter has other rules, or lost files. The
-    table's own files stay; no row is asked."""
+    """Have the table published again where it was for this snapshot, as its filter or an export is another one, or lost
+    files. The table's own files stay; no row is asked."""
     entries, versions = store.entries(manifest.snapshot), ledger.ledger_versions(instance, store.dataset)
     if not ledger.missing(entries, versions):
         void_publications(instance, store.dataset, ledger_state(manifest.snapshot, entries, versions), "success")
@@ -476,6 +488,30 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
         )
 
     return passed
+
+
+def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -> dg.AssetsDefinition:
+    """Files that are made of the table, or of the rows that pass the filter."""
+
+    @_asset(
+        key=ledger.export_key(spec.name, export.name),
+        deps=[ledger.passed_key(spec.name) if export.passed else ledger.table_key(spec.name)],
+        code_version=hashlib.sha256(export.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:16],
+        **_about(spec, f"The table as files of the form {export.format}.", {"file"}),
+    )
+    def files(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        data = store.dataset(spec.name)
+        try:
+            with (
+                cancellation_in_words(context, lambda: _canceled(spec.name)),
+                fleet.alive(context.run.run_id, spec.name, f"writing the export {export.name}"),
+            ):
+                written = export_declared(data, export, base=folder)
+        except ExportError as error:
+            raise dg.Failure(f"{spec.name}: exports: {export.name}: {error}", allow_retries=False) from None
+        return dg.MaterializeResult(data_version=dg.DataVersion(written.version), metadata=export_metadata(written))
+
+    return files
 
 
 def _canceled(dataset: str) -> str:

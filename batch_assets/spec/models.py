@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 from batch_assets.spec.errors import SpecError, Unusable, explain, nearest, show
+from batch_assets.spec.export_options import BadOption
+from batch_assets.spec.exports import MOST_EXPORTS, ExportSpec, check_apart
 from batch_assets.spec.fields import (
     Choice,
     Column,
@@ -457,6 +459,11 @@ class GeneratedDatasetSpec(Strict):
         description="Rules by name: rows that fall out by one are left out of the table of rows that pass "
         "(`NAME/passed`), and kept beside it. A change counts from the next refresh on, which asks for no row.",
     )
+    exports: list[ExportSpec] = Field(
+        default=[],
+        max_length=MOST_EXPORTS,
+        description="Files for training, or for other programs, that are made anew of each table that is published.",
+    )
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
@@ -526,6 +533,7 @@ class GeneratedDatasetSpec(Strict):
         _check_turns(self)
         _check_rules(self)
         _check_filter(self)
+        _check_exports(self)
         return self
 
     @property
@@ -841,16 +849,35 @@ def _check_adapter(spec: GeneratedDatasetSpec) -> None:
         raise Unusable("another name than the model's for each adapter", show(spec.model), key="engine")
 
 
-def _check_filter(spec: GeneratedDatasetSpec) -> None:
-    """Each column that a rule reads is one that the table will have."""
+def _table_columns(spec: GeneratedDatasetSpec) -> set[str]:
+    """Columns that the table will have, and some that it has only where an answer needs them."""
     properties = (spec.output.json_schema or {}).get("properties") or {} if spec.output.columns else {}
     hidden = {"row_key", "of_row_id", REPEATS} | (set() if spec.include_prompt else {"prompt"})
-    known = {*(OWN_COLUMNS - hidden), *spec.keep_columns, *properties, *([SAMPLE_INDEX] if spec.samples > 1 else [])}
+    return {*(OWN_COLUMNS - hidden), *spec.keep_columns, *properties, *([SAMPLE_INDEX] if spec.samples > 1 else [])}
+
+
+def _check_filter(spec: GeneratedDatasetSpec) -> None:
+    """Each column that a rule reads is one that the table will have."""
+    known = _table_columns(spec)
     for name, rule in (spec.filter or {}).items():
         for key, column in rule.columns():
             if column not in known:
                 hint = nearest(column, sorted(known))
                 raise Unusable("a column of the table", show(column), hint, key=f"filter.{name}.{key}")
+
+
+def _check_exports(spec: GeneratedDatasetSpec) -> None:
+    """Each export can be made of the table, as far as its columns are known."""
+    check_apart(spec.exports)
+    known = sorted(_table_columns(spec))
+    for index, export in enumerate(spec.exports):
+        if export.passed and spec.filter is None:
+            raise Unusable("a filter beside it", "none", key=f"exports.{index}.passed")
+        try:
+            export.options([*known, "flags"] if export.passed else known)
+        except BadOption as error:
+            key = f"exports.{index}.{error.key}"
+            raise Unusable(error.expected, error.found, f"{error.hint}." if error.hint else "", key=key) from None
 
 
 def _check_refresh(spec: GeneratedDatasetSpec) -> None:

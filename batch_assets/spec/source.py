@@ -219,7 +219,7 @@ def dataset_read_by(source: SourceSpec) -> str | None:
     if source.dataset is not None:
         return source.dataset
     name, _, asset = (source.asset or "").partition("/")
-    return name if asset in ASSETS else None
+    return name if asset in ASSETS or asset.startswith("exports/") else None
 
 
 def circle_from(name: str, reads: Mapping[str, str | None]) -> list[str]:

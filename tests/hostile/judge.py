@@ -141,7 +141,7 @@ def _typed(given: str) -> tuple[str, str]:
 
 
 def _export(given: dict[str, Any]) -> tuple[str, str]:
-    from batch_assets.exports.options import ExportError, checked_options
+    from batch_assets.spec.export_options import ExportError, checked_options
 
     known = ["row_id", "prompt", "output", "reasoning", "topic", "error"]
     try:

@@ -45,7 +45,7 @@ class DatasetProject:
 
     def asset(self, name: str) -> dg.AssetsDefinition:
         assets = [asset for asset in self.definitions.assets or () if isinstance(asset, dg.AssetsDefinition)]
-        return next(asset for asset in assets if asset.key == dg.AssetKey(["d", name]))
+        return next(asset for asset in assets if asset.key == dg.AssetKey(["d", *name.split("/")]))
 
     def materialize(self, name: str, **more: Any) -> dg.ExecuteInProcessResult:
         asked = {"instance": self.instance, "resources": self.resources, "raise_on_error": False, **more}

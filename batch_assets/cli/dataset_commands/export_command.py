@@ -9,12 +9,15 @@ from batch_assets import settings
 from batch_assets.cli.interrupts import Signals
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError, error_console
+from batch_assets.exports.declared_export import export_declared
 from batch_assets.exports.export import export
-from batch_assets.exports.options import VALIDATION, ExportOptions
 from batch_assets.exports.record import ExportRecord, read_record
+from batch_assets.spec.export_options import VALIDATION, ExportOptions
+from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import PASSED
 from batch_assets.table_access.opened_table import find_table
 from resources.objects.opening import open_objects
+from resources.store.dataset_store import DatasetStore
 
 _WHY = {
     "error": "have no completion",
@@ -63,6 +66,21 @@ def export_table(
         print_json(record.model_dump(exclude={"checksum"}) | {"to": target.root})
     else:
         print("\n".join(_lines(record, target.root)), flush=True)
+
+
+def export_declared_table(spec: GeneratedDatasetSpec, folder: Path, export: str, *, as_json: bool) -> None:
+    """Write an export of the dataset's defs.yaml, as its asset does. Raises CommandError, ExportError."""
+    wanted = next((one for one in spec.exports if one.name == export), None)
+    if wanted is None:
+        names = ", ".join(one.name for one in spec.exports) or "none"
+        raise CommandError(f"--declared {export[:80]}: expected an export of {spec.name} ({names})")
+    store = DatasetStore(open_objects(settings.store_root()), spec.name)
+    with Signals():
+        written = export_declared(store, wanted, base=folder)
+    if as_json:
+        print_json(written.record.model_dump(exclude={"checksum"}) | {"to": written.files.root})
+    else:
+        print("\n".join(_lines(written.record, written.files.root)), flush=True)
 
 
 def _lines(record: ExportRecord, to: str) -> list[str]:

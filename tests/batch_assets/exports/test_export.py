@@ -21,12 +21,12 @@ from batch_assets.cli.interrupts import Interrupted
 from batch_assets.cli.main import app
 from batch_assets.exports.export import export
 from batch_assets.exports.file_writers import JsonLines
-from batch_assets.exports.options import ExportError, ExportOptions, checked_options
 from batch_assets.exports.record import ExportRecord
 from batch_assets.publishing import table_files
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.export_options import ExportError, ExportOptions, checked_options
 from gpu_runner.rows import Row
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore

@@ -14,12 +14,12 @@ from support.snapshots import SourceRow, commit, write_snapshot
 
 from batch_assets.exports import ranked_pairs
 from batch_assets.exports.export import export
-from batch_assets.exports.options import ExportError, checked_options
 from batch_assets.exports.record import ExportRecord
 from batch_assets.publishing import table_files
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.export_options import ExportError, checked_options
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
 

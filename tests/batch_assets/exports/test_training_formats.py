@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_assets.exports.options import ExportError, Format, checked_options, is_validation
 from batch_assets.exports.training_formats import LeftOut, record_of
+from batch_assets.spec.export_options import ExportError, Format, checked_options, is_validation
 
 KNOWN = (
     "row_id",
@@ -188,20 +188,28 @@ def test_a_line_that_makes_no_record_says_why(form: str, change: dict[str, Any],
     ("form", "options", "said"),
     [
         ("csv", {}, "--format: expected one of messages, sharegpt"),
-        ("preference", {}, "expected a column for chosen, found none; name it: --map chosen=COLUMN"),
+        ("preference", {}, "expected a column for chosen of preference, found none; name it by map, chosen=COLUMN"),
         ("messages", {"mapping": ["output=worse"]}, "--map: expected prompt=COLUMN, completion=COLUMN"),
         ("messages", {"mapping": ["prompt"]}, "--map: expected prompt=COLUMN"),
-        ("messages", {"mapping": ["prompt=nothing"]}, "--map prompt: no column is called 'nothing'. Columns: row_id"),
-        ("messages", {"mapping": ["prompt=nothing[topic]"]}, "--map prompt: no column is called 'nothing'"),
-        ("messages", {"mapping": ["prompt=topic[nothing]"]}, "--map prompt: no column is called 'nothing'"),
+        ("messages", {"mapping": ["prompt=nothing"]}, "--map: no column is called 'nothing'. Columns: row_id"),
+        ("messages", {"mapping": ["prompt=nothing[topic]"]}, "--map: no column is called 'nothing'"),
+        ("messages", {"mapping": ["prompt=topic[nothing]"]}, "--map: no column is called 'nothing'"),
         (
             "preference",
             {"group_by": "topic", "rank_by": "row_id", "mapping": ["completion=worse[topic]"]},
-            "--map: expected columns beside --group-by, found an element of a list",
+            "--map: expected columns beside group_by, found an element of a list",
         ),
         ("jsonl", {"mapping": ["prompt=output"]}, "--map: expected nothing for this format"),
-        ("preference", {"group_by": "topic"}, "--group-by and --rank-by: expected both, with --format preference"),
-        ("messages", {"group_by": "topic", "rank_by": "row_id"}, "expected both, with --format preference"),
+        (
+            "preference",
+            {"group_by": "topic"},
+            "--group-by: expected both, with rank_by, and format preference",
+        ),
+        (
+            "messages",
+            {"group_by": "topic", "rank_by": "row_id"},
+            "expected both, with rank_by, and format preference",
+        ),
         ("preference", {"group_by": "topic", "rank_by": "nothing"}, "--rank-by: no column is called 'nothing'"),
         (
             "preference",
@@ -227,7 +235,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
 
 def test_a_table_without_prompts_needs_a_column_for_them() -> None:
     known = [name for name in KNOWN if name != "prompt"]
-    with pytest.raises(ExportError, match="expected a column for prompt, found none; name it: --map prompt=COLUMN"):
+    with pytest.raises(ExportError, match="a column for prompt of messages, found none; name it by map, prompt=COLUMN"):
         checked_options(known, "messages")
     assert checked_options(known, "messages", mapping=["prompt=question"]).columns["prompt"] == "question"
 

@@ -21,7 +21,6 @@ from support.specs import spec
 
 from batch_assets.capacity_planning.preview_rows import first_rows
 from batch_assets.component import spec_version
-from batch_assets.exports.options import checked_options
 from batch_assets.exports.training_formats import record_of
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.publishing.current_rows import RowState, find_rows
@@ -33,6 +32,7 @@ from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.prompts.messages import read_turns
 from batch_assets.snapshot.reuse import find_reusable
 from batch_assets.spec.errors import SpecError
+from batch_assets.spec.export_options import checked_options
 from batch_assets.spec.sampling_values import Unfit
 from gpu_runner.rows import Outcome, row_key
 from resources.objects.opening import Objects

@@ -21,6 +21,17 @@ class ExportError(UserFacingError):
     exit_status = ExitStatus.WRONG_REQUEST
 
 
+class BadOption(ExportError):
+    """An option of an export that is none, or does not fit the table. `key`: its name in a defs.yaml; `said`: the whole
+    sentence of the command line, where it is another one.
+    """
+
+    def __init__(self, key: str, expected: str, found: str, hint: str = "", *, said: str = "") -> None:
+        words = said or f"expected {expected}, found {found}{hint and f'; {hint}'}"
+        super().__init__(f"--{key.replace('_', '-')}: {words}")
+        self.key, self.expected, self.found, self.hint = key, expected, found, hint
+
+
 class Format(StrEnum):
     """How records look; `training_formats` has what reads them."""
 
@@ -110,23 +121,24 @@ def checked_options(
     rank_by: str | None = None,
 ) -> ExportOptions:
     """The options for a table with these columns. `mapping`: `field=column` or `field=lists[numbers]`. Raises
-    ExportError.
+    BadOption.
     """
     if form not in [*Format]:
-        raise ExportError(f"--format: expected one of {', '.join(Format)}, found {form[:80]!r}")
+        raise BadOption("format", f"one of {', '.join(Format)}", f"{form[:80]!r}")
     kind = Format(form)
     _check_ranks(kind, group_by, rank_by, known)
     columns, elements = _mapped(_FIELDS[kind] if group_by is None else _RANKED, kind, mapping, known)
     if elements and group_by is not None:
-        raise ExportError("--map: expected columns beside --group-by, found an element of a list")
+        raise BadOption("map", "columns beside group_by", "an element of a list")
     if not reasoning:
         columns.pop("reasoning", None)
     for name in (*kept, *([split_by] if split_by is not None else [])):
-        _known(name, known, "--split-by" if name == split_by else "--columns")
+        _known(name, known, "split_by" if name == split_by else "columns")
     if not 0 <= validation < 1:
-        raise ExportError(f"--validation: expected a share from 0 to below 1, found {validation}")
+        raise BadOption("validation", "a share from 0 to below 1", f"{validation}")
     if split_by is not None and not validation:
-        raise ExportError("--split-by: expected with --validation, such as --validation 0.05")
+        hint = "such as --validation 0.05"
+        raise BadOption("split_by", "validation beside it", "none", said=f"expected with --validation, {hint}")
     if validation and split_by is None:
         split_by = "prompt" if "prompt" in known else "row_id"
     if where is not None:
@@ -151,9 +163,12 @@ def _check_ranks(kind: Format, group_by: str | None, rank_by: str | None, known:
     if group_by is None and rank_by is None:
         return
     if kind is not Format.PREFERENCE or group_by is None or rank_by is None:
-        raise ExportError("--group-by and --rank-by: expected both, with --format preference")
-    _known(group_by, known, "--group-by")
-    _known(rank_by, known, "--rank-by")
+        expected = "both, with rank_by, and format preference"
+        raise BadOption(
+            "group_by", expected, f"format {kind.value}, group_by {group_by!r:.80}, rank_by {rank_by!r:.80}"
+        )
+    _known(group_by, known, "group_by")
+    _known(rank_by, known, "rank_by")
 
 
 def _mapped(
@@ -166,37 +181,38 @@ def _mapped(
         field, found, column = text.partition("=")
         if not found or field not in fields:
             expected = ", ".join(f"{name}=COLUMN" for name in fields) or "nothing for this format"
-            raise ExportError(f"--map: expected {expected}, found {text[:80]!r}")
+            raise BadOption("map", expected, f"{text[:80]!r}")
         elements.pop(field, None)
         if column not in known and (element := _ELEMENT.fullmatch(column)) is not None:
             column, elements[field] = element.groups()
-            _known(elements[field], known, f"--map {field}")
+            _known(elements[field], known, "map")
         columns[field] = column
-        _known(column, known, f"--map {field}")
+        _known(column, known, "map")
     for field in fields:
         if columns.get(field) not in known:
             if field in _OPTIONAL:
                 columns.pop(field, None)
                 continue
-            ranked = ", or pair ranked rows by --group-by and --rank-by" if field in ("chosen", "rejected") else ""
-            raise ExportError(
-                f"--format {kind.value}: expected a column for {field}, found none; name it: --map {field}=COLUMN"
-                f"{ranked}. Columns: {', '.join(known)}"
-            )
+            ranked = ", or pair ranked rows by group_by and rank_by" if field in ("chosen", "rejected") else ""
+            hint = f"name it by map, {field}=COLUMN{ranked}. Columns: {', '.join(known)}"
+            raise BadOption("map", f"a column for {field} of {kind.value}", "none", hint)
     return columns, elements
 
 
 def _known(column: str, known: Sequence[str], option: str) -> None:
     if column not in known:
-        raise ExportError(f"{option}: no column is called {column[:80]!r}. Columns: {', '.join(known)}")
+        found, hint = f"{column[:80]!r}", f"Columns: {', '.join(known)}"
+        raise BadOption(option, "a column of the table", found, hint, said=f"no column is called {found}. {hint}")
 
 
 def condition_of(where: str, known: Sequence[str]) -> SqlCondition:
-    """A condition over columns of the table. Raises ExportError."""
+    """A condition over columns of the table. Raises BadOption."""
     try:
         return SqlCondition(where, known)
     except BadCondition as error:
-        raise ExportError(f"--where: {error}") from None
+        raise BadOption(
+            "where", "a condition that fits the table", f"{where[:80]!r}", str(error), said=str(error)
+        ) from None
 
 
 def is_validation(value: Any, share: float) -> bool:

@@ -1,0 +1,95 @@
+"""Files that are made of each published table: `exports:` of a defs.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from batch_assets.spec.errors import Unusable, show
+from batch_assets.spec.export_options import ExportOptions, checked_options
+from batch_assets.spec.fields import Column, Condition, Flag, Name, Strict
+from resources.objects.opening import StoreError, checked_root
+
+EXPORTS = "exports"  # middle part of the keys of their assets, and their folder in the store
+MOST_EXPORTS = 20
+PART_ROWS = 100_000
+
+
+def _target(value: str) -> str:
+    try:
+        return checked_root(value)
+    except StoreError as error:
+        raise Unusable("a folder or s3://bucket/prefix", show(value.partition("://")[0]), f"{error}.") from None
+
+
+class ExportSpec(Strict):
+    """One export: training files, or lines of the table, made anew of each table that is published."""
+
+    name: Name = Field(description="Its asset is `NAME/exports/EXPORT`.")
+    format: Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "jsonl", "parquet"] = Field(
+        description="How records look, as `batch-assets export --format`."
+    )
+    to: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_target)] | None = Field(
+        default=None,
+        description="Folder (a relative one starts at that of the `defs.yaml`) or s3://bucket/prefix, of this export "
+        "alone. Default: the store, `NAME/exports/EXPORT`.",
+    )
+    map: dict[Column, Column] = Field(
+        default={}, max_length=10, description="Fields that are read from other columns: `{chosen: answers[best]}`."
+    )
+    columns: list[Column] = Field(
+        default=[],
+        max_length=200,
+        description="Columns that records carry along; of jsonl and parquet: those of a line.",
+    )
+    where: Condition | None = Field(default=None, description="SQL condition: only such rows of the table.")
+    system: Flag = Field(default=True, description="With system messages.")
+    reasoning: Flag = Field(default=False, description="With the reasoning, as `<think>` before the answer.")
+    validation: float = Field(default=0.0, ge=0, lt=1, description="Share for validation, such as 0.05.")
+    split_by: Column | None = Field(
+        default=None, description="Column whose equal values stay on one side. Default: the prompt."
+    )
+    group_by: Column | None = Field(
+        default=None, description="preference: column whose equal values are answers to one question."
+    )
+    rank_by: Column | None = Field(
+        default=None, description="preference: numbers; of a group the highest is chosen, the lowest rejected."
+    )
+    passed: Flag = Field(default=False, description="Only rows that pass the dataset's `filter`.")
+    part_rows: int = Field(
+        default=PART_ROWS, ge=1, le=100_000_000, description="Lines of the table of which a file is made."
+    )
+
+    def options(self, known: Sequence[str]) -> ExportOptions:
+        """The same for a table with these columns. Raises BadOption."""
+        return checked_options(
+            known,
+            self.format,
+            mapping=[f"{field}={column}" for field, column in self.map.items()],
+            kept=self.columns,
+            system=self.system,
+            reasoning=self.reasoning,
+            where=self.where,
+            validation=self.validation,
+            split_by=self.split_by,
+            part_rows=self.part_rows,
+            group_by=self.group_by,
+            rank_by=self.rank_by,
+        )
+
+
+def check_apart(exports: Iterable[ExportSpec]) -> None:
+    """Raises Unusable where two exports have one name or one place."""
+    names: set[str] = set()
+    places: set[str] = set()
+    for index, one in enumerate(exports):
+        if one.name in names:
+            raise Unusable("each name once", show(one.name), key=f"exports.{index}.name")
+        if one.to is not None and (place := re.sub(r"/+$", "", one.to)) in places:
+            raise Unusable("a place for each export of its own", show(one.to), key=f"exports.{index}.to")
+        elif one.to is not None:
+            places.add(place)
+        names.add(one.name)
