@@ -8,6 +8,7 @@ from collections.abc import Callable
 import dagster as dg
 
 from batch_assets import settings
+from batch_assets.backups.schedule import backup_asset, backup_job, backup_schedule
 from batch_assets.catalog.publications import publish_job
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
 from batch_assets.dataset_loading import load_datasets
@@ -86,7 +87,9 @@ def platform(
     chained = {name: jobs[f"{name}_refresh"] for name, spec in specs.items() if upstream_of(spec, specs)}
     own += [chain_sensor(specs, chained, store)] if chained else []
     return dg.Definitions(
-        assets=[] if known else [spend, api_batches, billing],
+        assets=[] if known else [spend, api_batches, billing, backup_asset],
+        jobs=[] if known else [backup_job],
+        schedules=[] if known else [backup_schedule()],
         sensors=[
             *(own if specs else ()),
             watchdog_sensor(fleet),

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from gpu_runner.fleet_database.capacity_plan import ToldAlert
 
-AlertKind = Literal["late", "infeasible", "budget", "quality", "no_capacity", "requests_fail", "on_time"]
+AlertKind = Literal["late", "infeasible", "budget", "quality", "no_capacity", "requests_fail", "backup", "on_time"]
 
 AGAIN_SECONDS = 6 * 3600.0  # told once more while it lasts
 CALM_SECONDS = 15 * 60.0  # what was told and is over is not told anew before: a figure on the edge would ring for ever

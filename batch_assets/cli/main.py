@@ -495,6 +495,18 @@ def rebuild_ledger(name: Name) -> None:
 
 
 @app.command()
+def backup(
+    listed: Annotated[bool, typer.Option("--list", help="Show the backups that there are, and make none.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy Dagster's state, the fleet's database and the front door's records into the store. Stops nothing."""
+    with user_errors():
+        from batch_assets.cli.backup_commands.backup_command import back_up, show_backups
+
+        (show_backups if listed else back_up)(as_json=as_json)
+
+
+@app.command()
 def demo() -> None:
     """Have a real model on this machine generate a small dataset, verify it, and show some rows of its table."""
     with user_errors():

@@ -51,6 +51,7 @@ __all__ = [
     "run_code_server_command",
     "schedule_times",
     "server_ids",
+    "storages",
     "workspace_of",
 ]
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batch_assets.request_status.dataset_status import DatasetStatus
     from batch_assets.request_status.request_monitor import ProgressUpdate
     from gpu_runner.fleet_database.clock_jumps import ClockJump
+    from gpu_runner.fleet_database.reporting.backup_note import BackupNote
 
 PLAIN_SECONDS = 10.0
 LONGEST_PLAIN_SECONDS = 300.0
@@ -296,6 +297,15 @@ def clock_lines(jumps: Sequence[ClockJump]) -> list[str]:
         f"{duration(one.age)} ago: leases, bills and relative deadlines go on without it"
         for one in jumps
     ]
+
+
+def backup_lines(last: BackupNote) -> list[str]:
+    """What is known of backups of the databases; nothing where none was ever asked for."""
+    made = "no backup of the databases yet"
+    if last.age_seconds is not None:
+        made = f"last backup of the databases: {duration(last.age_seconds)} ago, {last.stored_bytes / 1e6:,.1f} MB"
+    failed = f"; a later one failed: {last.failure}" if last.failure else ""
+    return [made + failed] if last.backup or last.failure else []
 
 
 def run_lines(status: DatasetStatus) -> list[str]:

@@ -24,6 +24,7 @@ from gpu_runner.fleet_database.connection import CLAIMS, LEASES, RUNS, database_
 from gpu_runner.fleet_database.grants import Grants
 from gpu_runner.fleet_database.instances import FleetFull, Instances, InstanceState
 from gpu_runner.fleet_database.leases import Lease, RunEnded, release_leases
+from gpu_runner.fleet_database.reporting.backup_note import BackupNotes
 from gpu_runner.fleet_database.reporting.fleet_figures import Figures
 from gpu_runner.fleet_database.reporting.reports import Instance, Reports
 from gpu_runner.fleet_database.services import Services
@@ -89,7 +90,7 @@ class RunBeat:
     wait: WaitReason | None = None
 
 
-class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Grants):
+class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Grants, BackupNotes):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs

@@ -17,6 +17,7 @@ from batch_assets.api.database.service_database import Records
 from batch_assets.api.telemetry.metrics import MOST_MODELS, OTHER, Sample
 from gpu_runner.bounded_http.tls_files import RotatingContext
 from gpu_runner.fleet_database.database import FleetDatabase
+from gpu_runner.fleet_database.reporting.backup_note import BackupNote
 from gpu_runner.fleet_database.reporting.fleet_figures import FleetFigures
 from gpu_runner.fleet_database.targets import DatasetTarget
 
@@ -85,7 +86,7 @@ class FleetSource:
         if self._database is None:
             self._database = FleetDatabase(self._url)
         plans = plan_samples(self._database.targets(), self._database.engines_held())
-        return [*fleet_samples(self._database.figures()), *plans]
+        return [*fleet_samples(self._database.figures()), *plans, *backup_samples(self._database.last_backup())]
 
     def close(self) -> None:
         """Close all connections."""
@@ -141,6 +142,14 @@ def fleet_samples(found: FleetFigures) -> Iterator[Sample]:
     yield "batch_assets_fleet_usd_per_hour", text, {}, found.usd_per_hour
     text = "Seconds since the last heartbeat of the run that is silent longest."
     yield "batch_assets_fleet_silent_seconds", text, {}, found.silent_seconds
+
+
+def backup_samples(last: BackupNote) -> Iterator[Sample]:
+    """Samples of the backups of the databases."""
+    text = "Seconds since the last backup of the databases was complete; -1: there was none."
+    yield "batch_assets_backup_age_seconds", text, {}, -1.0 if last.age_seconds is None else last.age_seconds
+    text = "1 when a backup has failed since the last one that is complete, else 0."
+    yield "batch_assets_backup_failed", text, {}, float(bool(last.failure))
 
 
 def plan_samples(targets: Iterable[DatasetTarget], held: Mapping[str, int]) -> Iterator[Sample]:

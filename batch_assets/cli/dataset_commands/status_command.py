@@ -21,7 +21,7 @@ from batch_assets.cli.interrupts import Interrupted, Signals
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.local_dagster.home import dagster_runs
 from batch_assets.request_status.dataset_status import Observer, dataset_status, observing
-from batch_assets.request_status.display import clock_lines, status_table
+from batch_assets.request_status.display import backup_lines, clock_lines, status_table
 from batch_assets.settings import dagster_home
 from batch_assets.snapshot.left_out import left_out
 from resources.objects.opening import CorruptObject, StoreError
@@ -75,6 +75,7 @@ def show_status(
                 lines = [
                     *changed.lines(names[0] if names else ""),
                     *clock_lines(jumps),
+                    *(backup_lines(seen[0].fleet_db.last_backup()) if seen else ()),
                     *(f"{one.name} cannot be used: {one.error}" for one in broken),
                 ]
                 if live is not None:

@@ -1,3 +1,3 @@
 """What is read of the fleet's tables: `reports` for people and planners, `fleet_figures` for Prometheus."""
 
-__all__ = ["fleet_figures", "reports"]
+__all__ = ["backup_note", "fleet_figures", "reports"]

@@ -1,0 +1,3 @@
+"""What `batch-assets backup` and `restore` do and print."""
+
+__all__ = ["backup_command"]
