@@ -9,6 +9,7 @@ before, `scaffold` writes a new one. Nothing here reads a row or asks Dagster an
 
 __all__ = [
     "chain",
+    "cron",
     "deadline",
     "defs_files",
     "discovery",
