@@ -193,7 +193,7 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
     unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
     unsaid |= {"columns"}  # of the table, not of the rows
-    new = {"system_from", "examples", "messages_from", "turns", "turns_from", "images"}
+    new = {"system_from", "examples", "messages_from", "turns", "turns_from", "user_model", "images"}
     new |= {"query", "document", "documents_from"}
     unasked = {name for name in new if getattr(spec.prompt, name) is None}
     columns = {name for name in ("tools_from", "tool_choice_from") if getattr(spec.sampling, name) is None}
@@ -203,4 +203,7 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
         written += f"samples: {spec.samples}"
     if spec.task not in POOLED and spec.sampling.limits_tokens and spec.sampling.max_tokens is None:
         written += "max_tokens: null"  # a key that is null looks as one that is left out
+    user = spec.prompt.user_model
+    if user is not None and user.sampling.limits_tokens and user.sampling.max_tokens is None:
+        written += "user_model.sampling.max_tokens: null"
     return hashlib.sha256(written.encode()).hexdigest()[:16]

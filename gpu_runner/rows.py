@@ -38,6 +38,8 @@ class Generation:
     the most tokens that such a row is asked for again; None: `LONGER_ANSWER` times its own limit.
     `max_tokens_may_grow`: row keys do not have the token limit.
     `reasoning_tags`: between which tags thinking in the text is looked for, by the name of a rule; None: nowhere.
+    `user_model`: who writes what the user says after the first answer: `turns` of the user in all, the `opening` that
+    it is greeted with, its `sampling`, and its `model`, where that has another name. None: nobody does.
     """
 
     task: Task
@@ -51,6 +53,7 @@ class Generation:
     retry_max_tokens: int | None = None
     max_tokens_may_grow: bool | None = None
     reasoning_tags: Literal["think", "mistral", "seed_oss"] | None = None
+    user_model: Mapping[str, Any] | None = None
 
     def stated(self) -> dict[str, Any]:
         """The fields as a snapshot holds them: one that came later is left out where it says nothing, so that a
@@ -63,6 +66,19 @@ class Generation:
         """What requests call the model: a LoRA adapter of it by its own name."""
         adapter = (self.engine or {}).get("lora")
         return str(adapter["name"]) if isinstance(adapter, Mapping) else self.model
+
+    @property
+    def of_user(self) -> Generation | None:
+        """The requests for what the user says in a conversation; None: no model writes it."""
+        given = self.user_model
+        if given is None:
+            return None
+        named, engine = given.get("model"), self.engine
+        if named is not None and engine is not None:
+            engine = {name: value for name, value in engine.items() if name != "lora"}
+        return Generation(
+            "chat", named or self.model, given["sampling"], engine=engine, reasoning_tags=self.reasoning_tags
+        )
 
     @property
     def limit_fields(self) -> list[str]:
@@ -96,10 +112,32 @@ class Generation:
             fields["structured_outputs"] = dict(self.structured_outputs)
         if self.engine:
             fields["engine"] = dict(self.engine)
+        if self.user_model is not None:
+            fields["user_model"] = dict(self.user_model)
         return fields
 
 
 _FIRST_FIELDS = frozenset({"task", "model", "sampling", "json_schema", "repair_tries"})
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenUser:
+    """What a model needs to write what the user says in a row's conversation: who it is to be (`system`), what it is
+    greeted with, and how many turns the conversation has, with the first one.
+    """
+
+    system: str
+    opening: str
+    turns: int
+
+    def request(self, turns: Sequence[Turn]) -> bytes:
+        """The messages, as JSON, that ask for what the user says after these turns: the conversation as the user sees
+        it, whose own words are those of the assistant.
+        """
+        said = [{"content": self.system, "role": "system"}, {"content": self.opening, "role": "user"}]
+        for turn in turns:
+            said += ({"content": turn.user, "role": "assistant"}, {"content": turn.output or "", "role": "user"})
+        return orjson.dumps(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +150,8 @@ class Row:
     same request and came first. `sample`: which sample of its prompt it is. `fields`: a JSON object of request fields
     of this row alone, in place of the generation's of the same names; empty where it has none. `turns`: all that the
     user says in a conversation, the first of which ends the prompt; each other one is asked after the answer before it.
-    Empty for a row that is one request by itself.
+    Empty for a row that is one request by itself. `user`: who writes the user's words after the first answer; `turns`
+    has the first ones only.
     """
 
     batch: str
@@ -124,6 +163,12 @@ class Row:
     sample: int = 0
     fields: bytes = b""
     turns: tuple[str, ...] = ()
+    user: WrittenUser | None = None
+
+    @property
+    def last_turn(self) -> int:
+        """How many turns its conversation has."""
+        return len(self.turns) if self.user is None else self.user.turns
 
     @property
     def _occurrence(self) -> str:
@@ -188,26 +233,54 @@ def is_simulated(model: str, engine: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn of a conversation that was answered: what the user said, the answer, and what that took.
-
-    The numbers are those of this turn alone, as of an Outcome.
+class UserTurn:
+    """What a model took to write what the user says in a turn. `model`: as its answer names it. Numbers as of an
+    Outcome.
     """
 
-    user: str
-    output: str
+    model: str
     finish_reason: str
-    reasoning: str | None
     prompt_tokens: int
     completion_tokens: int
     tries: int
     seconds: float
     usd: float | None
 
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a conversation: what the user said, the answer, and what that took.
+
+    The numbers are those of the answer alone, as of an Outcome. `user_model`: of what a model wrote for the user. Such
+    a turn may have no answer yet: then `output` and `finish_reason` are None, and it is the last one.
+    """
+
+    user: str
+    output: str | None
+    finish_reason: str | None
+    reasoning: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    tries: int
+    seconds: float
+    usd: float | None
+    user_model: UserTurn | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has its answer."""
+        return self.finish_reason is not None
+
+    @property
+    def requests(self) -> list[Turn | UserTurn]:
+        """What was asked in it, with the numbers of each."""
+        own: list[Turn | UserTurn] = [] if self.user_model is None else [self.user_model]
+        return [*own, self] if self.answered else own
+
     @property
     def stored_bytes(self) -> int:
         """About what it takes in the store."""
-        return len(self.user) + len(self.output) + len(self.reasoning or "")
+        return len(self.user) + len(self.output or "") + len(self.reasoning or "")
 
     @property
     def bytes(self) -> int:
@@ -222,8 +295,9 @@ class Outcome:
     `tries` counts requests charged to the row. `usd` is None while no price is known. `parts`: what the answer holds
     besides its output. `reused_from`: the dataset that was asked and paid for this answer; None: this one.
 
-    Of a conversation, `turns` are those that were answered. Numbers are sums over all turns; the rest is that of the
-    last one. With neither output nor error it is no outcome yet: the conversation goes on after these turns (`begun`).
+    Of a conversation, `turns` are those that were answered, and what a model wrote for the user since. Numbers are sums
+    over all turns; the rest is that of the last one. With neither output nor error it is no outcome yet: the
+    conversation goes on after these turns (`begun`).
     """
 
     row_id: str
@@ -252,6 +326,11 @@ class Outcome:
     def begun(self) -> bool:
         """Whether it is none yet, and only says which turns of a conversation were answered."""
         return self.error is None and self.output is None
+
+    @property
+    def texts(self) -> int:
+        """How far a conversation has come: texts of the user and answers."""
+        return sum([1 + turn.answered for turn in self.turns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,18 +366,24 @@ class Batch:
 
 
 def row_key(
-    generation: Generation, prompt: Any, fields: Mapping[str, Any] | None = None, turns: Sequence[str] = ()
+    generation: Generation,
+    prompt: Any,
+    fields: Mapping[str, Any] | None = None,
+    turns: Sequence[str] = (),
+    user_system: str | None = None,
 ) -> str:
     """Sha256 (hex) of the rendered request: same key, same work.
 
     `prompt` is the list of messages or the text. Two rows with one key ask the engine the same
     question, so a refresh does not ask again. `fields`: request fields of the row's own. `turns`: as of a Row; a single
-    one is a request like any other.
+    one is a request like any other. `user_system`: who the model that writes the user's words is to be.
     """
     sampling = {**generation.sampling, **(fields or {})}
     request = replace(generation, sampling=sampling).key_fields() | {"prompt": prompt}
     if len(turns) > 1:
         request["turns"] = list(turns)
+    if user_system is not None:
+        request["user_system"] = user_system
     return hashlib.sha256(orjson.dumps(request, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

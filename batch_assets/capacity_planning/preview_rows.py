@@ -32,7 +32,7 @@ from gpu_runner.client.engine_client import (
 from gpu_runner.client.structured_outputs import output_check
 from gpu_runner.offers.speed import LengthMix
 from gpu_runner.offers.workload import Assumption, Subject, Workload
-from gpu_runner.rows import Generation, next_request
+from gpu_runner.rows import Generation, Turn, WrittenUser, next_request
 
 REQUEST_SECONDS = 300.0
 CHECKED_ROWS = 10_000  # of the source, before `where`
@@ -52,7 +52,8 @@ class Answer:
 class PreviewRow:
     """A row of the source. `prompt`: messages or text as JSON; None when it cannot be used: `refused` says why.
     `fields`: request fields of its own, as a JSON object. `turns`: all that the user says in a conversation, of which
-    the prompt ends with the first; that of a row that was asked is its last request.
+    the prompt ends with the first; that of a row that was asked is its last request. `user_system`: who the model that
+    writes the user's words is to be.
     """
 
     file: str
@@ -62,6 +63,7 @@ class PreviewRow:
     answer: Answer | None = None
     fields: bytes = b""
     turns: Sequence[str] = ()
+    user_system: str | None = None
 
     @property
     def own_fields(self) -> dict[str, Any]:
@@ -118,7 +120,9 @@ def _checked(check: RowCheck, block: Block, ids: dict[str, tuple[str, int]]) -> 
             fields = seen.fields[i] if seen.fields is not None and not refused else b""
             turns = seen.turns[i] if seen.turns is not None and not refused else ()
             prompt = None if refused else seen.prompts[i]
-            rows.append(PreviewRow(part.file, line, prompt, refused, fields=fields, turns=turns))
+            user = seen.user_systems[i] if seen.user_systems is not None and not refused else None
+            row = PreviewRow(part.file, line, prompt, refused, fields=fields, turns=turns, user_system=user)
+            rows.append(row)
     return sorted(rows, key=lambda row: row.line)
 
 
@@ -147,13 +151,28 @@ async def _ask_rows(
 async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) -> PreviewRow:
     """The row with its answer; a conversation with those before the last one in its prompt."""
     began, prompt_tokens, completion_tokens = time.monotonic(), 0, 0
-    for said in row.turns[1:]:
+    user: WrittenUser | None = None
+    if row.user_system is not None and (asked := generation.user_model) is not None:
+        user = WrittenUser(row.user_system, asked["opening"], asked["turns"])
+    texts = list(row.turns)
+    turns: list[Turn] = []
+    while len(turns) + 1 < (user.turns if user is not None else len(texts)):
         found = await _answer(client, generation, row, began, free=True)
         if found is None or (completion := found.completion) is None or row.prompt is None:
             return replace(row, answer=found)
         prompt_tokens += completion.prompt_tokens
         completion_tokens += completion.completion_tokens
-        row = replace(row, prompt=next_request(row.prompt, str(completion.output), said))
+        answer = str(completion.output)
+        turns.append(Turn(texts[len(turns)], answer, completion.finish_reason, None, 0, 0, 0, 0.0, None))
+        if user is not None:
+            request = replace(row, prompt=user.request(turns), fields=b"")
+            found = await _answer(client, generation, request, began, user=True)
+            if found is None or (written := found.completion) is None:
+                return replace(row, answer=found)
+            prompt_tokens += written.prompt_tokens
+            completion_tokens += written.completion_tokens
+            texts.append(str(written.output))
+        row = replace(row, prompt=next_request(row.prompt, answer, texts[len(turns)]), turns=texts)
     found = await _answer(client, generation, row, began)
     if found is not None and (last := found.completion) is not None and prompt_tokens:
         summed = (last.prompt_tokens + prompt_tokens, last.completion_tokens + completion_tokens)
@@ -162,12 +181,18 @@ async def _ask(client: EngineClient, generation: Generation, row: PreviewRow) ->
 
 
 async def _answer(
-    client: EngineClient, generation: Generation, row: PreviewRow, began: float, *, free: bool = False
+    client: EngineClient,
+    generation: Generation,
+    row: PreviewRow,
+    began: float,
+    *,
+    free: bool = False,
+    user: bool = False,
 ) -> Answer | None:
     if row.prompt is None:
         return None
     try:
-        completion = await client.generate(row.prompt, fields=row.fields, free=free)
+        completion = await client.generate(row.prompt, fields=row.fields, free=free, user=user)
     except EngineRefused:
         raise
     except (RowRejected, Transient) as error:
@@ -175,7 +200,7 @@ async def _answer(
         return Answer(time.monotonic() - began, None, said)
     except EngineError as error:
         return Answer(time.monotonic() - began, None, str(error))
-    check, problem = None if free else output_check(generation), ""
+    check, problem = None if free or user else output_check(generation), ""
     if check is not None and isinstance(completion.output, str):
         wrong = check(completion.output)
         form = "the schema" if generation.json_schema is not None else "output"

@@ -34,7 +34,7 @@ from gpu_runner.rows import POOLED, Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers
-from resources.store.snapshot_manifest import USER_TURNS
+from resources.store.snapshot_manifest import USER_SYSTEM, USER_TURNS
 
 # The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.
 BYTES_PER_TOKEN = 4.0
@@ -142,13 +142,14 @@ class WorkloadEstimator:
         return self._manifest
 
     def _sample(self, manifest: SnapshotManifest) -> PromptLengths:
-        columns = ("prompt", USER_TURNS)
+        columns = ("prompt", USER_TURNS, USER_SYSTEM)
         tables = self._store.prompt_tables(manifest, _spread(self._entries, SAMPLED_BATCHES), columns)
-        return _estimate(
-            (row["prompt"], orjson.loads(row.get(USER_TURNS) or b"[]"))
+        asked = (
+            (row["prompt"], orjson.loads(row.get(USER_TURNS) or b"[]"), row.get(USER_SYSTEM))
             for _, table in tables
             for row in table.slice(0, SAMPLED_ROWS).to_pylist()
         )
+        return _estimate(asked, (manifest.generation.get("user_model") or {}).get("turns", 1))
 
     def _measured(self, batches: Sequence[BatchObject]) -> list[BatchFooter]:
         """What some batches say of themselves; one that cannot be read measures nothing."""
@@ -186,7 +187,7 @@ def work_of(
     texts += [] if fixed else [f"completions: {OUTPUT_SHARE:.0%} of {limit}"]
     assumed = (*said, *(Assumption(Subject.LENGTHS, text) for text in texts))
     if prompts.most_turns > 1:
-        text = f"conversations: {prompts.turns:.3g} turns a row, each with all answers before it in its prompt"
+        text = f"conversations: {prompts.turns:.3g} requests a row, each with all answers before it in its prompt"
         assumed = (*assumed, Assumption(Subject.LENGTHS, text))
     answer = most * share
     mix = LengthMix(max(1.0, prompts.mean + prompts.repeated * answer), prompts.turns * answer)
@@ -219,7 +220,8 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
             break
         passing = block.take(where.split(block)[0]) if where else block
         if rows == 0 and passing.lines:
-            first = _estimate(_rendered(prompts, passing))
+            user = spec.prompt.user_model
+            first = _estimate(_rendered(prompts, passing), user.turns if user is not None else 1)
         rows += len(passing.lines)
         lines += len(set(block.lines)) + len(block.rejects)  # one line may be several rows: `explode`
         if spec.source.limit and rows >= spec.source.limit:
@@ -245,23 +247,34 @@ def _estimated_rows(spec: GeneratedDatasetSpec, folder: Path, rows: int, lines: 
     return min(found, spec.source.limit or found)
 
 
-def _rendered(prompts: Prompts, block: Block) -> Iterator[tuple[bytes, Sequence[str]]]:
-    """Prompts of a block's first rows, with what the user says in each, without those that cannot be used."""
+def _rendered(prompts: Prompts, block: Block) -> Iterator[_Asked]:
+    """Prompts of a block's first rows, without those that cannot be used."""
     part, refused = block.part(0, SAMPLED_ROWS), dict[int, str]()
     found = prompts.render(part, refused)
     turns: Sequence[Sequence[str]] = found.turns or [()] * len(found.prompts)
-    yield from (row for i, row in enumerate(zip(found.prompts, turns, strict=True)) if i not in refused)
+    users: Sequence[str | None] = found.user_systems or [None] * len(found.prompts)
+    yield from (row for i, row in enumerate(zip(found.prompts, turns, users, strict=True)) if i not in refused)
 
 
-def _estimate(prompts: Iterable[tuple[bytes, Sequence[str]]]) -> PromptLengths:
-    """`prompts`: each with all that the user says in its row, where that is a conversation."""
+# A prompt, what the user says in its row, where that is a conversation, and who a model that writes the rest is to be.
+_Asked = tuple[bytes, Sequence[str], str | None]
+
+
+def _estimate(prompts: Iterable[_Asked], written: int) -> PromptLengths:
+    """`written`: turns of the user where a model writes them. Its texts count as answers as long as the others, and its
+    requests as turns: each repeats all texts before it.
+    """
     tokens: list[tuple[float, float, int]] = []
-    for prompt, turns in prompts:
+    for prompt, turns, system in prompts:
         request = prompt_tokens(orjson.loads(prompt), _text_tokens)
         whole, requests = request, 1
         for said in turns[1:]:
             request += _text_tokens(said) + 2 * MESSAGE_TOKENS  # and around the answer before it
             whole, requests = whole + request, requests + 1
+        if system is not None:
+            asked = _text_tokens(system) + _text_tokens(turns[0]) + 3 * MESSAGE_TOKENS
+            whole, requests = written * request + (written - 1) * asked, 2 * written - 1
+            request = max(request, asked)
         tokens.append((whole, request, requests))
     if not tokens:
         return PromptLengths(0.0, 0.0)
@@ -309,7 +322,8 @@ def _most_output(generation: Generation) -> int:
     """Most completion tokens of a row; where its request limits them nowhere, as many as it does by default."""
     if generation.task in POOLED:
         return 0
-    return generation.most_tokens or DEFAULT_MAX_TOKENS
+    asked = (generation, generation.of_user)
+    return max(one.most_tokens or DEFAULT_MAX_TOKENS for one in asked if one is not None)
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:

@@ -224,7 +224,7 @@ class RangeSource:
         begun = [outcome for outcome in new if outcome.begun]
         if any(row.turns for row in rows):
             begun += [outcome for outcome in self._tried_again(work) if outcome.turns]
-        furthest = of_this_batch(sorted(begun, key=lambda outcome: len(outcome.turns)))
+        furthest = of_this_batch(sorted(begun, key=lambda outcome: outcome.texts))
         turns = {row_id: outcome.turns for row_id, outcome in furthest.items()}
         return Batch(work.entry.key, rows, kept | journaled, job=self._job.name, begun=turns)
 

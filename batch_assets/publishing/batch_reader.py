@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from batch_assets.publishing.prompt_column import PROMPT, decoded_prompts, last_requests
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
-from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS
+from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS, WRITTEN_TURNS
 from resources.store.snapshot_manifest import USER_TURNS
 
 RESERVED_COLUMNS = frozenset((*OUTCOME_COLUMNS, PROMPT, "batch", "duplicate_of"))
@@ -136,7 +136,8 @@ class CommittedRows:
         table = self._store.batch_table(batch)
         if table.num_rows != entry.rows:
             raise CorruptObject(f"{self._store.batch_path(batch)}: expected {entry.rows} rows, found {table.num_rows}")
-        if not self._manifest.turns and TURNS in table.schema.names:
-            table = table.drop_columns([TURNS])  # the source may have a column of this name
+        of_turns = {TURNS: self._manifest.turns, WRITTEN_TURNS: self._manifest.written_turns}
+        # The source may have columns of these names.
+        table = table.drop_columns([name for name, has in of_turns.items() if not has and name in table.schema.names])
         keys = pa.array([entry.key] * entry.rows, pa.string())
         return table.replace_schema_metadata(None).append_column("batch", keys)

@@ -206,7 +206,7 @@ class _Reader:
             kept = {table_name(name): line[name] for name in names}
             prompt = orjson.loads(line["prompt"])
             if known is not None and (said := line.get(USER_TURNS)):
-                prompt = last_request(prompt, orjson.loads(said), [turn.output for turn in known.turns])
+                prompt = last_request(prompt, orjson.loads(said), [(turn.user, turn.output) for turn in known.turns])
             known = None if known is None or known.begun else known
             found.append(CurrentRow(entry.key, line["row_id"], prompt, kept, known, committed))
         return found

@@ -56,6 +56,8 @@ MEANING = {
     "usd": "share of the instance's price; null while no price is known",
     "turns": "of conversations (`prompt.turns`), each turn: user, output, finish_reason, reasoning, tokens, tries, "
     "seconds and usd; those of the row are their sums, and its output is that of the last",
+    "user_turns": "of conversations whose user's words a model writes (`prompt.user_model`), what it took for each "
+    "turn from the second one on: model, finish_reason, tokens, tries, seconds and usd",
     "reused_from": "dataset that was asked and paid for this answer; null: this one",
     "batch": "Dagster partition",
     "duplicate_of": "row_id of the row that asked the same question, else null",

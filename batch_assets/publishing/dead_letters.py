@@ -23,7 +23,7 @@ from resources.objects.object_read_ahead import read_ahead, threads_for
 from resources.objects.opening import CorruptObject, temporary_folder
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.object_integrity import Sealed, StoredFile, is_damage, read_pointer, read_sealed, sha256_of
-from resources.store.outcome_columns import PART_COLUMNS, TURNS
+from resources.store.outcome_columns import PART_COLUMNS, TURNS, WRITTEN_TURNS
 
 FORMAT = 1
 # Their messages may hold text of an answer.
@@ -238,6 +238,7 @@ def _dead_rows(
     committed = CommittedRows(store, manifest, current)
     answer_parts: tuple[str, ...] = PART_COLUMNS if manifest.settings().task != "embedding" else ()
     answer_parts += (TURNS,) if manifest.turns else ()
+    answer_parts += (WRITTEN_TURNS,) if manifest.written_turns else ()
 
     def read(piece: list[BatchEntry]) -> pa.Table:
         rows = committed.read(piece).drop_columns(["output", *answer_parts])

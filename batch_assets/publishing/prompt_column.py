@@ -70,19 +70,22 @@ def last_requests(
     rows = zip(stored.to_pylist(), said.to_pylist(), turns.to_pylist(), strict=True)
     return _written(
         (
-            last_request(orjson.loads(prompt), orjson.loads(texts), [turn["output"] for turn in answered or ()])
+            last_request(
+                orjson.loads(prompt), orjson.loads(texts), [(turn["user"], turn["output"]) for turn in answered or ()]
+            )
             for prompt, texts, answered in rows
         ),
         conversations=conversations,
     )
 
 
-def last_request(prompt: list[Message], said: Sequence[str], answers: Sequence[str]) -> list[Message]:
-    """The messages of the last request of a conversation. `said`: all that the user says, of which `prompt` ends with
-    the first; `answers`: those that came.
+def last_request(prompt: list[Message], said: Sequence[str], turns: Sequence[tuple[str, str | None]]) -> list[Message]:
+    """The messages of the last request of a conversation. `said`: what the user says, of which `prompt` ends with the
+    first, as far as that was known before; `turns`: what the user said, and the answer, if it came.
     """
     messages = list(prompt)
-    for answer, text in zip(answers, said[1:], strict=False):
+    texts = [*(text for text, _ in turns), *said[len(turns) :]]
+    for (_, answer), text in zip(turns, texts[1:], strict=False):
         messages += ({"role": "assistant", "content": answer}, {"role": "user", "content": text})
     return messages
 

@@ -18,7 +18,7 @@ from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.prompt_column import PROMPT, prompt_type
 from gpu_runner.rows import SIMULATED, is_simulated
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
-from resources.store.outcome_columns import REUSED_FROM, TURNS
+from resources.store.outcome_columns import REUSED_FROM, TURNS, WRITTEN_TURNS
 from resources.store.outcome_tables import outcome_schema
 
 SAMPLE_ROWS = 3
@@ -76,7 +76,8 @@ def table_schema(store: DatasetStore, manifest: SnapshotManifest, *, prompt: boo
         with store.objects.open(path) as file:
             shard = pq.read_schema(file)
         kept = [pa.field(table_name(name), shard.field(name).type) for name in manifest.keep_columns]
-    left_out = ("row_id", "row_key", *(() if manifest.turns else (TURNS,)))
+    left_out = ["row_id", "row_key", *([] if manifest.turns else [TURNS])]
+    left_out += [] if manifest.written_turns else [WRITTEN_TURNS]
     rest = [item for item in outcome if item.name not in left_out]
     ends = [pa.field("batch", pa.string(), nullable=False), pa.field("duplicate_of", pa.string())]
     asked = [pa.field(PROMPT, prompt_type(task, conversations=manifest.conversations))] if prompt else []

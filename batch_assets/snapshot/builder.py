@@ -31,9 +31,10 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.object_integrity import StoredFile
-from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_TURNS, RowsSoFar
+from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_SYSTEM, USER_TURNS, RowsSoFar
 
 DUPLICATE_ROWS = 500_000
+_OF_REQUESTS = (REQUEST_FIELDS, USER_TURNS, USER_SYSTEM)  # columns that a dataset has where its requests need them
 
 
 def build_snapshot(
@@ -273,7 +274,7 @@ def _table(read: Ingested, batch: pa.RecordBatch, placed: PlacedRows) -> pa.Tabl
         ids = pc.binary_join_element_wise(keys, pa.array(placed.occurrence).cast(pa.string()), "#")
     names = ["row_id", "row_key", "prompt", *(item.name for item in read.keep_fields)]
     table = pa.table([ids, keys, batch.column("prompt"), *read.kept(batch)], names=names)
-    for name in (REQUEST_FIELDS, USER_TURNS):
+    for name in _OF_REQUESTS:
         if name in batch.schema.names:
             table = table.append_column(name, batch.column(name))
     return table
@@ -297,7 +298,7 @@ class _Duplicates:
         of_ids = [placed.of_id.get(i) for i in rows.tolist()]
         if of_ids[0] is None:  # without an id column the first of equal rows is the one that is asked
             of_ids = [f"{key}#0" for key in part.column("row_key").to_pylist()]
-        dropped = [name for name in ("row_key", "prompt", REQUEST_FIELDS, USER_TURNS) if name in part.schema.names]
+        dropped = [name for name in ("row_key", "prompt", *_OF_REQUESTS) if name in part.schema.names]
         part = part.drop_columns(dropped).add_column(1, "of_row_id", pa.array(of_ids, pa.string()))
         if self._writer is None:
             name = f"duplicates-{len(self.shards):05d}.parquet"

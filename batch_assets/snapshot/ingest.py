@@ -27,7 +27,7 @@ from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.snapshot.source.reader import refuse_deleted_version
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import sample_digest, sample_id
-from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX, USER_TURNS
+from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX, USER_SYSTEM, USER_TURNS
 
 MAX_KEPT = 1 << 20
 MAX_ID = 1024
@@ -137,8 +137,8 @@ def _is_unknown_zone(error: LookupError) -> bool:
 
 @dataclass(slots=True)
 class CheckedRows:
-    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields`, `keyed` and
-    `turns`: see `prompts.rendering.Rendered`.
+    """Rows as the snapshot holds them. `refused`: why rows cannot be used, by their place. `fields`, `keyed`,
+    `turns` and `user_systems`: see `prompts.rendering.Rendered`.
     """
 
     prompts: list[bytes]
@@ -148,6 +148,7 @@ class CheckedRows:
     kept: list[bytes] | None
     refused: dict[int, str]
     turns: list[list[str]] | None = None
+    user_systems: list[str] | None = None
 
     def take(self, rows: Sequence[int]) -> CheckedRows:
         """Those at these places, none of which is refused."""
@@ -159,6 +160,7 @@ class CheckedRows:
             self.kept and [self.kept[i] for i in rows],
             {},
             self.turns and [self.turns[i] for i in rows],
+            self.user_systems and [self.user_systems[i] for i in rows],
         )
 
 
@@ -174,6 +176,7 @@ class RowCheck:
         self.columns = list(dict.fromkeys([*wanted, *([self._id] if self._id else [])]))
         self.unseen = Unseen(set(self.columns) - self._prompts.required - {self._id})
         self.has_fields, self.has_turns = self._prompts.has_fields, self._prompts.has_turns
+        self.has_user_model = spec.prompt.user_model is not None
         self.kinds = ColumnKinds(spec.keep_columns)
         self.read_rows = self.source_rows = 0  # before and after `where` and `limit`, with bad ones
         self._readable = False
@@ -216,8 +219,10 @@ class RowCheck:
         rendered, kept = self._prompts.render(part, refused), self._kept_json(part, refused)
         if prompts := rendered.prompts:
             said = sum(len(text) for turns in rendered.turns or () for text in turns)
+            said += sum(map(len, rendered.user_systems or ()))
             self._row_bytes = (sum(map(len, prompts)) + sum(map(len, rendered.fields or ())) + said) // len(prompts)
-        return CheckedRows(prompts, rendered.fields, rendered.keyed, ids, kept, refused, rendered.turns)
+        said_and_by = (rendered.turns, rendered.user_systems)
+        return CheckedRows(prompts, rendered.fields, rendered.keyed, ids, kept, refused, *said_and_by)
 
     def finish(self) -> None:
         """After the last block: raises SourceError for a column that was in no row, and where there was no row."""
@@ -275,8 +280,9 @@ class _Reading:
         return rejects
 
     def _write(self, part: Block, checked: CheckedRows) -> None:
-        digests = self._keys.digests(checked.keyed or checked.prompts, checked.fields, checked.turns)
-        number, turns = self._spec.samples, checked.turns
+        of_users = (checked.turns, checked.user_systems)
+        digests = self._keys.digests(checked.keyed or checked.prompts, checked.fields, *of_users)
+        number, (turns, user_systems) = self._spec.samples, of_users
         prompts, fields, ids, kept = checked.prompts, checked.fields, checked.ids, checked.kept
         samples = [sample for _ in prompts for sample in range(number)]
         if number > 1:  # those of one prompt stand next to each other: engines keep the prompt's prefix
@@ -284,6 +290,7 @@ class _Reading:
             part, prompts = part.take(rows), [prompts[row] for row in rows]
             fields = fields and [fields[row] for row in rows]
             turns = turns and [turns[row] for row in rows]
+            user_systems = user_systems and [user_systems[row] for row in rows]
             digests = [sample_digest(digests[row], sample) for row, sample in zip(rows, samples, strict=True)]
             ids = ids and [sample_id(ids[row], sample) for row, sample in zip(rows, samples, strict=True)]
             kept = kept and [kept[row] for row in rows]
@@ -304,6 +311,8 @@ class _Reading:
             columns[REQUEST_FIELDS] = [own or None for own in fields]
         if turns is not None:
             columns[USER_TURNS] = [orjson.dumps(said) for said in turns]
+        if user_systems is not None:
+            columns[USER_SYSTEM] = user_systems
         arrays = [_array(columns[item.name], item.type) for item in stage.schema]
         file = self._files.setdefault(part.file, len(self._files))
         self._add_to_index(digests, ids, file, part.lines, stage.rows)
@@ -326,6 +335,8 @@ class _Reading:
             fields.append(pa.field(REQUEST_FIELDS, pa.binary()))
         if self.check.has_turns:
             fields.append(pa.field(USER_TURNS, pa.binary()))
+        if self.check.has_user_model:
+            fields.append(pa.field(USER_SYSTEM, pa.string()))
         self._stage = Stage(self._workdir / "stage.arrow", pa.schema(fields))
 
     def _add_to_index(self, digests: list[bytes], ids: list[str] | None, file: int, lines: list[int], seq: int) -> None:

@@ -56,7 +56,7 @@ from gpu_runner.offers.offer import Objective
 from gpu_runner.rows import LONGER_ANSWER, POOLED, TOKEN_LIMITS, Generation, Task
 from resources.engine_options import PLAIN, EngineOptions
 from resources.pricing.model_catalog import DeclaredModel
-from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS
+from resources.store.outcome_columns import OUTCOME_COLUMNS, TURNS, WRITTEN_TURNS
 from resources.store.snapshot_manifest import REPEATS, SAMPLE_INDEX
 
 __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec"]
@@ -161,78 +161,6 @@ Images = Annotated[
 ]
 
 
-class PromptSpec(Strict):
-    """The prompt: Jinja templates over the row's columns."""
-
-    system: Text | None = Field(default=None, description="System message (chat).")
-    system_from: TextFile | None = Field(
-        default=None, description="A file beside this one with the system message, a template as `system` is (chat)."
-    )
-    examples: TextFile | None = Field(
-        default=None,
-        description='A JSONL file beside this one with examples, `{"user": "…", "assistant": "…"}`, as they are: '
-        "messages between the system message and the rest (chat).",
-    )
-    messages_from: Column | None = Field(
-        default=None,
-        description="Column with a conversation of each row (chat): a list of messages as OpenAI writes them, or its "
-        "JSON text. `system` and `examples` may stand before it, `user` after it.",
-    )
-    user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
-    turns: list[Text] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_TURNS,
-        description="What the user says in a conversation, instead of `user` (chat): templates, each asked after the "
-        "answer to the one before it. One row, one line, with all turns in the column `turns`.",
-    )
-    turns_from: Column | None = Field(
-        default=None,
-        description=f"As `turns`, from a column: a list of 1 to {MAX_TURNS} texts, or its JSON text.",
-    )
-    messages: list[MessageSpec] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=500,
-        description="A whole conversation (chat), instead of system and user. A last message of the assistant is the "
-        "beginning of each answer.",
-    )
-    images: Images | None = Field(
-        default=None, description="Images (chat): a column, several, or a section with their limits."
-    )
-    text: Text | None = Field(
-        default=None, description="The whole prompt (completion, embedding, classify and pooling)."
-    )
-    query: Text | None = Field(
-        default=None, description="Text that `document` is held against (score), or `documents_from` (rerank)."
-    )
-    document: Text | None = Field(default=None, description="Text whose fit to `query` is scored (score).")
-    documents_from: Column | None = Field(
-        default=None,
-        description="Column with the documents of each row (rerank): a list of 1 to 1,000 texts, or its JSON text.",
-    )
-
-    @property
-    def all_images(self) -> ImagesSpec | None:
-        """`images` as a section."""
-        given = [self.images] if isinstance(self.images, str) else self.images
-        return ImagesSpec(columns=given) if isinstance(given, list) else given
-
-    def templates(self) -> list[tuple[str, str, str]]:
-        """(key in the spec, role, template) of every message; the role of a plain text is empty."""
-        if self.messages is not None:
-            return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
-        parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
-        parts += [(f"turns.{i}", "user", text) for i, text in enumerate(self.turns or ())]
-        parts += [("query", "", self.query), ("document", "", self.document)]
-        return [(key, role, template) for key, role, template in parts if template is not None]
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether rows are conversations, whose later turns are asked after the answers to those before."""
-        return self.turns is not None or self.turns_from is not None
-
-
 class SamplingSpec(Strict):
     """Request fields of the OpenAI API (and vLLM's own). What is left out is the engine's default. Where a number or
     `stop` may stand, a template over the row's columns may, too: `temperature: "{{ t }}"`.
@@ -305,6 +233,135 @@ class SamplingSpec(Strict):
         if isinstance(self.max_tokens, str):  # rows for which it is blank have the default
             return False
         return "max_tokens" in self.model_fields_set or not (self.extra or {}).keys().isdisjoint(TOKEN_LIMITS)
+
+
+class UserModelSpec(Strict):
+    """A model that plays the user of a conversation: it writes what the user says after each answer but the last."""
+
+    system: Text = Field(
+        description="Who the user is and wants: the system message of the user's model, a template over the row's "
+        "columns. It sees the conversation from the user's side, and not `prompt.system`."
+    )
+    turns: int = Field(
+        ge=2, le=MAX_TURNS, description="Turns of the user in all, with the first one, which `prompt.user` is."
+    )
+    opening: str = Field(
+        default="Hello! How can I help you?",
+        min_length=1,
+        max_length=10_000,
+        description="What the user's model is greeted with before its first words, as chat templates begin with a "
+        "message to answer.",
+    )
+    model: Model | None = Field(
+        default=None,
+        description="Another name that the same engine serves: `model` itself, beside an `engine.lora`, or an adapter "
+        "of `engine`. Default: whoever answers.",
+    )
+    sampling: SamplingSpec = Field(
+        default=SamplingSpec(),
+        description="That of the user's model, the same for all rows; nothing is taken over from `sampling`.",
+    )
+
+    @model_validator(mode="after")
+    def _plain_sampling(self) -> Self:
+        sampling = self.sampling
+        hint = "Write one value for all rows."
+        for name in (*sampling.templates(), *_COLUMNS):
+            if (given := getattr(sampling, name)) is not None:
+                raise Unusable("no column in it", show(given), hint, key=f"sampling.{name}")
+        if sampling.dimensions is not None:
+            raise Unusable("no dimensions for a chat", show(sampling.dimensions), key="sampling.dimensions")
+        check_parts("chat", sampling.extra or {}, None)
+        if (sampling.extra or {}).get("tools"):
+            raise Unusable("no tools", "some", "Nobody would answer a user's tool call.", key="sampling.extra.tools")
+        check_said_once("chat", sampling.request(), sampling.extra or {}, None)
+        return self
+
+    def settings(self, answers_as: str) -> dict[str, Any]:
+        """As a generation holds it. `answers_as`: what requests call the model that answers."""
+        sampling = self.sampling.request()
+        if not self.sampling.limits_tokens:
+            sampling["max_tokens"] = DEFAULT_MAX_TOKENS
+        named = {} if self.model in (None, answers_as) else {"model": self.model}
+        return {"opening": self.opening, "sampling": sampling, "turns": self.turns, **named}
+
+
+class PromptSpec(Strict):
+    """The prompt: Jinja templates over the row's columns."""
+
+    system: Text | None = Field(default=None, description="System message (chat).")
+    system_from: TextFile | None = Field(
+        default=None, description="A file beside this one with the system message, a template as `system` is (chat)."
+    )
+    examples: TextFile | None = Field(
+        default=None,
+        description='A JSONL file beside this one with examples, `{"user": "…", "assistant": "…"}`, as they are: '
+        "messages between the system message and the rest (chat).",
+    )
+    messages_from: Column | None = Field(
+        default=None,
+        description="Column with a conversation of each row (chat): a list of messages as OpenAI writes them, or its "
+        "JSON text. `system` and `examples` may stand before it, `user` after it.",
+    )
+    user: Text | None = Field(default=None, description="User message (chat), or the whole prompt.")
+    turns: list[Text] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_TURNS,
+        description="What the user says in a conversation, instead of `user` (chat): templates, each asked after the "
+        "answer to the one before it. One row, one line, with all turns in the column `turns`.",
+    )
+    turns_from: Column | None = Field(
+        default=None,
+        description=f"As `turns`, from a column: a list of 1 to {MAX_TURNS} texts, or its JSON text.",
+    )
+    user_model: UserModelSpec | None = Field(
+        default=None,
+        description="A model that plays the user after the first answer to `user` (chat): each of its texts is asked "
+        "for with its own system message, and then answered. One row, one line, as with `turns`.",
+    )
+    messages: list[MessageSpec] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=500,
+        description="A whole conversation (chat), instead of system and user. A last message of the assistant is the "
+        "beginning of each answer.",
+    )
+    images: Images | None = Field(
+        default=None, description="Images (chat): a column, several, or a section with their limits."
+    )
+    text: Text | None = Field(
+        default=None, description="The whole prompt (completion, embedding, classify and pooling)."
+    )
+    query: Text | None = Field(
+        default=None, description="Text that `document` is held against (score), or `documents_from` (rerank)."
+    )
+    document: Text | None = Field(default=None, description="Text whose fit to `query` is scored (score).")
+    documents_from: Column | None = Field(
+        default=None,
+        description="Column with the documents of each row (rerank): a list of 1 to 1,000 texts, or its JSON text.",
+    )
+
+    @property
+    def all_images(self) -> ImagesSpec | None:
+        """`images` as a section."""
+        given = [self.images] if isinstance(self.images, str) else self.images
+        return ImagesSpec(columns=given) if isinstance(given, list) else given
+
+    def templates(self) -> list[tuple[str, str, str]]:
+        """(key in the spec, role, template) of every message; the role of a plain text is empty."""
+        if self.messages is not None:
+            return [(f"messages.{i}.content", m.role, m.content) for i, m in enumerate(self.messages)]
+        parts = [("system", "system", self.system), ("user", "user", self.user), ("text", "", self.text)]
+        parts += [(f"turns.{i}", "user", text) for i, text in enumerate(self.turns or ())]
+        parts += [("user_model.system", "system", self.user_model.system)] if self.user_model is not None else []
+        parts += [("query", "", self.query), ("document", "", self.document)]
+        return [(key, role, template) for key, role, template in parts if template is not None]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether rows are conversations, whose later turns are asked after the answers to those before."""
+        return self.turns is not None or self.turns_from is not None or self.user_model is not None
 
 
 class OutputSpec(Strict):
@@ -555,8 +612,9 @@ class GeneratedDatasetSpec(Strict):
     @property
     def repeatable(self) -> bool:
         """Whether a request has the same answer each time, as far as it says."""
-        sampling = self.sampling
-        return self.task in POOLED or sampling.temperature == 0 or isinstance(sampling.seed, int)
+        user = self.prompt.user_model
+        asked = [self.sampling, *([user.sampling] if user is not None else [])]
+        return self.task in POOLED or all(one.temperature == 0 or isinstance(one.seed, int) for one in asked)
 
     def declared(self, model: str) -> DeclaredModel | None:
         """What is stated of the model, whose name a run may set: its facts, and how it is served."""
@@ -585,6 +643,8 @@ class GeneratedDatasetSpec(Strict):
             max_tokens_may_grow=output.max_tokens_may_grow or None,
             reasoning_tags=tags_of(self.model) if output.reasoning_tags == "auto" else output.reasoning_tags,
         )
+        if (user := self.prompt.user_model) is not None:
+            made = replace(made, user_model=user.settings(made.asked_model))
         most = None if isinstance(self.sampling.max_tokens, str) else made.most_tokens
         if output.on_truncated != "retry_longer" or (output.retry_max_tokens is None and most is None):
             return made
@@ -763,6 +823,7 @@ def _check_output_columns(spec: GeneratedDatasetSpec) -> None:
         raise Unusable(error.expected, error.found, hint, key="output.columns") from error
     sampled = {SAMPLE_INDEX} if spec.samples > 1 else set()
     sampled |= {TURNS} if spec.prompt.has_turns else set()
+    sampled |= {WRITTEN_TURNS} if spec.prompt.user_model is not None else set()
     taken = OWN_COLUMNS | sampled | {column.lower() for column in spec.keep_columns}
     for name in names:
         # DuckDB and others do not tell column names apart by case.
@@ -779,14 +840,30 @@ def _check_turns(spec: GeneratedDatasetSpec) -> None:
     """Raises Unusable for what has no meaning in a conversation whose user's words are fixed."""
     if not spec.prompt.has_turns:
         return
-    key = "turns" if spec.prompt.turns is not None else "turns_from"
+    key = next(key for key in ("turns", "turns_from", "user_model") if getattr(spec.prompt, key) is not None)
+    _check_user_model(spec)
     if spec.sampling.tools_from is not None or (spec.sampling.extra or {}).get("tools"):
         hint = "Nobody would answer a tool call before the next turn."
         raise Unusable("no tools beside it", "some", hint, key=f"prompt.{key}")
     for index, column in enumerate(spec.keep_columns):
-        if column.lower() == TURNS:
+        if column.lower() == TURNS or (column.lower() == WRITTEN_TURNS and key == "user_model"):
             hint = "Give it another name: source.rename, old name to new name."
             raise Unusable(f"no such column beside prompt.{key}", show(column), hint, key=f"keep_columns.{index}")
+
+
+def _check_user_model(spec: GeneratedDatasetSpec) -> None:
+    user = spec.prompt.user_model
+    if user is None:
+        return
+    if spec.prompt.user is None or spec.prompt.messages_from is not None or spec.task != "chat":
+        others = [key for key in ("turns", "turns_from", "messages_from", "messages") if getattr(spec.prompt, key)]
+        found = f"task {spec.task}" if spec.task != "chat" else f"prompt.{' and prompt.'.join(others)}"
+        expected = "task chat, and what the user says first in prompt.user alone"
+        raise Unusable(expected, found, key="prompt.user_model")
+    served = [spec.model, *(one.name for one in spec.engine.adapters)]
+    if user.model is not None and user.model not in served:
+        hint = "A run rents engines for one model. Leave it out, or make an adapter of it that engine.lora_modules has."
+        raise Unusable(f"one of {', '.join(served[:5])}", show(user.model), hint, key="prompt.user_model.model")
 
 
 def _check_reuse(spec: GeneratedDatasetSpec) -> None:

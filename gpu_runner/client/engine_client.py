@@ -137,6 +137,9 @@ class EngineClient:
         self.generation = generation
         self.reachability = reachability
         self._requests = Requests(generation)
+        self._of_user, self._user_requests = generation.of_user, self._requests
+        if self._of_user is not None:
+            self._user_requests = Requests(self._of_user)
         self._root = api.parent
         self._api = api
         above = api.parent if generation.task in NOT_BELOW_V1 else api
@@ -202,13 +205,18 @@ class EngineClient:
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient or RequestDenied.
 
         `admit` is awaited with a number of bytes before an answer of that size is read. `fields`: request fields of
         the row's own, a JSON object; `max_tokens` goes before them, and no more than the engine's context is asked
-        for, where that is known. `free`: the answer need not have the form that outputs have.
+        for, where that is known. `free`: the answer need not have the form that outputs have. `user`: it is what the
+        user says next, asked for as the generation's `user_model` says.
         """
+        if user and self._of_user is not None:
+            limit = self._answer_bytes or answer_limit(self._of_user, self._context)
+            return await self._ask(self._user_requests.body(prompt), admit, partial(self._completion_within, limit))
         if max_tokens is not None and self._context is not None:
             max_tokens = min(max_tokens, self._context - 1)
         body = self._requests.body(prompt, repair, fields, max_tokens, free=free)
@@ -331,6 +339,8 @@ class EngineClient:
         except RowRejected as error:
             raise not_a_list() from error
         entry = model_entry(page, wanted)
+        if self._of_user is not None:
+            model_entry(page, self._of_user.asked_model)
         longest = answer_numbers.context_length(entry.get("max_model_len"))
         owner = answer_numbers.short_name(entry.get("owned_by"))
         simulated = "simulat" in f"{version} {owner}".lower() or entry.get("simulated") is True
@@ -357,7 +367,9 @@ class EngineClient:
         """
         self._silent_connections = asyncio.Semaphore(SILENT_CONNECTIONS)
         try:
-            self._requests = Requests(self.generation, partial(llama_cpp_generation, context=context))
+            dialect = partial(llama_cpp_generation, context=context)
+            self._requests = Requests(self.generation, dialect)
+            self._user_requests = self._requests if self._of_user is None else Requests(self._of_user, dialect)
         except ValueError as error:
             raise EngineRefused(
                 f"sampling: expected request fields that llama.cpp has, found {error}. Leave them out of the dataset, "

@@ -58,6 +58,7 @@ class VerbatimClient(EngineClient):
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         """Asks for one row. Raises RowRejected, Transient, and EngineRefused where the key or the model is refused."""
         return await self._ask(prompt, admit, self._completion)

@@ -359,9 +359,10 @@ class EngineWorker:
                     item.prompt,
                     repair=item.repair,
                     admit=partial(self._admit, request),
-                    fields=item.row.own_fields,
+                    fields=item.fields,
                     max_tokens=item.max_tokens,
                     free=item.goes_on,
+                    user=bool(item.user_request),
                 )
         except EngineError as error:
             self._failed(request, item, error)
@@ -536,9 +537,10 @@ class EngineWorker:
                     first.prompt,
                     repair=first.repair,
                     admit=admit,
-                    fields=first.row.own_fields,
+                    fields=first.fields,
                     max_tokens=first.max_tokens,
                     free=first.goes_on,
+                    user=bool(first.user_request),
                 )
                 return (answer,)
             assert self._list_engine is not None

@@ -4,6 +4,7 @@ An answer is an outcome when its batch has room for it, its vector is as long as
 that is asked for. One that misses the form is asked again (`_repair`), with the answer and what is wrong with it.
 One that was cut at the token limit is asked again with a higher limit, or is a dead letter, where that is wanted.
 After the answer to a turn of a conversation the next turn is asked behind it; only the last one is held to the form.
+Where a model writes what the user says, that is asked between them (`_user_said`).
 
 Rows that an engine still had when it ended go back into the queue. Those that it may have worked on bear its death: at
 several deaths they become suspects (poison_rows.py), which are tried in groups, and a row that ends engines while it is
@@ -37,11 +38,12 @@ from gpu_runner.inference.poison_rows import Group
 from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
-from gpu_runner.rows import Generation, Origin, Outcome, Output, Turn
+from gpu_runner.rows import Generation, Origin, Outcome, Output, Turn, UserTurn
 
 # Codes of dead letters: an output that misses its JSON schema, or that is none of the choices or misses its pattern.
 SCHEMA_INVALID, OUTPUT_INVALID = "schema_invalid", "output_invalid"
 LONGER = 2  # times as many tokens are asked for after a cut answer
+NO_USER_TURN = "empty_user_turn"  # the model that writes the user's words wrote none
 BATCH_FULL = "the answers of its batch have more than {} MiB: lower batch_rows or max_tokens"
 
 
@@ -78,6 +80,8 @@ class RowOutcomes:
         if completion.filtered:
             problem = f"a content filter ended the answer after {len(completion.output):,} characters"
             return self.end_dead(item, FILTERED, problem, in_flight)
+        if item.user_request:
+            return self._user_said(item, completion, in_flight)
         if completion.finish_reason == "length" and (most := self._longer_limit(item, completion)):
             before = 0 if item.repair is None else getsizeof(item.repair.answer)
             self._work.ask_for_more(item, most, completion, bytes_of(completion)[0] + before)
@@ -110,7 +114,20 @@ class RowOutcomes:
         if not item.row.turns:
             return answered
         turn = _turn(item, answered, completion.parts.reasoning)
-        return replace(_with_turns(answered, item.turns), turns=(*item.turns, turn))
+        return replace(_with_turns(answered, item.turns), turns=(*item.answered_turns, turn))
+
+    def _user_said(self, item: Item, completion: Completion, in_flight: int) -> bool:
+        """A model wrote what the user says next: the answer to it is to be asked."""
+        said, asked = str(completion.output), self._generation.of_user
+        if not said.strip() or asked is None:
+            problem = f"the user's model wrote nothing after turn {len(item.turns)}"
+            return self.end_dead(item, NO_USER_TURN, problem, in_flight)
+        reason = completion.finish_reason
+        so_far = self._outcome(item, None, None, None, None, item.tries + 1, in_flight)
+        writer = _answered_as(self._origin, completion.model or asked.asked_model).model
+        spent = (so_far.prompt_tokens, so_far.completion_tokens, so_far.tries, so_far.seconds, so_far.usd)
+        turn = Turn(said, None, None, None, 0, 0, 0, 0.0, None, UserTurn(writer, reason, *spent))
+        return self._work.next_turn(item, replace(_with_turns(so_far, item.turns), turns=(*item.turns, turn)))
 
     def _next_turn(self, item: Item, completion: Completion, in_flight: int) -> bool:
         answered = self._answered(item, completion, in_flight)
@@ -215,7 +232,7 @@ class RowOutcomes:
 def _turn(item: Item, answered: Outcome, reasoning: str | None) -> Turn:
     """The turn that was asked last. `answered`: its outcome, without the turns before."""
     return Turn(
-        item.row.turns[len(item.turns)],
+        item.user_says,
         str(answered.output),
         str(answered.finish_reason),
         reasoning,
@@ -224,6 +241,7 @@ def _turn(item: Item, answered: Outcome, reasoning: str | None) -> Turn:
         answered.tries,
         answered.seconds,
         answered.usd,
+        item.turns[-1].user_model if len(item.answered_turns) < len(item.turns) else None,
     )
 
 
@@ -231,13 +249,14 @@ def _with_turns(last: Outcome, before: Sequence[Turn]) -> Outcome:
     """The outcome of a conversation whose last request became `last`. Dollars are known where all turns' are."""
     if not before:
         return last
-    usd = [last.usd, *(turn.usd for turn in before)]
+    asked = [request for turn in before for request in turn.requests]
+    usd = [last.usd, *(one.usd for one in asked)]
     return replace(
         last,
-        prompt_tokens=last.prompt_tokens + sum([turn.prompt_tokens for turn in before]),
-        completion_tokens=last.completion_tokens + sum([turn.completion_tokens for turn in before]),
-        tries=last.tries + sum([turn.tries for turn in before]),
-        seconds=last.seconds + sum([turn.seconds for turn in before]),
+        prompt_tokens=last.prompt_tokens + sum([one.prompt_tokens for one in asked]),
+        completion_tokens=last.completion_tokens + sum([one.completion_tokens for one in asked]),
+        tries=last.tries + sum([one.tries for one in asked]),
+        seconds=last.seconds + sum([one.seconds for one in asked]),
         usd=None if None in usd else sum([one for one in usd if one is not None]),
         turns=tuple(before),
     )

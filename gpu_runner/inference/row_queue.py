@@ -15,7 +15,7 @@ import asyncio
 import heapq
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpu_runner.client.protocol import Completion, Repair
@@ -24,7 +24,7 @@ from gpu_runner.inference.answer_memory import AnswerMemory, bytes_of, bytes_of_
 from gpu_runner.inference.failures.failing_requests import FailureRecord
 from gpu_runner.inference.poison_rows import Group, PoisonBisector
 from gpu_runner.inference.row_state import NEXT_TURN, Item, OpenBatch
-from gpu_runner.rows import Batch, Outcome, Urgency
+from gpu_runner.rows import Batch, Outcome, Row, Turn, Urgency
 
 ROWS_IN_TURN = 64
 
@@ -231,8 +231,8 @@ class Work:
         for index, row in enumerate(batch.rows):
             if outcomes[index] is None:
                 item = Item(row, opened, index, self._order)
-                if answered := batch.begun.get(row.row_id, ())[: max(0, len(row.turns) - 1)]:
-                    item.resume(answered)
+                if begun := _begun(row, batch.begun.get(row.row_id, ())):
+                    item.resume(begun)
                     self._keep_turns(item, 1)
                 self.ready.add(item)
                 self._order += 1
@@ -499,6 +499,12 @@ class Work:
 
 def _nothing() -> None:
     return None
+
+
+def _begun(row: Row, turns: Sequence[Turn]) -> Sequence[Turn]:
+    """Of turns that were answered before, those after which there is something left to ask."""
+    turns = turns[: row.last_turn]
+    return turns[:-1] if len(turns) == row.last_turn and turns and turns[-1].answered else turns
 
 
 def _has_ended(item: Item) -> bool:

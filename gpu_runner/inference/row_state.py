@@ -132,8 +132,9 @@ class Item:
     the trial that the row takes part in, in whatever state.
 
     `turns` are those of a conversation that were answered; `conversation` is the prompt with them and what the user
-    says next, empty before the first one is. What is counted, of failures, tokens and seconds, is that of the turn that
-    is asked now.
+    says next, empty before the first one is. `user_request` asks a model for what the user says next, where that is to
+    be written now; the last one of `turns` has no answer yet once it is. What is counted, of failures, tokens and
+    seconds, is that of the text that is asked for now.
     """
 
     row: Row
@@ -161,16 +162,33 @@ class Item:
     repeats: int = 0
     turns: tuple[Turn, ...] = ()
     conversation: bytes = b""
+    user_request: bytes = b""
 
     @property
     def prompt(self) -> bytes:
         """What the next request asks, as JSON."""
-        return self.conversation or self.row.prompt
+        return self.user_request or self.conversation or self.row.prompt
+
+    @property
+    def fields(self) -> bytes:
+        """Request fields of the next request's own, as JSON, or empty."""
+        return b"" if self.user_request else self.row.own_fields
+
+    @property
+    def answered_turns(self) -> tuple[Turn, ...]:
+        """Turns that have their answer."""
+        return self.turns if not self.turns or self.turns[-1].answered else self.turns[:-1]
+
+    @property
+    def user_says(self) -> str:
+        """What the user says in the turn that is asked now."""
+        at = len(self.answered_turns)
+        return self.turns[at].user if at < len(self.turns) else self.row.turns[at]
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is another turn to ask after the one that is asked now."""
-        return len(self.turns) + 1 < len(self.row.turns)
+        """Whether there is something to ask after what is asked now."""
+        return bool(self.user_request) or len(self.answered_turns) + 1 < self.row.last_turn
 
     def check(self, transition: Transition) -> None:
         """Raises InvalidTransition where the transition is not allowed now."""
@@ -281,7 +299,9 @@ class Item:
         return cut
 
     def next_turn(self, turn: Turn) -> None:
-        """A turn was answered: the next one is to be asked, and nothing counts against it yet."""
+        """A turn was answered, or what the user says in it written: the next text is to be asked, and nothing counts
+        against it yet.
+        """
         self._move(NEXT_TURN)
         self.group = None
         self.tries = self.voids = self.deaths = self.alone_deaths = self.cuts = self.kept = 0
@@ -291,10 +311,22 @@ class Item:
         self.resume((turn,))
 
     def resume(self, turns: Sequence[Turn]) -> None:
-        """These turns were answered, by whatever run: the conversation goes on after them."""
+        """These turns were answered, by whatever run: the conversation goes on after them. Of a model that writes the
+        user's words, the last one may have no answer yet.
+        """
         for turn in turns:
-            self.turns = (*self.turns, turn)
-            self.conversation = next_request(self.prompt, turn.output, self.row.turns[len(self.turns)])
+            before = self.answered_turns
+            if len(before) == len(self.turns) and before and turn.user_model is not None:
+                self._user_says(turn.user)
+            self.turns = (*before, turn)
+            if turn.answered and self.row.user is None:
+                self._user_says(self.row.turns[len(self.turns)])
+        user, goes_on = self.row.user, bool(self.turns) and self.turns[-1].answered
+        self.user_request = user.request(self.turns) if user is not None and goes_on else b""
+
+    def _user_says(self, text: str) -> None:
+        """The conversation with the last answer, and this after it."""
+        self.conversation = next_request(self.conversation or self.row.prompt, self.turns[-1].output or "", text)
 
     def give_back(self) -> None:
         """Its engine serves no longer."""

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpu_runner.rows import Outcome, Row, Task, data_version
+from gpu_runner.rows import Outcome, Row, Task, WrittenUser, data_version
 from resources.objects.opening import CorruptObject, ObjectInfo, Objects, open_for_sensor, open_objects
 from resources.store.journal import Journal
 from resources.store.object_integrity import is_damage, read_pointer, read_sealed
@@ -37,6 +37,7 @@ from resources.store.snapshot_manifest import (
     REPEATS,
     REQUEST_FIELDS,
     SAMPLE_INDEX,
+    USER_SYSTEM,
     USER_TURNS,
     BatchEntry,
     Shard,
@@ -332,7 +333,8 @@ class DatasetStore:
     ) -> Iterator[tuple[BatchEntry, tuple[Row, ...]]]:
         """The rows of each batch. Raises CorruptObject when a batch is not what the snapshot says it is."""
         sampled = (SAMPLE_INDEX,) if manifest.samples > 1 else ()
-        columns = ("row_id", "row_key", "prompt", REPEATS, REQUEST_FIELDS, USER_TURNS, *sampled)
+        columns = ("row_id", "row_key", "prompt", REPEATS, REQUEST_FIELDS, USER_TURNS, USER_SYSTEM, *sampled)
+        asked = manifest.generation.get("user_model") or {}
         for entry, table in self.prompt_tables(manifest, entries, columns):
             ids, keys, prompts = (table.column(name).to_pylist() for name in ("row_id", "row_key", "prompt"))
             if data_version(zip(ids, keys, strict=True)) != entry.data_version:
@@ -346,7 +348,8 @@ class DatasetStore:
                 table.column(REQUEST_FIELDS).to_pylist() if REQUEST_FIELDS in table.schema.names else [None] * len(ids)
             )
             turns = table.column(USER_TURNS).to_pylist() if USER_TURNS in table.schema.names else [None] * len(ids)
-            lines = zip(ids, keys, prompts, repeats, samples, own, turns, strict=True)
+            users = table.column(USER_SYSTEM).to_pylist() if USER_SYSTEM in table.schema.names else [None] * len(ids)
+            lines = zip(ids, keys, prompts, repeats, samples, own, turns, users, strict=True)
             yield (
                 entry,
                 tuple(
@@ -359,8 +362,9 @@ class DatasetStore:
                         sample=sample,
                         fields=fields or b"",
                         turns=tuple(orjson.loads(said)) if said else (),
+                        user=WrittenUser(system, asked["opening"], asked["turns"]) if system else None,
                     )
-                    for row_id, key, prompt, again, sample, fields, said in lines
+                    for row_id, key, prompt, again, sample, fields, said, system in lines
                 ),
             )
 

@@ -93,11 +93,11 @@ class Journal:
 
 def note_furthest(known: dict[tuple[str, str], Outcome], rows: Iterable[Outcome]) -> None:
     """Add rows of a segment to those of others, by row id and row key. Of a conversation its outcome counts, else the
-    record with the most turns; segments come in no order.
+    record that has come furthest; segments come in no order.
     """
     for row in rows:
         before = known.get((row.row_id, row.row_key))
-        if before is None or not row.begun or (before.begun and len(row.turns) >= len(before.turns)):
+        if before is None or not row.begun or (before.begun and row.texts >= before.texts):
             known[row.row_id, row.row_key] = row
 
 

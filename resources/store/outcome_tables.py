@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from gpu_runner.answers import NO_PARTS, Alternative, AnswerParts, EntryColumns, Logprobs, TokenLogprob, ToolCall
-from gpu_runner.rows import Origin, Outcome, Task, Turn
+from gpu_runner.rows import Origin, Outcome, Task, Turn, UserTurn
 from resources.store.outcome_columns import (
     OPTIONAL_COLUMNS,
     OUTCOME_COLUMNS,
@@ -19,6 +19,7 @@ from resources.store.outcome_columns import (
     PROVENANCE,
     REUSED_FROM,
     TURNS,
+    WRITTEN_TURNS,
 )
 
 # The parts of an answer as Arrow columns: tool calls, reasoning, a refusal, log-probabilities.
@@ -37,15 +38,16 @@ PART_FIELDS: tuple[pa.Field, ...] = (
     pa.field("logprobs", pa.list_(_TOKEN)),
 )
 
-_TURN = pa.struct(
-    [
-        *[(name, pa.string()) for name in ("user", "output", "finish_reason", "reasoning")],
-        *[(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens")],
-        ("tries", pa.int32()),
-        *[(name, pa.float64()) for name in ("seconds", "usd")],
-    ]
+_SPENT: tuple[tuple[str, pa.DataType], ...] = (
+    *[(name, pa.int64()) for name in ("prompt_tokens", "completion_tokens")],
+    ("tries", pa.int32()),
+    *[(name, pa.float64()) for name in ("seconds", "usd")],
 )
+_TURN = pa.struct([*[(name, pa.string()) for name in ("user", "output", "finish_reason", "reasoning")], *_SPENT])
 TURNS_FIELD = pa.field(TURNS, pa.list_(_TURN))
+# What the model took that wrote the user's words: of each turn from the second one on.
+_WRITTEN = pa.struct([("model", pa.string()), ("finish_reason", pa.string()), *_SPENT])
+WRITTEN_FIELD = pa.field(WRITTEN_TURNS, pa.list_(_WRITTEN))
 
 
 def part_arrays(parts: Sequence[AnswerParts]) -> dict[str, pa.ChunkedArray]:
@@ -144,7 +146,7 @@ def outcome_schema(task: Task) -> pa.Schema:
             pa.field("seconds", pa.float64()),
             pa.field("usd", pa.float64()),
             pa.field(REUSED_FROM, pa.string()),
-            *(() if task == "embedding" else (TURNS_FIELD,)),
+            *(() if task == "embedding" else (TURNS_FIELD, WRITTEN_FIELD)),
         ]
     )
 
@@ -182,8 +184,9 @@ def with_all_columns(table: pa.Table) -> pa.Table:
     for number, item in enumerate(PART_FIELDS):
         if item.name not in table.schema.names:
             table = table.add_column(at + number, item, pa.nulls(table.num_rows, item.type))
-    if TURNS not in table.schema.names:
-        table = table.append_column(TURNS_FIELD, pa.nulls(table.num_rows, TURNS_FIELD.type))
+    for item in (TURNS_FIELD, WRITTEN_FIELD):
+        if item.name not in table.schema.names:
+            table = table.append_column(item, pa.nulls(table.num_rows, item.type))
     return table
 
 
@@ -198,9 +201,25 @@ def outcomes_table(outcomes: Sequence[Outcome], task: Task) -> pa.Table:
         columns[name] = [getattr(outcome.origin, name) for outcome in outcomes]
     if task != "embedding":
         columns |= part_arrays([outcome.parts for outcome in outcomes])
-        columns[TURNS] = [[asdict(turn) for turn in outcome.turns] or None for outcome in outcomes]
+        columns[TURNS] = [[_turn_line(turn) for turn in outcome.turns] or None for outcome in outcomes]
+        columns[WRITTEN_TURNS] = [_written_lines(outcome.turns) or None for outcome in outcomes]
     columns["started_at"] = [datetime.fromtimestamp(outcome.started_at, UTC) for outcome in outcomes]
     return pa.Table.from_pydict(columns, schema=outcome_schema(task))
+
+
+def _turn_line(turn: Turn) -> dict[str, Any]:
+    return {item.name: getattr(turn, item.name) for item in _TURN}
+
+
+def _written_lines(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    return [asdict(turn.user_model) for turn in turns if turn.user_model is not None]
+
+
+def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
+    turns = [Turn(**turn) for turn in line.get(TURNS) or ()]
+    for at, written in enumerate(line.get(WRITTEN_TURNS) or (), 1):
+        turns[at] = replace(turns[at], user_model=UserTurn(**written))
+    return tuple(turns)
 
 
 def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
@@ -209,8 +228,8 @@ def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
     there = set(table.schema.names)
     plain = [
         name
-        for name in (*OUTCOME_COLUMNS, TURNS)
-        if name not in OPTIONAL_COLUMNS or (name in (REUSED_FROM, TURNS) and name in there)
+        for name in (*OUTCOME_COLUMNS, TURNS, WRITTEN_TURNS)
+        if name not in OPTIONAL_COLUMNS or (name in (REUSED_FROM, TURNS, WRITTEN_TURNS) and name in there)
     ]
     for line, parts in zip(table.select(plain).to_pylist(), parts_of(table), strict=True):
         source = tuple(line[name] for name in PROVENANCE)
@@ -232,5 +251,5 @@ def outcomes_from(table: pa.Table) -> Iterable[Outcome]:
             usd=line["usd"],
             parts=parts,
             reused_from=line.get(REUSED_FROM),
-            turns=tuple([Turn(**turn) for turn in line.get(TURNS) or ()]),
+            turns=_turns(line),
         )

@@ -18,6 +18,8 @@ SAMPLE_INDEX = "sample_index"
 REQUEST_FIELDS = "~fields"
 # Column of a shard: all that the user says in a row's conversation, as a JSON list of texts.
 USER_TURNS = "~turns"
+# Column of a shard: who the model is to be that writes the user's later words.
+USER_SYSTEM = "~user_system"
 
 
 class Shard(BaseModel):
@@ -87,6 +89,11 @@ class SnapshotManifest(Sealed):
     def settings(self) -> Generation:
         """What all rows of the snapshot share."""
         return Generation(**self.generation)
+
+    @property
+    def written_turns(self) -> bool:
+        """Whether a model writes what the user says after the first answer."""
+        return self.generation.get("user_model") is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class FakeEngine:
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         text = orjson.loads(prompt)
         if not self.alive:

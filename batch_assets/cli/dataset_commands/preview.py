@@ -179,6 +179,8 @@ def _row_json(row: PreviewRow, counter: TokenCounter) -> dict[str, Any]:
         said["request_fields"] = row.own_fields
     if row.turns:
         said["turns"] = list(row.turns)
+    if row.user_system is not None:
+        said["user_system"] = row.user_system
     said["prompt_tokens_before"] = None if prompt is None else counter.of(prompt)
     answer = row.answer
     completion = dataclasses.asdict(answer.completion) if answer is not None and answer.completion is not None else None
@@ -229,6 +231,9 @@ def _print_row(say: Any, number: int, row: PreviewRow, counter: TokenCounter) ->
         for turn, text in enumerate(row.turns[1:], 2):
             say(f"  user, turn {turn}", "cyan")
             say(indented(text))
+        if row.user_system is not None:
+            say("  user, later turns, written by a model that is told", "cyan")
+            say(indented(row.user_system))
     if row.fields:
         said = ", ".join(f"{name} {value}" for name, value in row.own_fields.items())
         say(f"  of its own: {said if len(said) <= SHOWN_FIELDS else said[:SHOWN_FIELDS] + '…'}", "dim")

@@ -260,5 +260,8 @@ def _row_json(row: CurrentRow) -> dict[str, Any]:
     if row.outcome is None:
         return said
     outcome = dataclasses.asdict(row.outcome)
+    for turn in outcome["turns"]:
+        if turn["user_model"] is None:
+            del turn["user_model"]
     left_out = ("row_id", "row_key", *(() if row.outcome.turns else ("turns",)))
     return said | {name: value for name, value in outcome.items() if name not in left_out}

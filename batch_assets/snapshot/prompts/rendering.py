@@ -54,12 +54,14 @@ _Part = tuple[str, Template] | list[Message] | _Column | _FirstTurn
 class Rendered:
     """What rows ask, by their place. `fields`: request fields of each row's own, as JSON objects or empty; None where
     no row of the dataset can have any. `turns`: all that the user says, of which the prompt ends with the first; None
-    where rows are no conversations. `keyed`: what row keys are made of in place of the prompts; None: of these."""
+    where rows are no conversations. `user_systems`: who the model is to be that writes what the user says later; None
+    where none does. `keyed`: what row keys are made of in place of the prompts; None: of these."""
 
     prompts: list[bytes]
     fields: list[bytes] | None
     turns: list[list[str]] | None = None
     keyed: list[bytes] | None = None
+    user_systems: list[str] | None = None
 
 
 class Prompts:
@@ -80,13 +82,16 @@ class Prompts:
         names = {name for _, template in self._templates for name in template.columns}
         self._fields = RowFields(spec)
         self._later = [Template(text) for text in (spec.prompt.turns or ())[1:]]
+        user = spec.prompt.user_model
+        self._user = None if user is None else Template(user.system)
         self._turns_from, self.has_turns = spec.prompt.turns_from, spec.prompt.has_turns
-        names |= {name for template in self._later for name in template.columns}
+        others = [*self._later, *([self._user] if self._user is not None else [])]
+        names |= {name for template in others for name in template.columns}
         column = {name for name in (self._column, self._turns_from) if name}
         column |= self._images.columns if self._images is not None else set()
         self.columns = sorted(names | column | self._fields.columns)
         self.required = {name for _, template in self._templates for name in template.required}
-        self.required |= {name for template in self._later for name in template.required}
+        self.required |= {name for template in others for name in template.required}
         self.required |= column | self._fields.required
         self.has_fields = (self._chat and self._column is not None) or bool(self._fields)
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
@@ -102,6 +107,7 @@ class Prompts:
         if self.has_fields:
             fields = self._fields.of(block, refused)
         turns = self._turns(rows, block, refused) if self.has_turns else None
+        user_systems = self._user_systems(block, refused)
         images = self._images.of(block, refused) if self._images is not None else []
         keyed: list[bytes] | None = None
         if images:
@@ -117,9 +123,12 @@ class Prompts:
             sizes = [
                 size + sum(len(text.encode()) for text in said[1:]) for size, said in zip(sizes, turns, strict=True)
             ]
+        if user_systems is not None:
+            sizes = [size + len(text.encode()) for size, text in zip(sizes, user_systems, strict=True)]
         for i in [i for i, size in enumerate(sizes) if size > self._most]:
             refused.setdefault(i, f"the prompt has {sizes[i]} bytes, more than {self._most}")
-        return Rendered(prompts, self._encode_fields(fields, refused) if self.has_fields else None, turns, keyed)
+        encoded = self._encode_fields(fields, refused) if self.has_fields else None
+        return Rendered(prompts, encoded, turns, keyed, user_systems)
 
     def _turns(self, rows: Sequence[tuple[Any, ...]], block: Block, refused: dict[int, str]) -> list[list[str]]:
         """What the user says in each row; nothing in one that is refused."""
@@ -135,6 +144,18 @@ class Prompts:
             except TypeError:
                 refused.setdefault(i, _SURROGATES)
         return [[] if i in refused else said for i, said in enumerate(turns)]
+
+    def _user_systems(self, block: Block, refused: dict[int, str]) -> list[str] | None:
+        """Who the model that writes the user's words is to be in each row; nothing in one that is refused."""
+        if self._user is None:
+            return None
+        texts = self._texts("user_model.system", self._user, block, refused)
+        for i, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                refused.setdefault(i, _SURROGATES)
+        return ["" if i in refused else text for i, text in enumerate(texts)]
 
     def _turns_of(self, row: int, cell: Any, refused: dict[int, str]) -> list[str]:
         try:
@@ -171,6 +192,8 @@ class Prompts:
         """A message as errors call it, by its role, or by the number of the user's turn."""
         if role == "user" and self._later:
             return "turn 1"
+        if role == "user_model.system":
+            return role
         return role if role.startswith("turn ") else f"message {role}"
 
     def _conversations(

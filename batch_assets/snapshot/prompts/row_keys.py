@@ -29,12 +29,17 @@ class RowKeys:
         prompts: Sequence[bytes],
         fields: Sequence[bytes] | None = None,
         turns: Sequence[Sequence[str]] | None = None,
+        user_systems: Sequence[str] | None = None,
     ) -> list[bytes]:
         """Sha256 of each request; `prompts` are JSON with sorted keys. `fields`: request fields of each row's own, as
-        JSON objects, or empty. `turns`: what the user says in each row's conversation."""
+        JSON objects, or empty. `turns`: what the user says in each row's conversation. `user_systems`: who the
+        model that writes the rest of it is to be."""
         if turns is not None:
             own = fields or [b""] * len(prompts)
             ends = [self._end_with(self._end(one), said) for one, said in zip(own, turns, strict=True)]
+            if user_systems is not None:
+                named = [b',"user_system":' + orjson.dumps(one) + b"}" for one in user_systems]
+                ends = [end[:-1] + user for end, user in zip(ends, named, strict=True)]
             return [hashlib.sha256(self._before + p + end).digest() for p, end in zip(prompts, ends, strict=True)]
         sha256, before, after = hashlib.sha256, self._before, self._end(b"")
         if fields is None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,21 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.conversation_runs import (
+    TURNS,
+    answer,
+    finish,
+    found,
+    killed,
+    questions,
+    said,
+    snapshot_of,
+    table_of,
+    write,
+)
 from support.dataset_project import MODEL, DatasetProject, dataset_project
 from support.plain_engine import PlainEngine, plain_engine
-from support.range_runs import a_run, generate, leased
+from support.range_runs import a_run, generate
 from support.specs import spec
 
 from batch_assets.capacity_planning.preview_rows import first_rows
@@ -24,11 +34,8 @@ from batch_assets.component import spec_version
 from batch_assets.exports.training_formats import record_of
 from batch_assets.generation.range_run import Intent, RangeRun, RunIdentity, plan_range
 from batch_assets.publishing.current_rows import RowState, find_rows
-from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.dead_letters import dead_letter_examples, dead_letters
-from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
-from batch_assets.snapshot.builder import build_snapshot
 from batch_assets.snapshot.prompts.messages import read_turns
 from batch_assets.snapshot.reuse import find_reusable
 from batch_assets.spec.errors import SpecError
@@ -36,53 +43,8 @@ from batch_assets.spec.export_options import checked_options
 from batch_assets.spec.sampling_values import Unfit
 from gpu_runner.rows import Outcome, row_key
 from resources.objects.opening import Objects
-from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.dataset_store import DatasetStore
 from resources.store.journal import note_furthest
-
-TURNS = {"system": "Be kind.", "turns": ["{{ q }}?", "Why?", "Shorter, {{ q }}."]}
-
-
-def said(request: dict[str, Any]) -> str:
-    return "|".join(message["content"] for message in request["messages"])
-
-
-def answer(request: dict[str, Any]) -> str:
-    """Says how many answers there were before."""
-    return f"a{sum(message['role'] == 'assistant' for message in request['messages']) + 1}"
-
-
-def write(folder: Path, *rows: dict[str, Any]) -> None:
-    (folder / "q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def questions(count: int) -> list[dict[str, Any]]:
-    return [{"id": f"r{i}", "q": f"q{i}"} for i in range(count)]
-
-
-def snapshot_of(folder: Path, store: DatasetStore, **attributes: Any) -> SnapshotManifest:
-    made = spec(**{"prompt": TURNS, "model": MODEL, "id": "id", "batch_rows": 4, **attributes})
-    number = len(list(folder.glob("work-*")))
-    return build_snapshot(made, store, now=1.0, workdir=folder / f"work-{number}", base=folder)
-
-
-def finish(
-    store: DatasetStore, manifest: SnapshotManifest, url: str, run_id: str, intent: Intent | None = None
-) -> None:
-    run = a_run(store, manifest, run_id, intent)
-    asyncio.run(generate(run, url))
-    run.close()
-
-
-def found(store: DatasetStore, manifest: SnapshotManifest) -> dict[str, Outcome]:
-    current = store.current_objects(store.entries(manifest.snapshot)).values()
-    return {one.row_id: one for batch in current for one in store.outcomes(batch)}
-
-
-def table_of(store: DatasetStore, manifest: SnapshotManifest, folder: Path, **more: Any) -> pl.DataFrame:
-    publish(store, manifest, card=Card(), now=1.0, workdir=folder, **more)
-    table = published_table(store)
-    assert table is not None
-    return pl.read_parquet(table.glob(store.objects))
 
 
 @pytest.fixture
@@ -110,30 +72,6 @@ def test_a_conversation_is_one_row_with_all_its_turns(tmp_path: Path, store: Dat
         ("Shorter, q1.", "a3", 3),
     ]
     assert {one.usd for one in found(store, manifest).values()} == {None}
-
-
-def killed(run: RangeRun, engine: PlainEngine, requests: int) -> None:
-    """The run is broken off after so many answers at most, and what it had is in its journal."""
-    many, over = threading.Event(), threading.Event()
-
-    def count(request: dict[str, Any]) -> str:
-        if len(engine.requests) > requests:
-            many.set()
-            over.wait(30)
-        return answer(request)
-
-    async def main() -> None:
-        assert await run.prepare()
-        serving = asyncio.create_task(run.serve(leased(engine.url)))
-        assert await asyncio.to_thread(many.wait, 30)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await run.flush()
-
-    engine.text = count
-    asyncio.run(main())
-    over.set()
-    engine.text = answer
 
 
 def test_turns_of_a_killed_run_are_not_asked_again(tmp_path: Path, store: DatasetStore) -> None:

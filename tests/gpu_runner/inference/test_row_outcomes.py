@@ -84,6 +84,7 @@ class FilteredEngine(FakeEngine):
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         found = await super().generate(prompt, repair=repair, admit=admit)
         return replace(found, finish_reason="content_filter", filtered=True) if prompt == b'"r1"' else found

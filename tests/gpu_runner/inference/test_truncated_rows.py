@@ -40,6 +40,7 @@ class CountingEngine(FakeEngine):
         fields: Any = None,
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         text = orjson.loads(prompt)
         limit = max_tokens or self.generation.with_fields(fields or b"").most_tokens or 1_000_000

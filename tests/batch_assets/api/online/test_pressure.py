@@ -43,6 +43,7 @@ class CountedEngine(FakeEngine):
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         self.sent.release()
         return await super().generate(prompt, repair=repair, admit=admit)

@@ -154,6 +154,7 @@ class TimedEngine(FakeEngine):
         fields: bytes = b"",
         max_tokens: int | None = None,
         free: bool = False,
+        user: bool = False,
     ) -> Completion:
         self.times.append(asyncio.get_running_loop().time())
         return await super().generate(prompt, repair=repair, admit=admit)
