@@ -17,12 +17,12 @@ from support.specs import spec
 from batch_assets.capacity_planning.preview_rows import ask_rows, first_rows
 from batch_assets.capacity_planning.workload_estimate import work_of_source
 from batch_assets.component import spec_version
-from batch_assets.exports.options import checked_options
 from batch_assets.exports.training_formats import record_of
 from batch_assets.generation.range_run import Intent
 from batch_assets.publishing.current_rows import find_rows
 from batch_assets.publishing.dead_letters import dead_letters
 from batch_assets.spec.errors import SpecError
+from batch_assets.spec.export_options import checked_options
 from gpu_runner.rows import Outcome, row_key
 from resources.objects.opening import Objects
 from resources.store.dataset_store import DatasetStore
