@@ -52,7 +52,7 @@ class Generation:
     on_truncated: OnTruncated | None = None
     retry_max_tokens: int | None = None
     max_tokens_may_grow: bool | None = None
-    reasoning_tags: Literal["think", "mistral", "seed_oss"] | None = None
+    reasoning_tags: Literal["think", "mistral", "seed_oss", "harmony"] | None = None
     user_model: Mapping[str, Any] | None = None
 
     def stated(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from batch_assets.publishing.published_table import Hashes, PublishedTable, repe
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
 SCHEMA_SAMPLE = 100_000
+_THINKING = r"</?think(ing)?>|<\|channel\|>analysis"
 THINKING_OFF = "turn that off (sampling.chat_template_kwargs: {enable_thinking: false})"
 
 CHECKS: Mapping[str, str] = {
@@ -27,7 +28,7 @@ CHECKS: Mapping[str, str] = {
     "schema_valid_rate": "Outputs that fit the declared JSON schema, per output looked at.",
     "empty_output_rate": "Outputs that are blank (tool calls aside), or vectors empty, zero or not finite, per output.",
     "cut_output_rate": "Outputs that end at the token limit (finish_reason `length`), per output.",
-    "thinking_output_rate": "Outputs that hold the model's thinking, as `<think>…`, per output.",
+    "thinking_output_rate": "Outputs that hold the model's thinking, in tags or channels, per output.",
     "repeated_output_rate": "Share of the most frequent output among all outputs; 0 when no two are alike.",
 }
 
@@ -218,7 +219,7 @@ def _with_thinking(outputs: pa.Array) -> int:
     """Texts with a tag of a model's thinking: some servers leave out the first one, and a cut text has no last."""
     if pa.types.is_list(outputs.type):
         return 0
-    return pc.sum(pc.match_substring_regex(outputs, "</?think(ing)?>")).as_py() or 0
+    return pc.sum(pc.match_substring_regex(outputs, _THINKING)).as_py() or 0
 
 
 def _empty(outputs: pa.Array) -> int:

@@ -383,11 +383,11 @@ class OutputSpec(Strict):
         default=None,
         description="Grammar of each output, as the engine reads it (vLLM: EBNF), which alone holds outputs to it.",
     )
-    reasoning_tags: Literal["auto", "think", "mistral", "seed_oss"] | None = Field(
+    reasoning_tags: Literal["auto", "think", "mistral", "seed_oss", "harmony"] | None = Field(
         default=None,
         description="Put thinking that the server left in the text into the column `reasoning`: <think>…</think>, "
-        "[THINK]…[/THINK] (mistral), <seed:think>…</seed:think> (seed_oss); auto: by the model's name. For rows that "
-        "are asked from then on.",
+        "[THINK]…[/THINK] (mistral), <seed:think>…</seed:think> (seed_oss), the channels of gpt-oss (harmony); auto: "
+        "by the model's name. For rows that are asked from then on.",
     )
     on_truncated: Literal["keep", "retry_longer", "dead"] = Field(
         default="keep",

@@ -3,6 +3,10 @@
 A server with a reasoning parser writes it into a field of its own. One without leaves it in the text,
 between tags that differ by model family. A chat template may write the first tag itself, so that the text has only the
 last one; a text that was cut has only the first one.
+
+gpt-oss writes messages in channels instead (`harmony`; format: OpenAI's cookbook, articles/openai-harmony.md):
+`<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>`. A server that leaves
+special tokens out of its text leaves `analysis…assistantfinal…`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Literal, cast
 
 from gpu_runner.client.protocol import Completion
 
-ReasoningTags = Literal["think", "mistral", "seed_oss"]
+ReasoningTags = Literal["think", "mistral", "seed_oss", "harmony"]
 
 # First and last tag of each family. `think`: Qwen3, QwQ, DeepSeek-R1 and its distillates, GLM-4.5 and many others.
 TAGS: Mapping[ReasoningTags, tuple[str, str]] = MappingProxyType(
@@ -25,7 +29,15 @@ TAGS: Mapping[ReasoningTags, tuple[str, str]] = MappingProxyType(
         "seed_oss": ("<seed:think>", "</seed:think>"),
     }
 )
-_BY_MODEL = (("seed_oss", re.compile(r"seed-?oss", re.I)), ("mistral", re.compile(r"magistral|ministral", re.I)))
+_BY_MODEL = (
+    ("seed_oss", re.compile(r"seed-?oss", re.I)),
+    ("mistral", re.compile(r"magistral|ministral", re.I)),
+    ("harmony", re.compile(r"gpt-?oss", re.I)),
+)
+_MARK = re.compile(r"<\|(start|channel|message|end|return|call)\|>")
+_HEADER = re.compile(r"(?:assistant)?\s*(analysis|commentary|final)?(?:\s*<\|constrain\|>\s*\w+)?")  # of a message
+_BARE = ("analysis", "assistantfinal")  # what is left of two messages' headers without special tokens
+_MOST_MARKS = 10_000
 
 
 def tags_of(model: str) -> ReasoningTags:
@@ -38,6 +50,11 @@ def without_reasoning(completion: Completion, rule: ReasoningTags) -> Completion
     text = completion.output
     if not isinstance(text, str) or completion.parts.reasoning is not None:
         return completion
+    if rule == "harmony":
+        thought, rest = _of_channels(text)
+        if thought is None:
+            return completion
+        return replace(completion, output=rest, parts=replace(completion.parts, reasoning=thought.strip() or None))
     first, last = TAGS[rule]
     begun = text.lstrip()
     opened = begun.startswith(first)
@@ -46,3 +63,38 @@ def without_reasoning(completion: Completion, rule: ReasoningTags) -> Completion
         return completion
     parts = replace(completion.parts, reasoning=thought.strip() or None)
     return replace(completion, output=rest.lstrip(), parts=parts)
+
+
+def _of_channels(text: str) -> tuple[str | None, str]:
+    """What a text in channels thinks, and what it answers; (None, the text) where it is not written in channels as a
+    whole, or calls a tool: that is left to a parser of the server. One pass over the text.
+    """
+    begun = text.lstrip()
+    first, last = _BARE
+    if begun.startswith(first) and last in begun:
+        thought, _, answer = begun.removeprefix(first).partition(last)
+        return thought, answer
+    if not begun.startswith(("<|channel|>", "<|start|>")):
+        return None, text
+    said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
+    header, channel, at, opened = "", "", 0, False  # `channel`: of the message that is read; `opened`: a header is
+    for number, mark in enumerate(_MARK.finditer(begun)):
+        piece, at, kind = begun[at : mark.start()], mark.end(), mark[1]
+        if number == _MOST_MARKS or (channel and kind == "message"):
+            return None, text
+        if channel:
+            said[channel].append(piece)
+            header, channel = "", ""
+        elif kind == "message":
+            found = _HEADER.fullmatch((header + piece).strip())
+            if found is None or not opened:
+                return None, text  # another role, a tool that is called, or an unknown channel
+            channel = found[1] or "final"
+        else:
+            header += piece
+        opened = kind in ("start", "channel")
+    if channel:
+        said[channel].append(begun[at:])  # it was cut, or its last mark was left out
+    elif begun[at:].strip() and not opened:
+        return None, text
+    return "\n".join(said["analysis"]), "\n".join([*said["commentary"], *said["final"]])

@@ -54,6 +54,52 @@ def test_what_stands_between_the_tags_is_thinking_and_the_rest_the_answer(
     assert split(answer, rule) == (answer, None)
 
 
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "reasoning"),
+    [
+        (f"{ANALYSIS}Simple.<|end|>{FINAL}42<|return|>", "42", "Simple."),
+        (f"\n{ANALYSIS}Simple.<|end|>{FINAL}4<2>\n", "4<2>\n", "Simple."),
+        (f"<|start|>assistant{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", "c", "a\nb"),
+        (f"{ANALYSIS}it goes on", "", "it goes on"),
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>fi", "", "a"),  # cut in a header
+        (f"{ANALYSIS}a{FINAL}b", "b", "a"),  # its end was left out
+        ("<|channel|>final<|message|>b", "b", None),
+        ("<|channel|>final <|constrain|>json<|message|>{}", "{}", None),
+        ("<|start|>assistant<|message|>b<|end|>", "b", None),
+        (f"{ANALYSIS}<|end|>{FINAL}b", "b", None),
+        ("<|channel|>commentary<|message|>First a plan.<|end|>" + FINAL + "b", "First a plan.\nb", None),
+        ("analysisWe count.assistantfinal42", "42", "We count."),
+        ("analysisWe count.", None, None),
+        ("analysis of it: the assistant finally spoke", None, None),
+        ("42", None, None),
+        ("", None, None),
+        (f"It is {ANALYSIS}", None, None),
+        ("<|channel|>poetry<|message|>x", None, None),
+        ("<|start|>user<|message|>x", None, None),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", None, None),
+        (f"{ANALYSIS}a<|end|>between{FINAL}b", None, None),
+        (f"{ANALYSIS}a<|end|>after", None, None),
+        (f"{ANALYSIS}a<|message|>b", None, None),
+        ("<|channel|>" * 20_000, None, None),
+        (f"{ANALYSIS}a<|end|>" * 20_000, None, None),
+        ("<|start|>", "", None),
+    ],
+)
+def test_channels_of_gpt_oss(text: str, output: str | None, reasoning: str | None) -> None:
+    """None: the text stays as it is."""
+    assert split(text, "harmony") == (text if output is None else output, reasoning)
+
+
+@given(st.lists(st.sampled_from([ANALYSIS, FINAL, "<|end|>", "<|", "analysis", "assistantfinal", "x", "\ud83d"])))
+def test_any_text_in_channels_is_split_or_stays_as_it_is(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    output, reasoning = split(text, "harmony")
+    assert output == text or len(str(output)) + len(reasoning or "") <= len(text)
+
+
 def test_an_answer_that_the_server_split_and_a_vector_stay_as_they_are() -> None:
     parsed = Completion("<think>a</think>b", "stop", 1, 2, AnswerParts(reasoning="c"))
     assert without_reasoning(parsed, "think") is parsed
@@ -62,8 +108,14 @@ def test_an_answer_that_the_server_split_and_a_vector_stay_as_they_are() -> None
 
 
 def test_the_rule_follows_from_the_name_of_the_model() -> None:
-    names = ["mistralai/Magistral-Small-2509", "ByteDance-Seed/Seed-OSS-36B-Instruct", "Qwen/Qwen3-8B", "m"]
-    assert [tags_of(name) for name in names] == ["mistral", "seed_oss", "think", "think"]
+    names = [
+        "mistralai/Magistral-Small-2509",
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "Qwen/Qwen3-8B",
+        "m",
+        "openai/gpt-oss-20b",
+    ]
+    assert [tags_of(name) for name in names] == ["mistral", "seed_oss", "think", "think", "harmony"]
 
 
 @pytest.mark.parametrize(("rule", "output"), [("think", '{"a":1}'), (None, '<think>x</think>{"a":1}')])
