@@ -13,8 +13,8 @@ import aiohttp
 import orjson
 from fastapi import APIRouter, Depends, Request
 
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.error_answers import ApiError
 from gpu_runner.bounded_http.bounded_read import PAGE_BYTES, BodyTooLarge, UnaskedEncoding, read_body
 from gpu_runner.bounded_http.tls_files import TlsFiles, ssl_of
 from resources.fleet.resource import FleetConfigError

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ConfigDict
@@ -261,6 +260,8 @@ def _flags(
 
 
 def _flag_alone(store: DatasetStore, table: PublishedTable, marks: Mapping[str, Mark], flags: Flags) -> None:
+    import polars as pl
+
     columns = list(dict.fromkeys(itertools.chain.from_iterable(mark.columns for mark in marks.values())))
     first = 0
     for rows in _tables(store, table, columns):
@@ -272,6 +273,8 @@ def _flag_alone(store: DatasetStore, table: PublishedTable, marks: Mapping[str, 
 
 
 def _flag_compared(store: DatasetStore, table: PublishedTable, name: str, mark: RowsMark, flags: Flags) -> None:
+    import polars as pl
+
     first = 0
     for rows in _tables(store, table, list(mark.columns)):
         stays = ~flags.fallen(first, rows.num_rows)

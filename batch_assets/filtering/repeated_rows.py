@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import duckdb
 import numpy as np
-import polars as pl
 import pyarrow as pa
 
 from batch_assets.filtering.text_marks import needs, texts_of, words_of
 from batch_assets.spec.row_rules import DuplicatesRule, NearDuplicatesRule
 from resources.store.row_condition import BadCondition
+
+if TYPE_CHECKING:
+    import polars as pl
+
 
 PERMUTATIONS = 128
 _SEED = 1
@@ -53,6 +55,8 @@ class EqualKeys:
         self._file = folder / "keys.duckdb"
         config: dict[str, Any] = {"memory_limit": _MEMORY, "temp_directory": str(folder / "duckdb")}
         config["preserve_insertion_order"] = False
+        import duckdb
+
         self._connection = duckdb.connect(str(self._file), config=config)
         self._connection.execute("CREATE TABLE keys (a UBIGINT, b UBIGINT, line BIGINT)")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 
 from batch_assets.filtering.repeated_rows import EqualTexts, RowsMark, SimilarTexts
@@ -22,6 +21,9 @@ from batch_assets.filtering.text_marks import (
 )
 from batch_assets.spec.row_rules import NO_ANSWER, RowRule
 from resources.store.row_condition import BadCondition, SqlCondition
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 class Mark(Protocol):

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import polars as pl
+from typing import TYPE_CHECKING
 
 from batch_assets.gates.refusals import is_refusal
 from batch_assets.snapshot.source.errors import SourceError
@@ -31,6 +30,10 @@ from batch_assets.spec.source import SourceSpec
 from resources.store.object_integrity import READ_BYTES
 from resources.store.row_condition import BadCondition
 
+if TYPE_CHECKING:
+    import polars as pl
+
+
 MOST_PASSAGES = 5_000_000  # of evaluation sets: 500 MB of memory
 SHORTEST_PASSAGE = 5  # words of an evaluation text that is shorter than a passage
 # Chinese, Japanese and Korean write no spaces between words: there each character is one.
@@ -46,6 +49,8 @@ _PERSONAL: dict[PersonalData, str] = {
 
 def texts_of(rows: pl.DataFrame, column: str) -> pl.Series:
     """A column as texts: of a conversation the contents of its messages; null stays null. Raises BadCondition."""
+    import polars as pl
+
     found = rows[column]
     if found.dtype == pl.String:
         return found
@@ -74,6 +79,8 @@ class LengthMark:
         return [self.rule.column]
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
+        import polars as pl
+
         texts = texts_of(rows, self.rule.column).fill_null("")
         if self.rule.unit == "words":
             lengths = pl.Series([len(words_of(text)) for text in texts], dtype=pl.Int64)
@@ -98,6 +105,8 @@ class RatioMark:
 
 
 def _outside(found: pl.Series, low: float | None, high: float | None) -> pl.Series:
+    import polars as pl
+
     flagged = pl.repeat(False, len(found), eager=True)
     if low is not None:
         flagged |= found < low
@@ -115,6 +124,8 @@ class RefusalsMark:
         return [self.rule.column]
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
+        import polars as pl
+
         texts = texts_of(rows, self.rule.column).fill_null("")
         return pl.Series([is_refusal(text, self.rule.also) for text in texts], dtype=pl.Boolean)
 
@@ -130,6 +141,8 @@ class LanguageMark:
         return [self.rule.column]
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
+        import polars as pl
+
         language = _identifier()
         allowed, least = set(self.rule.allowed), self.rule.min_characters
         texts = texts_of(rows, self.rule.column).fill_null("")
@@ -162,6 +175,8 @@ class PersonalDataMark:
         return [self.rule.column]
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
+        import polars as pl
+
         texts = texts_of(rows, self.rule.column).fill_null("")
         flagged = pl.repeat(False, len(texts), eager=True)
         for kind in self.rule.kinds:
@@ -214,6 +229,8 @@ class OverlapMark:
             raise BadCondition(f"expected texts of {SHORTEST_PASSAGE} words or more in {rule.files}, found none")
 
     def flagged(self, rows: pl.DataFrame) -> pl.Series:
+        import polars as pl
+
         texts = texts_of(rows, self._rule.column).fill_null("")
         return pl.Series([self._overlaps(words_of(text)) for text in texts], dtype=pl.Boolean)
 

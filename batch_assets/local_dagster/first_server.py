@@ -1,8 +1,8 @@
-"""The first definitions server of a code server: a fork of it, so that Dagster is imported once for both.
+"""The first definitions server of a code server: a fork of it, so that Dagster and our code are imported once for both.
 
 The code server starts another one, from nothing, whenever the definitions are loaded again: what a reload must see is
-never inherited. The fork is made while the code server has one thread and has read nothing of ours but
-`batch_assets.local_dagster` (worker_template.py says why), and waits until Dagster gives its arguments.
+never inherited. The fork is made while the code server has one thread and has read no dataset (worker_template.py says
+why), and waits until Dagster gives its arguments.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The template of a code server: a process that has imported what run workers need, and is forked for each of them.
 
-Importing Dagster and its friends takes two of the three seconds of processor time that a worker's start costs. The
-template is a fork of the code server itself, made before that has read any definitions, so it costs no import of its
-own; it holds nothing of ours but `gpu_runner`, and ends with its code server or, when that was killed, with its last
-worker.
+Imports take nearly all of the three seconds of processor time that a worker's start costs. The template is a fork of
+the code server itself, made before that has read any datasets, so it costs no import of its own; it holds the same
+code as its server, and ends with that or, when that was killed, with its last worker. A server that loads the
+definitions again is started from nothing, and has a template of its own.
 
 Only a process of one thread may be forked safely: a lock that another thread holds stays locked in the copy for ever.
-So nothing is imported here that starts threads (numpy, pyarrow, polars), and `start` refuses to fork a process of two.
+So numpy and pyarrow are told to start none, what always starts some (polars) is imported where it is used, and `start`
+refuses to fork a process of two.
 
 The template speaks the protocol of `multiprocessing`'s own fork server, which starts Dagster's workers. It ignores
 SIGTERM, which a process group gets as a whole, so that its workers end in good order; when it is killed, the kernel
@@ -40,17 +41,11 @@ MODULES = (
     "dagster._core.storage.sqlite_storage",
     "dagster.components",
     "alembic",
-    "sqlalchemy",
     "sqlalchemy.dialects.sqlite",
-    "aiohttp",
-    "jinja2",
-    "jsonschema",
-    "orjson",
-    "pydantic",
-    "yaml",
-    "gpu_runner.client.engine_client",
-    "gpu_runner.fleet_database.database",
+    "batch_assets.definitions",
 )
+# Read while OpenBLAS (numpy) and jemalloc (pyarrow) are loaded: no threads of their own.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 class TemplateError(Exception):
@@ -58,9 +53,21 @@ class TemplateError(Exception):
 
 
 def import_modules() -> None:
-    """Import what workers need. Raises TemplateError when that has started a thread."""
-    for name in MODULES:
-        importlib.import_module(name)
+    """Import what workers need. Raises TemplateError when that has started a thread.
+
+    What workers start, a local engine say, does not inherit `ONE_THREAD`.
+    """
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    try:
+        for name in MODULES:
+            importlib.import_module(name)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     if (found := threads()) != 1:
         raise TemplateError(f"{found} threads after the imports of {__name__}, expected 1: one of them starts threads")
 

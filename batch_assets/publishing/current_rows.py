@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -27,6 +26,10 @@ from resources.store.journal import note_furthest
 from resources.store.outcome_tables import outcomes_from
 from resources.store.row_condition import SqlCondition
 from resources.store.snapshot_manifest import USER_TURNS
+
+if TYPE_CHECKING:
+    import polars as pl
+
 
 MOST_ROWS = 200_000  # that one call looks at
 JOURNAL_BYTES = 64 << 20  # of the segments that one call reads, as they lie in the store
@@ -153,6 +156,8 @@ class TableCondition:
         return [row for row, true in zip(rows, self._condition.mask(self._frame(rows)), strict=True) if true]
 
     def _frame(self, rows: Sequence[CurrentRow]) -> pl.DataFrame:
+        import polars as pl
+
         columns: dict[str, pl.Series] = {}
         values = [row_values(row) for row in rows]
         for names, kind in ((_TEXTS, pl.String), (_COUNTS, pl.Int64), (_NUMBERS, pl.Float64)):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -191,4 +190,6 @@ class SpilledOutcomes:
 
 def hashed(column: pa.ChunkedArray | pa.Array) -> Any:
     """64-bit hashes of texts, the same within one process: enough to find, never to prove, that two are equal."""
+    import polars as pl
+
     return pl.Series(pl.from_arrow(column.cast(pa.large_string()))).hash(0).to_numpy()

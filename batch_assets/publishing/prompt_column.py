@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -35,7 +34,6 @@ _CONVERSATION = pa.list_(
     )
 )
 Message = dict[str, Any]
-_DECODED_MESSAGES = pl.List(pl.Struct({"role": pl.String, "content": pl.String}))
 
 
 def prompt_type(task: Task, *, conversations: bool = False) -> pa.DataType:
@@ -51,13 +49,16 @@ def decoded_prompts(
     """Prompts as a table has them, from the JSON that a snapshot holds. Decoded outside of Python: 10 µs a row.
     `conversations` as in `prompt_type`: these are decoded in Python. `images`: of data URLs only the digest is kept.
     """
+    import polars as pl
+
     if conversations and task == "chat":
         messages = map(orjson.loads, stored.to_pylist())
         return _written(map(without_image_bytes, messages) if images else messages, conversations=True)
     if task in ("score", "rerank"):
         return stored.cast(pa.string())
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))
-    decoded = text.str.json_decode(_DECODED_MESSAGES if task == "chat" else pl.String)
+    messages_type = pl.List(pl.Struct({"role": pl.String, "content": pl.String}))
+    decoded = text.str.json_decode(messages_type if task == "chat" else pl.String)
     return pa.chunked_array([decoded.to_arrow().cast(prompt_type(task))], prompt_type(task))
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ConfigDict, Field
@@ -222,6 +221,8 @@ def repeated_ids(store: DatasetStore, table: PublishedTable, hashes: Hashes) -> 
 
 def value_hashes(column: pa.Array) -> Any:
     """64-bit hashes of texts or vectors, the same within one process."""
+    import polars as pl
+
     if pa.types.is_list(column.type):
         width = 0 if not len(column) else len(column[0])
         if width and len(column.flatten()) == width * len(column):

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from batch_assets.catalog.progress import Figures, eta_seconds
 from batch_assets.durations import duration
-from batch_assets.snapshot.left_out import left_out
 from gpu_runner.money import format_usd
 
 if TYPE_CHECKING:
@@ -219,6 +218,8 @@ def left_out_lines(status: DatasetStatus) -> list[str]:
     """How many rows of the source the snapshot leaves out; nothing where it takes them all."""
     if not status.rejected:
         return []
+    from batch_assets.snapshot.left_out import left_out
+
     return [f"{status.dataset}: {left_out(status.rejected, status.source_rows)}: {status.rejects}"]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
 import pyarrow as pa
 
 from batch_assets.snapshot.json_types import ColumnKinds, to_arrow
@@ -13,11 +12,16 @@ from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import SourceError, shown
 from batch_assets.snapshot.source.parquet import plain
 
+if TYPE_CHECKING:
+    import polars as pl
+
 
 class Where:
     """A compiled condition. A null result leaves the row out, as in SQL."""
 
     def __init__(self, condition: str) -> None:
+        import polars as pl
+
         self._text = condition
         self._expression = pl.sql_expr(condition)
         self.columns = sorted(set(self._expression.meta.root_names()))
@@ -26,6 +30,8 @@ class Where:
 
     def split(self, block: Block) -> tuple[list[int], dict[int, str]]:
         """Places of the rows that pass, and why others cannot be judged."""
+        import polars as pl
+
         if not block.lines:
             return [], {}
         refused = {} if block.arrow is not None else self._kinds.learn(block.columns)
@@ -42,6 +48,8 @@ class Where:
 
     def _fitting_frame(self, block: Block) -> pl.DataFrame:
         """The columns; those that have no value so far as text or, where the condition then fails, as nothing."""
+        import polars as pl
+
         frame = self._frame(block)
         empty = [name for name in self.columns if block.arrow is None and self._kinds.kinds.get(name) is None]
         if not empty:
@@ -53,6 +61,8 @@ class Where:
         return frame
 
     def _frame(self, block: Block) -> pl.DataFrame:
+        import polars as pl
+
         arrays: Mapping[str, Any] = {
             name: plain(block.arrow[name])
             if block.arrow is not None
@@ -62,6 +72,8 @@ class Where:
         return pl.DataFrame(pl.from_arrow(pa.table(arrays)))
 
     def _mask(self, frame: pl.DataFrame) -> list[bool | None]:
+        import polars as pl
+
         result = frame.select(self._expression).to_series()
         if result.dtype not in (pl.Boolean, pl.Null):
             raise SourceError(
@@ -72,6 +84,8 @@ class Where:
 
     def _each(self, file: str, frame: pl.DataFrame, error: Exception) -> tuple[list[bool | None], dict[int, str]]:
         """Row by row, when some value of the block makes the condition fail."""
+        import polars as pl
+
         mask: list[bool | None] = []
         failed: dict[int, str] = {}
         for row in range(frame.height):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import orjson
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from resources.objects.opening import CorruptObject, Objects
@@ -64,6 +63,8 @@ def is_damage(error: Exception) -> bool:
     Not: that it was given none. What the operating system, S3 or a time-out say has an errno or a class of its own;
     Arrow's own findings are its exceptions, and OSErrors without either.
     """
+    import pyarrow as pa  # slow to import: files of datasets are checked without it
+
     if isinstance(error, pa.ArrowException):
         return not isinstance(error, MemoryError)
     return isinstance(error, KeyError) or (type(error) is OSError and error.errno is None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import polars as pl
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.store.outcome_tables import outcome_schema
+
+if TYPE_CHECKING:
+    import polars as pl
+    import pyarrow as pa
 
 LONGEST = 4096
 
@@ -44,6 +45,8 @@ class SqlCondition:
             raise BadCondition(f"expected at most {LONGEST:,} letters, found {len(text):,}")
         if found := looks_at_many_rows(text):
             raise BadCondition(f"expected a condition on one row at a time, found {found}(), which looks at many")
+        import polars as pl  # it starts threads: not where a file of conditions is only read
+
         try:
             self._expression = pl.sql_expr(text)
             self.columns = list(dict.fromkeys(self._expression.meta.root_names()))
@@ -54,11 +57,15 @@ class SqlCondition:
 
     def marks(self, columns: Mapping[str, Sequence[Any]]) -> list[bool]:
         """For each row of columns of equal length whether it meets the condition, see `mask`."""
+        import polars as pl
+
         names = self.columns or list(columns)[:1]
         return self.mask(pl.DataFrame({name: columns[name] for name in names}, strict=False)).to_list()
 
     def mask(self, frame: pl.DataFrame) -> pl.Series:
         """For each row whether it meets the condition; a null result is a no, as in SQL. Raises BadCondition."""
+        import polars as pl
+
         try:
             found = frame.select(self._expression).to_series()
         except pl.exceptions.PolarsError as error:
@@ -84,6 +91,8 @@ class RowCondition:
 
     def rows(self, table: pa.Table) -> set[str]:
         """Ids of the rows that meet it."""
+        import polars as pl
+
         frame = pl.DataFrame(pl.from_arrow(table.select(list(dict.fromkeys(["row_id", *self._condition.columns])))))
         try:
             return set(frame.filter(self._condition.mask(frame))["row_id"].to_list())

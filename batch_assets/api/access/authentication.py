@@ -20,8 +20,8 @@ from batch_assets.api.access.jwks import KeySet, KeysUnavailable, source
 from batch_assets.api.access.jwt_tokens import JwtPolicy, TokenRefused, looks_like_token, verify
 from batch_assets.api.access.key_store import KeyCache, KeyStore
 from batch_assets.api.access.request_access import access_of
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Authenticate, Caller, embedded_caller
-from batch_assets.api.requests.error_answers import ApiError
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 log = logging.getLogger(__name__)

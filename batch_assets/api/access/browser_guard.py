@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batch_assets.api.requests.error_answers import ApiError, error_response
+from batch_assets.api.requests.api_error import ApiError
+from batch_assets.api.requests.error_answers import error_response
 
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
 

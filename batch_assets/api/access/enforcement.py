@@ -15,8 +15,8 @@ from batch_assets.api.access.rate_limiter import RateLimiter
 from batch_assets.api.access.rate_limits import Limits, TenantLimits, rate_headers, too_many
 from batch_assets.api.access.request_access import RequestAccess, access_of
 from batch_assets.api.database.service_database import Check
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Authenticate, Caller
-from batch_assets.api.requests.error_answers import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from batch_assets.api.access.api_keys import TENANT_FORM, is_tenant
 from batch_assets.api.access.token_bucket import Decision
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.yaml_files import read_settings
 

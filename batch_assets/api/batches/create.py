@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from batch_assets.api.billing.spending import BUDGET, BudgetInvalid, parse_budget
 from batch_assets.api.database.file_records import LONGEST_LIFE, SHORTEST_LIFE
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.spec.deadline import parse_seconds
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

@@ -20,8 +20,9 @@ from batch_assets.api.database.service_database import Check, unchecked
 from batch_assets.api.database.states import BatchStatus
 from batch_assets.api.files.contents import count_lines
 from batch_assets.api.files.routes import listed, threads_of
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.error_answers import ApiError, not_found, store_calls
+from batch_assets.api.requests.error_answers import not_found, store_calls
 from batch_assets.api.requests.json_body import json_body
 
 RETRY_SECONDS = 900  # longer than the stock clients' time-out of ten minutes

@@ -8,7 +8,7 @@ from typing import Self
 from batch_assets.api.billing.price_list import PriceList, charged
 from batch_assets.api.billing.usage import INTERACTIVE, Kind, Tokens, Used
 from batch_assets.api.billing.usage_journal import UsageJournal
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 
 class InteractiveUsage:

@@ -17,8 +17,8 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from batch_assets.api.billing.usage import INTERACTIVE, Kind, Used, day_of, midnight
 from batch_assets.api.billing.usage_ledger import UsageLedger, UsageLine
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.error_answers import ApiError
 
 DAY = 86_400
 USAGE_DAYS, COST_DAYS, DEFAULT_DAYS = 31, 180, 7

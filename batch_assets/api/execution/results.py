@@ -20,7 +20,8 @@ from batch_assets.api.billing.answer_usage import answer_usage
 from batch_assets.api.database.batch_records import BatchRecord
 from batch_assets.api.database.file_records import FileRecord, Purpose, content_path
 from batch_assets.api.execution.batch_run import BatchRun
-from batch_assets.api.requests.error_answers import MESSAGE_LENGTH, envelope, error_type
+from batch_assets.api.requests.api_error import error_type
+from batch_assets.api.requests.error_answers import MESSAGE_LENGTH, envelope
 from gpu_runner.rows import Outcome
 from resources.objects.object_read_ahead import read_ahead
 from resources.objects.opening import temporary_folder

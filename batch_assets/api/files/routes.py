@@ -29,8 +29,9 @@ from batch_assets.api.database.file_records import (
 from batch_assets.api.database.service_database import unchecked
 from batch_assets.api.files.contents import expiry, now, open_content, parts_of
 from batch_assets.api.files.upload import CLOSE, Upload, check_file_size, read_upload
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.error_answers import ApiError, not_found, store_away, store_calls
+from batch_assets.api.requests.error_answers import not_found, store_away, store_calls
 from batch_assets.api.settings import ApiLimits, ApiSettings
 from batch_assets.api.store_threads import WAIT_SECONDS, StoreThreads
 from resources.objects.opening import Objects, temporary_folder

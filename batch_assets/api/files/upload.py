@@ -11,7 +11,8 @@ from typing import BinaryIO
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from batch_assets.api.requests.error_answers import ApiError, unsupported_type
+from batch_assets.api.requests.api_error import ApiError
+from batch_assets.api.requests.error_answers import unsupported_type
 
 BUFFER_BYTES = 1 << 20
 FIELD_BYTES = 4096

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from batch_assets.api.execution.engines.engine_supply import Awaited
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.telemetry.metrics import Sample
 from batch_assets.settings import SettingError
 

@@ -23,7 +23,7 @@ from batch_assets.api.access.request_access import RequestAccess
 from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import InteractiveRequest, RequestSize
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError
 from gpu_runner.client.input_lists import answers_of_inputs, body_of_texts, fields_beside

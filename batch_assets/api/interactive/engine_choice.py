@@ -18,7 +18,7 @@ from prometheus_client import Counter, Histogram
 from batch_assets.api.interactive.engine_directory import EngineDirectory, EngineTarget
 from batch_assets.api.interactive.engine_reports import EnginePoller, EngineReading, LoadReader, ReadLoad
 from batch_assets.api.interactive.request_body import InteractiveRequest
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.settings import REGION_WORDS, is_region
 from batch_assets.api.telemetry.metrics import Gauges, Sample, ServiceMetrics
 from batch_assets.settings import SettingError

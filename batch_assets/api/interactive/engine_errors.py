@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batch_assets.api.access.rate_limits import NO_RETRY
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from gpu_runner.client.answers.quota_codes import quota_code
 
 RELAYED = frozenset({400, 404, 408, 413, 415, 422})  # what an engine says of the request itself

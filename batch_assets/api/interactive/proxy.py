@@ -42,7 +42,8 @@ from batch_assets.api.interactive.engine_errors import (
 from batch_assets.api.interactive.event_stream import StreamReader, Usage, read_usage
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, InteractiveRequest
-from batch_assets.api.requests.error_answers import ApiError, envelope
+from batch_assets.api.requests.api_error import ApiError
+from batch_assets.api.requests.error_answers import envelope
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.api.telemetry.tracing import NO_SPANS, Span, SpanKind, Spans, engine_call
 from gpu_runner.bounded_http.bounded_read import (

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from batch_assets.api.batches.lines import ENGINE_FIELDS
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from gpu_runner.routing.prefix_index import BLOCK_BYTES, MOST_BLOCKS
 
 LONGEST_MODEL = 256

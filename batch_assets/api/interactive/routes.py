@@ -20,10 +20,11 @@ from batch_assets.api.interactive.embedding_lists import EmbeddingLists, read_in
 from batch_assets.api.interactive.event_stream import EventStream, ResponseStream, StreamReader, Usage
 from batch_assets.api.interactive.proxy import Disconnected, Proxy, unless_disconnected
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, caller, caller_with
 from batch_assets.api.requests.callers import Scope as KeyScope
 from batch_assets.api.requests.direct_routes import DirectRoute
-from batch_assets.api.requests.error_answers import ApiError, error_response
+from batch_assets.api.requests.error_answers import error_response
 from gpu_runner.routing.latency_target import ANY_LATENCY, InvalidTarget, LatencyTarget, read_target
 
 RESPONSES = "/v1/responses"

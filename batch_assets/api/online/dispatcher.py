@@ -19,8 +19,8 @@ from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.interactive.request_body import SALT, InteractiveRequest, size_of
 from batch_assets.api.online.queues.tasks import TaskKind
 from batch_assets.api.online.request import ReadAnswer
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller
-from batch_assets.api.requests.error_answers import ApiError
 
 _REFUSED = frozenset({400, 404, 413, 415, 422})
 

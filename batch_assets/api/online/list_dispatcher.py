@@ -23,7 +23,7 @@ from batch_assets.api.interactive.event_stream import Usage
 from batch_assets.api.interactive.request_body import InteractiveRequest, size_of
 from batch_assets.api.online.dispatcher import DispatchAnswer, Dispatcher, DispatchRequest, failure_of
 from batch_assets.api.online.queues.tasks import TaskKind
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 MOST_TEXTS = 16  # of a request that is taken apart; more are a list that is worth its own request
 

@@ -39,7 +39,7 @@ from batch_assets.api.online.queues.queue_protocol import (
 )
 from batch_assets.api.online.queues.tasks import OnlineTask
 from batch_assets.api.online.request import EngineRequest
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from batch_assets.api.batches.lines import ENGINE_FIELDS
 from batch_assets.api.interactive.event_stream import Usage, read_usage
 from batch_assets.api.interactive.request_body import LONGEST_MODEL, read_request
 from batch_assets.api.online.queues.tasks import TaskKind
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 DEFAULT_LIFETIME, LONGEST_LIFETIME = 300.0, 3600.0
 MOST_TEXTS = 2048

@@ -5,4 +5,4 @@
 wrong.
 """
 
-__all__ = ["callers", "direct_routes", "error_answers", "json_body", "request_bounds"]
+__all__ = ["api_error", "callers", "direct_routes", "error_answers", "json_body", "request_bounds"]

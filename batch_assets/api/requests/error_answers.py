@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -22,41 +22,16 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from batch_assets.api.database.service_database import is_records_trouble
+from batch_assets.api.requests.api_error import ApiError
 from resources.objects.store_health import is_store_trouble
 
 log = logging.getLogger(__name__)
 
-INVALID_REQUEST = "invalid_request_error"
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MESSAGE_LENGTH = 500
 RETRY_AFTER_SECONDS = 5  # while the records or the store are away
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 CLOSED = 499  # as nginx has it: the caller was gone before its answer began
 REASON = "error_code"  # in the state of a request's ASGI scope
-
-
-class ApiError(Exception):
-    """A request that is refused. `param` is the field that it is about, `code` a stable word of the documentation."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.kind = kind or error_type(status)
-        self.headers = dict(headers or {})
-
-
-def error_type(status: int) -> str:
-    """The `type` that goes with an HTTP status."""
-    return "server_error" if status >= 500 else _TYPES.get(status, INVALID_REQUEST)
 
 
 def not_found(kind: str, name: str, param: str = "id") -> ApiError:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from batch_assets.api.requests.error_answers import ApiError, described, unsupported_type
+from batch_assets.api.requests.api_error import ApiError
+from batch_assets.api.requests.error_answers import described, unsupported_type
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batch_assets.api.requests.error_answers import ApiError, error_response
+from batch_assets.api.requests.api_error import ApiError
+from batch_assets.api.requests.error_answers import error_response
 
 
 @dataclass(frozen=True, slots=True)

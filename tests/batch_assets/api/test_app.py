@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from batch_assets.api.access.authentication import AccessSettingsError
 from batch_assets.api.app import create_app
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope, caller_with
-from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.requests.json_body import json_body
 from batch_assets.api.server import serve
 from batch_assets.api.settings import ApiLimits, ApiSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def test_help_needs_neither_dagster_nor_a_second():
     assert found.returncode == 0, found.stderr
     for command in ("run", "status", "verify", "demo", "ui"):
         assert command in found.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "ui"])
+def test_the_code_server_is_started_before_dagster_is_imported(home: Path, command: str):
+    code = f"""
+import os, sys
+from batch_assets.local_dagster import stack
+def start(self, child):
+    print(child.name, *sorted({{"dagster", "polars", "pyarrow", "sqlalchemy"}} & set(sys.modules)), flush=True)
+    os._exit(0)
+stack.Stack._start = start
+import batch_assets.cli.main as cli
+cli.app([{command!r}, *(["haiku", "--simulate"] if {command!r} == "run" else [])])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert found.stdout.split() == ["code-server"], found.stderr
 
 
 def test_an_unknown_dataset_gets_the_near_miss(home: Path):

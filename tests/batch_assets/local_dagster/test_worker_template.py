@@ -76,16 +76,20 @@ def said(process: subprocess.Popen[str]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_what_the_template_imports_starts_no_thread_and_reads_nothing_of_ours_that_a_reload_must_see():
+def test_the_template_has_the_code_of_workers_but_no_dataset_and_has_started_no_thread(tmp_path: Path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "defs.yaml").write_text("type: [")
     code = (
-        "from batch_assets.local_dagster import worker_template; import sys\n"
-        "before = set(sys.modules)\n"
+        "from batch_assets.local_dagster import worker_template; import os, sys\n"
         "worker_template.import_modules()\n"
-        "print(worker_template.threads(), *sorted(name for name in set(sys.modules) - before))\n"
+        "print(worker_template.threads(), os.environ.get('OPENBLAS_NUM_THREADS'), *sorted(sys.modules))\n"
     )
-    threads, *names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert threads == "1"
-    assert not [name for name in names if name.partition(".")[0] in ("batch_assets", "resources", "polars", "numpy")]
+    environment = {**os.environ, "BATCH_ASSETS_DEFS": str(tmp_path), "OPENBLAS_NUM_THREADS": "7"}
+    found = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True, env=environment)
+    threads, of_workers, *names = found.split()
+    assert (threads, of_workers) == ("1", "7")
+    assert {"batch_assets.definitions", "batch_assets.generation.op", "pyarrow"} <= {*names}
+    assert not {"polars", "fastapi", "boto3"} & {*names}
 
 
 def test_a_process_of_two_threads_is_not_forked(tmp_path: Path):

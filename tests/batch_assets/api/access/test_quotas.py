@@ -17,7 +17,7 @@ from batch_assets.api.database.file_records import FileRecord, FileRecords, new_
 from batch_assets.api.database.service_database import Records
 from batch_assets.api.database.states import ACCEPT
 from batch_assets.api.files.upload import LineCount
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 LIMITS = TenantLimits(queued_lines=5_000, open_batches=100, storage_bytes=3_000)
 

@@ -20,7 +20,7 @@ from batch_assets.api.front_door import FrontDoor
 from batch_assets.api.interactive import boot_wait
 from batch_assets.api.interactive.boot_wait import BootWait, boot_wait_seconds, patience
 from batch_assets.api.interactive.engine_directory import EngineTarget
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.settings import SettingError
 
 MODEL = "not-running"

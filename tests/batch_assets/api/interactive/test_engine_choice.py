@@ -19,7 +19,7 @@ from batch_assets.api.interactive.engine_reports import EngineReading
 from batch_assets.api.interactive.first_tokens import FirstTokens
 from batch_assets.api.interactive.request_body import InteractiveRequest, read_request
 from batch_assets.api.interactive.shared_supply import SharedSupply
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.settings import split_endpoint
 from batch_assets.api.telemetry.metrics import ServiceMetrics
 from batch_assets.settings import SettingError

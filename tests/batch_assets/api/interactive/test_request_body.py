@@ -7,7 +7,7 @@ import pytest
 
 from batch_assets.api.batches.lines import ENGINE_FIELDS
 from batch_assets.api.interactive.request_body import MOST_TOKENS, read_request
-from batch_assets.api.requests.error_answers import ApiError
+from batch_assets.api.requests.api_error import ApiError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

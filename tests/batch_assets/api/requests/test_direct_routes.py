@@ -22,9 +22,9 @@ from batch_assets.api.interactive import routes as interactive
 from batch_assets.api.interactive.proxy import Proxy
 from batch_assets.api.online.online_service import OnlineService
 from batch_assets.api.online.routes import DIRECT_ROUTES
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Scope
 from batch_assets.api.requests.direct_routes import DirectRoute
-from batch_assets.api.requests.error_answers import ApiError
 
 SUBMIT, RESULT = "/v1/inference", "/v1/result"
 BODY = {"input": "hello", "client_id": "test", "model": "tiny"}

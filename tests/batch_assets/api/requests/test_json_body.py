@@ -13,8 +13,8 @@ import pytest
 from batch_assets.api.app import create_app
 from batch_assets.api.batches.create import CreateBatch
 from batch_assets.api.online import routes as online
+from batch_assets.api.requests.api_error import ApiError
 from batch_assets.api.requests.callers import Caller, Scope
-from batch_assets.api.requests.error_answers import ApiError
 from batch_assets.api.requests.json_body import parse_body
 from batch_assets.api.settings import ApiSettings
 
