@@ -18,6 +18,7 @@ from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
 from batch_assets.orchestration.assets import (
     dead_letters_asset,
     export_asset,
+    judged_asset,
     passed_asset,
     prompts_asset,
     rows_asset,
@@ -125,7 +126,8 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     """
     prompts, rows = prompts_asset(spec, spec_version(spec), folder, broken), rows_asset(spec, folder)
     table, dead = table_asset(spec), dead_letters_asset(spec)
-    made = [passed_asset(spec, folder)] if spec.filter is not None else []
+    made = [judged_asset(spec)] if spec.judge is not None else []
+    made += [passed_asset(spec, folder)] if spec.rules is not None else []
     made += [export_asset(spec, export, folder) for export in spec.exports]
     refresh = dg.define_asset_job(
         f"{spec.name}_refresh",

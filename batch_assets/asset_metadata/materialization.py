@@ -11,6 +11,7 @@ from batch_assets.asset_metadata.histogram import distributions_markdown
 from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
 from batch_assets.exports.declared_export import WrittenExport
 from batch_assets.filtering.passed_table import FilterReport
+from batch_assets.judging.judged_table import JudgeReport
 from batch_assets.publishing.dataset_card import MEANING
 from batch_assets.publishing.published_table import PublishedTable
 from batch_assets.snapshot.reuse import ReusableRows
@@ -81,6 +82,23 @@ def table_metadata(
     billed = {} if bill is None else {"usd_useful": round(bill.useful, 6)}
     billed |= {"usd_billed": round(bill.total, 6)} if bill is not None and final else {}
     return found | ({"usd": table.usd} if table.usd is not None else {}) | billed
+
+
+def judged_metadata(store: DatasetStore, table: PublishedTable, report: JudgeReport) -> dict[str, Any]:
+    """Counts and places of the judged rows, and how far votes agree. Numbers stay numbers, Dagster plots them."""
+    lost = {"lost_by": dg.MetadataValue.json(report.lost_by)} if report.lost else {}
+    figures = {"mean_score" if name == "score" else name: value for name, value in report.figures.items()}
+    return {
+        "rows": table.rows,
+        "dagster/row_count": table.rows,
+        "rows_unscored": report.unscored,
+        "votes": report.votes,
+        "votes_lost": report.lost,
+        **lost,
+        **{name: round(value, 6) for name, value in figures.items() if value is not None},
+        "dagster/uri": table.uri(store.objects),
+        "files": dg.MetadataValue.path(table.glob(store.objects)),
+    }
 
 
 def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterReport) -> dict[str, Any]:

@@ -101,6 +101,11 @@ def table_key(dataset: str) -> dg.AssetKey:
     return dg.AssetKey([dataset, "dataset"])
 
 
+def judged_key(dataset: str) -> dg.AssetKey:
+    """Asset of the rows that the dataset judged."""
+    return dg.AssetKey([dataset, "judged"])
+
+
 def passed_key(dataset: str) -> dg.AssetKey:
     """Asset key of the rows of the table that pass the filter."""
     return dg.AssetKey([dataset, "passed"])

@@ -412,6 +412,7 @@ def export(
     rank_by: RankBy = None,
     part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
     passed: Annotated[bool, typer.Option("--passed", help="Only rows that pass the dataset's filter.")] = False,
+    judged: Annotated[bool, typer.Option("--judged", help="The rows that the dataset judged, not its votes.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the published table as training files; after a kill the same command goes on."""
@@ -420,9 +421,14 @@ def export(
 
         from batch_assets.cli.dataset_commands.export_command import export_declared_table, export_table
         from batch_assets.spec.export_options import checked_options
+        from batch_assets.table_access.opened_table import part_of
 
         if declared is not None:
-            if (to, form, version, mapping, columns, where, split_by, group_by, rank_by) != (None,) * 9 or passed:
+            if (
+                (to, form, version, mapping, columns, where, split_by, group_by, rank_by) != (None,) * 9
+                or passed
+                or judged
+            ):
                 raise CommandError("--declared: expected no other option beside it: the defs.yaml has them")
             export_declared_table(*declared_dataset(name), declared, as_json=as_json)
             return
@@ -443,7 +449,7 @@ def export(
             group_by=group_by,
             rank_by=rank_by,
         )
-        export_table(name, to, version, options_of, passed=passed, as_json=as_json)
+        export_table(name, to, version, options_of, part=part_of(passed=passed, judged=judged), as_json=as_json)
 
 
 @app.command()

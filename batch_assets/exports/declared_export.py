@@ -15,10 +15,11 @@ import orjson
 
 from batch_assets.exports.export import export
 from batch_assets.exports.record import NAME, ExportRecord, read_record
-from batch_assets.filtering.passed_table import PassedStore
+from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.spec.export_options import ExportError, ExportOptions
 from batch_assets.spec.exports import EXPORTS, ExportSpec
+from batch_assets.spec.source import JUDGED, PASSED
 from resources.objects.objects_below import ObjectsBelow
 from resources.objects.opening import CorruptObject, Objects, StoreError, open_objects
 from resources.store.dataset_store import DatasetStore
@@ -52,7 +53,8 @@ def export_declared(
     """
     table = _table(store, spec)
     if table is None:
-        what = "rows that pass its filter" if spec.passed else "a published table"
+        parts = {PASSED: "rows that pass its filter", JUDGED: "judged rows"}
+        what = parts.get(spec.part or "", "a published table")
         raise ExportError(f"expected {what} of {store.dataset}, found none; {store.mended_by_run}")
     place, version = export_place(store, spec, base), export_version(table, spec)
     there = _versions(place)
@@ -106,7 +108,7 @@ def _options(table: PublishedTable, spec: ExportSpec) -> ExportOptions:
 
 
 def _table(store: DatasetStore, spec: ExportSpec) -> PublishedTable | None:
-    return published_table(PassedStore(store) if spec.passed else store)
+    return published_table(store if spec.part is None else DerivedStore(store, spec.part))
 
 
 def _versions(place: Objects) -> set[str]:

@@ -23,21 +23,15 @@ from pydantic import ConfigDict
 from batch_assets.filtering.repeated_rows import RowsMark
 from batch_assets.filtering.row_marks import Flags, Mark, NoAnswerMark, mark_of
 from batch_assets.filtering.text_marks import files_digest
-from batch_assets.publishing.publish import (
-    PART_ROWS,
-    changed_files,
-    prune_versions,
-    switch_readers,
-    unfinished_versions,
-    whole_table,
-)
+from batch_assets.publishing.derived_table import DerivedStore, renewed, report_of, write_manifest
+from batch_assets.publishing.publish import PART_ROWS, whole_table
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_batches
-from batch_assets.publishing.table_files import Column, TableFile, TableWriter
+from batch_assets.publishing.table_files import TableFile, TableWriter
 from batch_assets.spec.row_rules import NO_ANSWER, RowRule, rules_digest
 from batch_assets.spec.source import PASSED
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
-from resources.store.object_integrity import Sealed, read_sealed, sha256_of
+from resources.store.object_integrity import Sealed, sha256_of
 from resources.store.row_condition import BadCondition
 
 FORMAT = 1
@@ -64,16 +58,11 @@ class FilterReport(Sealed):
     files: list[TableFile]
 
 
-class PassedStore(DatasetStore):
+class PassedStore(DerivedStore):
     """The place of a dataset's passed rows in its store."""
 
     def __init__(self, of: DatasetStore) -> None:
-        super().__init__(of.objects, f"{of.dataset}/{PASSED}")
-        self._run = of.mended_by_run
-
-    @property
-    def mended_by_run(self) -> str:
-        return self._run
+        super().__init__(of, PASSED)
 
 
 def filtered(
@@ -85,22 +74,25 @@ def filtered(
     workdir: Path,
     part_rows: int = PART_ROWS,
     keep_versions: int = 2,
+    target: DatasetStore | None = None,
 ) -> tuple[PublishedTable, FilterReport]:
     """Filter the published table of a dataset, and switch readers of the passed rows to what was found; one that was
-    made of the same table by the same rules is taken as it is. `base`: where paths of rules begin.
+    made of the same table by the same rules is taken as it is. `base`: where paths of rules begin. `target`: where the
+    passed rows lie; PassedStore without.
 
     Raises BadCondition where a rule does not fit the table, CorruptObject.
     """
     table = published_table(store)
     if table is None:
         raise BadCondition(f"filter: expected a published table of {store.dataset}, found none; {store.mended_by_run}")
-    target = PassedStore(store)
-    version, left = filter_version(table.version, rules, base), unfinished_versions(target)
-    passed = whole_table(target, version)
-    if passed is None or changed_files(target, passed) or _fallen_changed(target, version):
-        passed = _write(store, table, target, version, rules, base, now, workdir, part_rows)
-    switch_readers(target, passed)
-    prune_versions(target, passed, keep_versions, left)
+    target, version = target or PassedStore(store), filter_version(table.version, rules, base)
+    passed = renewed(
+        target,
+        version,
+        not _fallen_changed(target, version),
+        lambda: _write(store, table, target, version, rules, base, now, workdir, part_rows),
+        keep_versions,
+    )
     report = read_report(target, version)
     assert report is not None, "it is written before the manifest"
     return passed, report
@@ -119,19 +111,15 @@ def filter_version(table: str, rules: Mapping[str, RowRule], base: Path) -> str:
 
 def read_report(target: DatasetStore, version: str | None = None) -> FilterReport | None:
     """What the filter did for the version that readers see, or another one; None before. Raises CorruptObject."""
-    version = version or target.current_published()
-    if version is None:
-        return None
-    try:
-        return read_sealed(target.objects, target.published_path(version, REPORT), FilterReport, target.mended_by_run)
-    except FileNotFoundError:
-        return None
+    return report_of(target, REPORT, FilterReport, version)
 
 
-def is_current(store: DatasetStore, rules: Mapping[str, RowRule], base: Path) -> bool:
+def is_current(
+    store: DatasetStore, rules: Mapping[str, RowRule], base: Path, target: DatasetStore | None = None
+) -> bool:
     """Whether the passed rows are those of the published table, by these rules, with all their files. Raises
     BadCondition."""
-    table, target = published_table(store), PassedStore(store)
+    table, target = published_table(store), target or PassedStore(store)
     try:
         passed = whole_table(target)
         return table is not None and passed is not None and passed.version == filter_version(table.version, rules, base)
@@ -190,51 +178,16 @@ def _write(
         removed=removed,
         files=others,
     )
-    found = _manifest(table, target, version, passed, files, written, now)
-    target.objects.put(target.published_path(version, REPORT), report.to_json())
-    target.objects.put(target.published_path(version, "manifest.json"), found.to_json())
-    return found
-
-
-def _manifest(
-    table: PublishedTable,
-    target: DatasetStore,
-    version: str,
-    passed: TableWriter,
-    files: list[TableFile],
-    schema: pa.Schema,
-    now: float,
-) -> PublishedTable:
-    """What the passed rows are: counts, tokens and dollars of them alone."""
-    totals = passed.totals
-    descriptions = {column.name: column.description for column in table.columns}
-    descriptions[FLAGS] = "rules of the filter that mark the row"
-    return table.model_copy(
-        update={
-            "dataset": target.dataset,
-            "version": version,
-            "created_at": now,
-            "rows": totals.rows,
-            "ok": totals.rows - totals.dead,
-            "dead": totals.dead,
-            "duplicates": totals.duplicates,
-            "dead_duplicates": totals.dead_duplicates,
-            "prompt_tokens": totals.prompt_tokens,
-            "completion_tokens": totals.completion_tokens,
-            "usd": totals.usd,
-            "unpriced": totals.unpriced,
-            "reused": dict(sorted(totals.reused.items())),
-            "bytes": sum(file.bytes for file in files),
-            "simulated": table.simulated,
-            "output_mismatches": None,
-            "columns": [
-                Column(name=field.name, type=str(field.type), description=descriptions.get(field.name))
-                for field in schema
-            ],
-            "sources": totals.sources(),
-            "files": files,
-            "card": None,
-        }
+    return write_manifest(
+        table,
+        target,
+        version,
+        totals=passed.totals,
+        files=files,
+        schema=written,
+        descriptions={FLAGS: "rules of the filter that mark the row"},
+        report=(REPORT, report),
+        now=now,
     )
 
 

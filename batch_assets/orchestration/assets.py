@@ -17,6 +17,7 @@ import dagster as dg
 from batch_assets import settings
 from batch_assets.asset_metadata.materialization import (
     export_metadata,
+    judged_metadata,
     passed_metadata,
     reuse_metadata,
     shown_rows,
@@ -31,10 +32,12 @@ from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.exports.declared_export import export_declared, is_exported
-from batch_assets.filtering.passed_table import filtered, is_current
+from batch_assets.filtering.passed_table import PassedStore, filtered, is_current
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
+from batch_assets.judging.judged_table import is_current as votes_are_counted
+from batch_assets.judging.judged_table import judged, rows_store
 from batch_assets.orchestration.active_request import begin_or_go_on, request_under_way, same_chain
 from batch_assets.orchestration.asset_checks import check_results, check_specs
 from batch_assets.orchestration.automation import refresh_condition
@@ -65,7 +68,7 @@ from batch_assets.spec.exports import ExportSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
 from batch_assets.spec.row_rules import rules_digest
-from batch_assets.spec.source import SourceSpec
+from batch_assets.spec.source import TABLE, SourceSpec
 from batch_assets.tags import CHAIN_TAG, ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, STREAMING_TAG, UPSTREAM_TAG
 from gpu_runner.fleet_database.accounting.bill_split import Split
 from gpu_runner.fleet_database.database import FleetDatabase, FleetDatabaseError
@@ -215,7 +218,10 @@ def _committed_so_far(
 
 def outdated(store: DatasetStore, spec: GeneratedDatasetSpec, base: Path) -> bool:
     """Whether what is made of the published table is not there as the spec says it now."""
-    if spec.filter is not None and not is_current(store, spec.filter, base):
+    if spec.judge is not None and not votes_are_counted(store, spec.judge):
+        return True
+    rules, rows = spec.rules, rows_store(spec, store)
+    if rules is not None and not is_current(rows, rules, base, PassedStore(store)):
         return True
     return not all(is_exported(store, export, base) for export in spec.exports)
 
@@ -461,14 +467,40 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
     return dataset
 
 
+def judged_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
+    """The rows that a dataset with a judge has judged, with what the votes say."""
+
+    @_asset(
+        key=ledger.judged_key(spec.name),
+        deps=[ledger.table_key(spec.name)],
+        **_about(spec, "The judged rows, one line each, with what the votes say.", {"parquet"}),
+    )
+    def counted(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
+        data = store.dataset(spec.name)
+        try:
+            with (
+                cancellation_in_words(context, lambda: _canceled(spec.name)),
+                temporary_folder() as workdir,
+                fleet.alive(context.run.run_id, spec.name, "counting votes"),
+            ):
+                table, report = judged(data, spec, now=time.time(), workdir=workdir)
+        except BadCondition as error:
+            raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(table.version), metadata=judged_metadata(data, table, report)
+        )
+
+    return counted
+
+
 def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinition:
     """The rows of the table that pass the filter, with those that fall out beside them."""
-    rules = spec.filter
+    rules = spec.rules
     assert rules is not None, "a dataset without a filter has no such asset"
 
     @_asset(
         key=ledger.passed_key(spec.name),
-        deps=[ledger.table_key(spec.name)],
+        deps=[ledger.table_key(spec.name) if spec.judge is None else ledger.judged_key(spec.name)],
         code_version=rules_digest(rules),
         **_about(spec, "The rows of the table that pass the filter. Those that fall out lie beside.", {"parquet"}),
     )
@@ -480,7 +512,8 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
                 temporary_folder() as workdir,
                 fleet.alive(context.run.run_id, spec.name, "filtering the table"),
             ):
-                table, report = filtered(data, rules, base=folder, now=time.time(), workdir=workdir)
+                rows, target = rows_store(spec, data), PassedStore(data)
+                table, report = filtered(rows, rules, base=folder, now=time.time(), workdir=workdir, target=target)
         except BadCondition as error:
             raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(
@@ -491,11 +524,11 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
 
 
 def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -> dg.AssetsDefinition:
-    """Files that are made of the table, or of the rows that pass the filter."""
+    """Files that are made of the table, of the rows that pass the filter, or of the judged ones."""
 
     @_asset(
         key=ledger.export_key(spec.name, export.name),
-        deps=[ledger.passed_key(spec.name) if export.passed else ledger.table_key(spec.name)],
+        deps=[dg.AssetKey([spec.name, export.part or TABLE])],
         code_version=hashlib.sha256(export.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:16],
         **_about(spec, f"The table as files of the form {export.format}.", {"file"}),
     )

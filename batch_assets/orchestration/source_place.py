@@ -11,13 +11,13 @@ import dagster as dg
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.asset_places import escaped, of_asset
-from batch_assets.filtering.passed_table import PassedStore
 from batch_assets.publishing.committed_part import write_committed
+from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import broken_files, published_table
 from batch_assets.snapshot.cache import SnapshotCache
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.source import SourceSpec
+from batch_assets.spec.source import JUDGED, PASSED, SourceSpec
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
 from resources.store.snapshot_manifest import RowsSoFar
@@ -32,7 +32,8 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
         return of_asset(spec, instance)
     name = spec.source.dataset
     store = store_of(spec.source, objects)
-    what = f"rows of {name} that pass its filter" if spec.source.passed else f"published table of {name}"
+    parts = {PASSED: f"rows of {name} that pass its filter", JUDGED: f"rows that {name} judged"}
+    what = parts.get(spec.source.part or "", f"published table of {name}")
     try:
         table = published_table(store)
         if table is not None and (gone := broken_files(store, table)):
@@ -44,8 +45,8 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
         raise SourceError(f"source.dataset: the table of {name} cannot be read: {error}") from error
     if table is None:
         raise SourceError(
-            f"source.dataset: expected {'' if spec.source.passed else 'a '}{what}, found none; "
-            f"`batch-assets run {name}` makes {'them' if spec.source.passed else 'it'}"
+            f"source.dataset: expected {'' if spec.source.part else 'a '}{what}, found none; "
+            f"`batch-assets run {name}` makes {'them' if spec.source.part else 'it'}"
         )
     path = f"{escaped(table.uri(objects))}/part-*.parquet"
     return spec.model_copy(update={"source": spec.source.model_copy(update={"path": path})})
@@ -54,7 +55,7 @@ def at_its_place(spec: GeneratedDatasetSpec, instance: dg.DagsterInstance, objec
 def store_of(source: SourceSpec, objects: Objects) -> DatasetStore:
     """Where the table lies that a source of another dataset reads."""
     store = DatasetStore(objects, source.dataset or "")
-    return PassedStore(store) if source.passed else store
+    return store if source.part is None else DerivedStore(store, source.part)
 
 
 @dataclass(frozen=True, slots=True)

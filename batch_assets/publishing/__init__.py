@@ -1,8 +1,9 @@
 """From batch objects to one table with a dataset card, and whether everything agrees.
 
 `publish` writes the table, `dead_letters` the rows without a completion, `dataset_card` its README; `quality` measures
-it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte. `current_rows` reads rows
-as they are now, also those of open batches; `committed_part` writes the first ones for a step of a chain.
+it; `verify` compares snapshot, batch objects, catalog, table and dead letters, byte by byte. `derived_table` has what
+tables that are made of a published one share. `current_rows` reads rows as they are now, also those of open batches;
+`committed_part` writes the first ones for a step of a chain.
 """
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "current_rows",
     "dataset_card",
     "dead_letters",
+    "derived_table",
     "differences",
     "prompt_column",
     "publish",

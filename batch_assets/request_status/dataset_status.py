@@ -23,6 +23,7 @@ from batch_assets.catalog.progress import Figures, eta_seconds, figures, recent_
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.run_errors import failure_text
 from batch_assets.filtering.passed_table import PassedStore, read_report
+from batch_assets.judging.judged_table import read_report as read_judge_report
 from batch_assets.local_dagster.home import ensure_storage, prepare_home
 from batch_assets.orchestration.reconcile import empty_store
 from batch_assets.orchestration.request_summary import RequestStatus, request_status
@@ -127,7 +128,8 @@ class DatasetStatus:
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
     the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
     left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `rows_passed`, `rows_fallen`,
-    `fallen_by_rule`: of the newest rows that the filter made; None: there are none.
+    `fallen_by_rule`: of the newest rows that the filter made; None: there are none. `rows_judged`, `votes`,
+    `votes_lost`, `judge_figures` (mean score, agreement): of the newest rows that the dataset judged.
     `refresh_failed`: the newest refresh failed.
     `streaming`: how much was read so far of the dataset that this one reads, which is not complete; None: all of it.
     """
@@ -161,6 +163,10 @@ class DatasetStatus:
     rows_passed: int | None = None
     rows_fallen: int | None = None
     fallen_by_rule: dict[str, int] | None = None
+    rows_judged: int | None = None
+    votes: int | None = None
+    votes_lost: int | None = None
+    judge_figures: dict[str, float | None] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -317,11 +323,12 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
     try:
         sight, problems = observer.checked(now)
         table, passed = observer.table(), read_report(PassedStore(observer.store))
+        judged = read_judge_report(observer.store)
         source = observer.source_counts(sight.snapshot)
     except Exception as error:
         if not isinstance(error, StoreError) and not is_store_trouble(error):
             raise
-        sight, table, passed = DatasetObservation(None, [], {}, (), _NOTHING), None, None
+        sight, table, passed, judged = DatasetObservation(None, [], {}, (), _NOTHING), None, None, None
         problems, source = [trouble_text(observer.store, error)], SourceCounts()
     records = unfinished(observer.instance, observer.store.dataset)
     beats = {beat.run_id: beat for beat in sight.beats}
@@ -362,6 +369,10 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         rows_passed=passed.passed if passed else None,
         rows_fallen=passed.fallen if passed else None,
         fallen_by_rule=passed.removed if passed else None,
+        rows_judged=judged.rows if judged else None,
+        votes=judged.votes if judged else None,
+        votes_lost=judged.lost if judged else None,
+        judge_figures=judged.figures if judged else None,
     )
 
 

@@ -165,7 +165,13 @@ def status_table(
         money = [format_usd(status.request.usd_total)] if chains else []
         table.add_row(_branch(status.dataset, depths), *counts, batches, rate, eta, *money, table_words(status))
         waiting = waiting or bool(status.runs)
-        found = [*problem_lines(status), *left_out_lines(status), *filter_lines(status), *failure_lines(status)]
+        found = [
+            *problem_lines(status),
+            *left_out_lines(status),
+            *judge_lines(status),
+            *filter_lines(status),
+            *failure_lines(status),
+        ]
         told = [*found, *_request_lines(status, now), *run_lines(status)]
         lines += [Text(f"  {line}") for line in told]
     if waiting and not dagster_runs:
@@ -186,6 +192,17 @@ def table_words(status: DatasetStatus) -> str:
         return "none yet"
     state = "current" if status.table_current else "of an earlier state"
     return f"{status.table_version}, {state}" + (", simulated" if status.simulated else "")
+
+
+def judge_lines(status: DatasetStatus) -> list[str]:
+    """How many rows the dataset judged, what came of it, and how many votes do not count."""
+    if status.rows_judged is None:
+        return []
+    figures = {name: value for name, value in (status.judge_figures or {}).items() if value is not None}
+    names = {"score": "mean score", "alpha": "Krippendorff's alpha", "first_wins": "first of two wins"}
+    said = "".join(f", {names.get(name, name)} {value:.3g}" for name, value in figures.items())
+    lost = f"; {status.votes_lost:,} of {status.votes:,} votes do not count" if status.votes_lost else ""
+    return [f"{status.dataset}: {status.rows_judged:,} rows judged{said}{lost}"]
 
 
 def filter_lines(status: DatasetStatus) -> list[str]:

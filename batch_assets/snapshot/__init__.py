@@ -5,4 +5,15 @@ chooses the batch of each row, `files` writes. `left_out` says which rows cannot
 datasets. `source` reads Parquet, JSONL, JSON, CSV, TSV and grids.
 """
 
-__all__ = ["builder", "cache", "grouping", "ingest", "integrity", "left_out", "prompts", "reuse", "row_filter"]
+__all__ = [
+    "builder",
+    "cache",
+    "grouping",
+    "ingest",
+    "integrity",
+    "left_out",
+    "placement",
+    "prompts",
+    "reuse",
+    "row_filter",
+]

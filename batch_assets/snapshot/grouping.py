@@ -7,7 +7,9 @@ group.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,9 @@ def _grouped(
     spec: GeneratedDatasetSpec, keys: Sequence[str], columns: Sequence[str], base: Path, unseen: Unseen
 ) -> Iterator[Block]:
     where = Where(spec.source.where) if spec.source.where else None
-    wanted = list(dict.fromkeys([*keys, *columns, *(where.columns if where else ())]))
+    pairs = None if spec.source.pairs is None else _Pairs(spec.source.pairs, spec.source.name_here("row_id"))
+    named = [] if pairs is None else [pairs.id_column]
+    wanted = list(dict.fromkeys([*keys, *columns, *named, *(where.columns if where else ())]))
     read = 0
     with temporary_folder() as folder:
         staged = _Staged(folder / "rows.parquet", keys, wanted)
@@ -77,7 +81,7 @@ def _grouped(
         if read and not staged.rows and where is not None:
             raise SourceError(f"source.where lets none of {read:,} rows through")
         found = 0
-        for block in _groups(staged, folder, keys, columns, spec.source.min_group or 1):
+        for block in _groups(staged, folder, keys, columns, spec.source.min_group or 1, pairs):
             found += len(block.lines) + len(block.rejects)
             yield block
         if staged.rows and not found:
@@ -133,9 +137,29 @@ class _Staged:
         self._file.close()
 
 
-def _groups(staged: _Staged, folder: Path, keys: Sequence[str], columns: Sequence[str], least: int) -> Iterator[Block]:
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Of each group pairs of rows instead, so many at most; `id_column` names a row."""
+
+    most: int
+    id_column: str
+
+
+def pairs_of(rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """Pairs of different rows, each once: first neighbours, then those two apart, and so on, round the end; so that
+    each row is in about as many, however few there are (cyclic designs: David, The Method of Paired Comparisons, 1988).
+    """
+    for apart in range(1, rows // 2 + 1):
+        for first in range(min(most, rows if 2 * apart < rows else apart)):
+            yield first, (first + apart) % rows
+            most -= 1
+
+
+def _groups(
+    staged: _Staged, folder: Path, keys: Sequence[str], columns: Sequence[str], least: int, pairs: _Pairs | None
+) -> Iterator[Block]:
     """One row per key, in the order in which the keys first came; the rows of each in the order of the source."""
-    made = _Groups(staged, keys, columns)
+    made = _Groups(staged, keys, columns, pairs)
     database = open_database(folder / "groups.duckdb")
     try:
         source = f"read_parquet({quoted(staged.path)})"
@@ -154,10 +178,10 @@ def _groups(staged: _Staged, folder: Path, keys: Sequence[str], columns: Sequenc
 class _Groups:
     """Puts rows of one key, that follow each other, together."""
 
-    def __init__(self, staged: _Staged, keys: Sequence[str], columns: Sequence[str]) -> None:
+    def __init__(self, staged: _Staged, keys: Sequence[str], columns: Sequence[str], pairs: _Pairs | None) -> None:
         self._files, self._keys = staged.files, list(keys)
-        self._places = {name: staged.columns.index(name) for name in (*keys, *columns)}
-        self._columns = list(columns)
+        self._places = {name: place for place, name in enumerate(staged.columns)}
+        self._columns, self._pairs = list(columns), pairs
         self._first = -1
         self._rows: list[list[Any]] = []
         self._count = self._bytes = 0
@@ -198,10 +222,24 @@ class _Groups:
         else:
             key = [self._rows[0][self._places[name]] for name in self._keys]
             whole: Any = key if len(key) > 1 else key[0]
-            block.ids.append(whole if type(whole) in (str, int) else orjson.dumps(whole).decode())
-            block.lines.append(line)
-            for column in self._columns:
-                place = self._places[column]
-                value = self._rows[0][place] if column in self._keys else [row[place] for row in self._rows]
-                block.columns[column].append(value)
+            named = whole if type(whole) in (str, int) else orjson.dumps(whole).decode()
+            for row_id, rows in self._rows_of(named):
+                block.ids.append(row_id)
+                block.lines.append(line)
+                for column in self._columns:
+                    place = self._places[column]
+                    value = rows[0][place] if column in self._keys else [row[place] for row in rows]
+                    block.columns[column].append(value)
         self._rows, self._count, self._bytes = [], 0, 0
+
+    def _rows_of(self, group: Any) -> Iterator[tuple[Any, list[list[Any]]]]:
+        """The rows that a group makes, by their ids: one, or pairs in both orders, each named by its two rows."""
+        if self._pairs is None:
+            yield group, self._rows
+            return
+        place = self._places[self._pairs.id_column]
+        for pair in pairs_of(len(self._rows), self._pairs.most):
+            for both in itertools.permutations(pair):
+                rows = [self._rows[number] for number in both]
+                digest = hashlib.blake2b(orjson.dumps([row[place] for row in rows]), digest_size=8).hexdigest()
+                yield f"{group}/{digest}", rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.source import PASSED, TABLE, table_read_by
+from batch_assets.spec.source import JUDGED, PASSED, TABLE, table_read_by
 from gpu_runner.errors import ExitStatus, UserFacingError
 
 
@@ -18,7 +18,7 @@ class ChainError(UserFacingError):
 def upstream_of(spec: GeneratedDatasetSpec, known: Collection[str]) -> str | None:
     """The dataset, of those that are `known`, whose table a dataset reads; None: it reads none."""
     name, _, asset = (table_read_by(spec.source) or "").rpartition("/")
-    return name if asset in (TABLE, PASSED) and name in known else None
+    return name if asset in (TABLE, JUDGED, PASSED) and name in known else None
 
 
 def in_tree(specs: Mapping[str, GeneratedDatasetSpec]) -> list[tuple[str, int]]:

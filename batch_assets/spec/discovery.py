@@ -123,7 +123,7 @@ def declarations(root: Path | None = None) -> Declarations:
     sources = {spec.name: (spec.source, path) for path, one in going.items() for spec in one.specs}
     known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
     specs = {spec.name: (spec, path) for path, one in read.items() for spec in one.specs}
-    wrong = dict(_misread(sources, known)) | dict(_unfiltered(specs)) | wrong
+    wrong = dict(_misread(sources, known)) | dict(_without_columns(specs)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
     datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
@@ -174,13 +174,43 @@ def _misread(
             yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join(circle))])
 
 
-def _unfiltered(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:
-    """Files with a dataset that reads the rows that pass a filter, of one that has none."""
+def _without_columns(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a dataset that reads of another one what that does not have: a table of the rows that pass, or of
+    those that it judged, or what is to be judged."""
     for name, (spec, path) in specs.items():
-        before = specs.get(spec.source.dataset or "")
-        if spec.source.passed and before is not None and before[0].filter is None:
-            found = f"{show(spec.source.dataset)}, which has no `filter`"
-            yield path, SpecError(path, [Problem(f"{name}: source.passed", "a dataset with a filter", found)])
+        before, _ = specs.get(spec.source.dataset or "", (None, None))
+        if before is None:
+            continue
+        of = show(spec.source.dataset)
+        if spec.source.passed and before.rules is None:
+            problem = Problem(f"{name}: source.passed", "a dataset with a filter", f"{of}, which has no `filter`")
+        elif spec.source.judged and before.judge is None:
+            problem = Problem(f"{name}: source.judged", "a dataset with a judge", f"{of}, which has no `judge`")
+        elif (missing := _missing_column(spec, before)) is not None:
+            problem = missing
+        else:
+            continue
+        yield path, SpecError(path, [problem])
+
+
+def _missing_column(spec: GeneratedDatasetSpec, before: GeneratedDatasetSpec) -> Problem | None:
+    """What a judge reads of the dataset `before` and that has not."""
+    judge = spec.judge
+    if judge is None:
+        return None
+    judged = spec.source.judged or (spec.source.passed and before.judge is not None)
+    known = before.judged_columns if judged else before.table_columns
+    known = known | ({"flags"} if spec.source.passed else set())
+    read = [("judge.column", judge.column), *([("judge.question", judge.question)] if judge.question else [])]
+    read += [("judge.group_by", spec.source.name_in_file(name)) for name in judge.groups]
+    read += [(f"keep_columns.{i}", spec.source.name_in_file(name)) for i, name in enumerate(spec.keep_columns)]
+    key, column = next(((key, name) for key, name in read if name not in known), ("", ""))
+    if not key:
+        return None
+    hint = nearest(column, sorted(known))
+    if key == "judge.question" and column == "prompt":
+        hint = "It has include_prompt: false. Name a column that it keeps, or write question: null."
+    return Problem(f"{spec.name}: {key}", f"a column of {before.name}", show(column), hint)
 
 
 def broken_file(path: Path, error: SpecError, names: Sequence[str], taken: Collection[str]) -> BrokenFile:

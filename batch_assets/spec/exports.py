@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.export_options import ExportOptions, checked_options
 from batch_assets.spec.fields import Column, Condition, Flag, Name, Strict
+from batch_assets.spec.source import JUDGED, PASSED
 from resources.objects.opening import StoreError, checked_root
 
 EXPORTS = "exports"  # middle part of the keys of their assets, and their folder in the store
@@ -59,9 +60,15 @@ class ExportSpec(Strict):
         default=None, description="preference: numbers; of a group the highest is chosen, the lowest rejected."
     )
     passed: Flag = Field(default=False, description="Only rows that pass the dataset's `filter`.")
+    judged: Flag = Field(default=False, description="The rows that the dataset judged, and not its votes.")
     part_rows: int = Field(
         default=PART_ROWS, ge=1, le=100_000_000, description="Lines of the table of which a file is made."
     )
+
+    @property
+    def part(self) -> str | None:
+        """Which of the tables that are made of the dataset's own one it is made of; None: that one itself."""
+        return PASSED if self.passed else JUDGED if self.judged else None
 
     def options(self, known: Sequence[str]) -> ExportOptions:
         """The same for a table with these columns. Raises BadOption."""

@@ -43,7 +43,8 @@ from batch_assets.spec.fields import (
 )
 from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
-from batch_assets.spec.row_rules import RowRules
+from batch_assets.spec.judge import ACCEPT, WRITTEN, JudgeSpec, expanded
+from batch_assets.spec.row_rules import RowRule, RowRules
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
@@ -521,6 +522,11 @@ class GeneratedDatasetSpec(Strict):
         max_length=MOST_EXPORTS,
         description="Files for training, or for other programs, that are made anew of each table that is published.",
     )
+    judge: JudgeSpec | None = Field(
+        default=None,
+        description="Rows of another dataset are judged: short for a source, a prompt, a schema and samples. "
+        "`NAME/judged` has a line for each judged row with what the votes say of it.",
+    )
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
@@ -563,6 +569,11 @@ class GeneratedDatasetSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
+    def _expanded(cls, given: Any) -> Any:
+        return expanded(given)
+
+    @model_validator(mode="before")
+    @classmethod
     def _limit_of_images(cls, given: Any) -> Any:
         """The engine's `limit_mm_per_prompt`, from `prompt.images`, unless one is written."""
         prompt = given.get("prompt") if isinstance(given, Mapping) else None
@@ -586,12 +597,39 @@ class GeneratedDatasetSpec(Strict):
         _check_adapter(self)
         _check_refresh(self)
         _check_samples(self)
+        _check_judge(self)
         _check_output_columns(self)
         _check_turns(self)
         _check_rules(self)
         _check_filter(self)
         _check_exports(self)
         return self
+
+    @property
+    def rules(self) -> dict[str, RowRule] | None:
+        """The rules that decide which rows pass, of the table or, with a judge, of the judged rows; None: there are
+        none."""
+        if self.judge is None or self.judge.accept is None:
+            return self.filter
+        return {ACCEPT: RowRule(where=self.judge.accept, remove=True), **(self.filter or {})}
+
+    @property
+    def table_columns(self) -> set[str]:
+        """Columns of the published table."""
+        properties = (self.output.json_schema or {}).get("properties") or {} if self.output.columns else {}
+        hidden = {"row_key", "of_row_id", REPEATS} | (set() if self.include_prompt else {"prompt"})
+        hidden |= set() if self.prompt.has_turns else {TURNS}
+        pooled = SCHEMAS[self.task]["properties"] if self.task in SCHEMAS else {}
+        sampled = [SAMPLE_INDEX] if self.samples > 1 else []
+        return {*(OWN_COLUMNS - hidden), *self.keep_columns, *properties, *pooled, *sampled}
+
+    @property
+    def judged_columns(self) -> set[str]:
+        """Columns of the table of judged rows, where there is a judge."""
+        if self.judge is None:
+            return set()
+        hidden = {"prompt"} if self.judge.question is None else set()
+        return {*self.judge.columns, *self.keep_columns} - hidden - set(WRITTEN)
 
     @property
     def id_column(self) -> str | None:
@@ -926,30 +964,57 @@ def _check_adapter(spec: GeneratedDatasetSpec) -> None:
         raise Unusable("another name than the model's for each adapter", show(spec.model), key="engine")
 
 
-def _table_columns(spec: GeneratedDatasetSpec) -> set[str]:
-    """Columns that the table will have, and some that it has only where an answer needs them."""
-    properties = (spec.output.json_schema or {}).get("properties") or {} if spec.output.columns else {}
-    hidden = {"row_key", "of_row_id", REPEATS} | (set() if spec.include_prompt else {"prompt"})
-    return {*(OWN_COLUMNS - hidden), *spec.keep_columns, *properties, *([SAMPLE_INDEX] if spec.samples > 1 else [])}
+def _check_judge(spec: GeneratedDatasetSpec) -> None:
+    judge = spec.judge
+    if judge is None:
+        return
+    for index, name in enumerate(judge.scores):
+        if judge.rubric is not None and name in OWN_COLUMNS:
+            raise Unusable("a name that no other column has", show(name), key=f"judge.rubric.{index}.name")
+    for index, column in enumerate(spec.keep_columns[: -len(judge.written)]):
+        if column.lower() in judge.columns or column in WRITTEN:
+            hint = "Give the column another name: source.rename, old name to new name."
+            raise Unusable(
+                "a name that no column beside the scores has", show(column), hint, key=f"keep_columns.{index}"
+            )
+    if judge.accept is None:
+        return
+    import polars as pl
+
+    names = pl.sql_expr(judge.accept).meta.root_names()
+    for name in names:
+        if name not in spec.judged_columns:
+            hint = nearest(name, sorted(spec.judged_columns))
+            raise Unusable("a column of the judged rows", show(name), hint, key="judge.accept")
+    if "agreement" in names and judge.votes == 1:
+        hint = "One vote agrees with nothing: write votes: 3."
+        raise Unusable("several votes beside agreement", "1", hint, key="judge.votes")
+    if ACCEPT in (spec.filter or {}):
+        raise Unusable("another name for a rule beside judge.accept", show(ACCEPT), key="filter")
 
 
 def _check_filter(spec: GeneratedDatasetSpec) -> None:
     """Each column that a rule reads is one that the table will have."""
-    known = _table_columns(spec)
+    known, what = (spec.judged_columns, "the judged rows") if spec.judge else (spec.table_columns, "the table")
     for name, rule in (spec.filter or {}).items():
         for key, column in rule.columns():
             if column not in known:
                 hint = nearest(column, sorted(known))
-                raise Unusable("a column of the table", show(column), hint, key=f"filter.{name}.{key}")
+                raise Unusable(f"a column of {what}", show(column), hint, key=f"filter.{name}.{key}")
 
 
 def _check_exports(spec: GeneratedDatasetSpec) -> None:
     """Each export can be made of the table, as far as its columns are known."""
     check_apart(spec.exports)
-    known = sorted(_table_columns(spec))
     for index, export in enumerate(spec.exports):
-        if export.passed and spec.filter is None:
+        if export.passed and spec.rules is None:
             raise Unusable("a filter beside it", "none", key=f"exports.{index}.passed")
+        if export.judged and (spec.judge is None or export.passed):
+            expected, found = (
+                ("a judge beside it", "none") if spec.judge is None else ("one of judged and passed", "both")
+            )
+            raise Unusable(expected, found, key=f"exports.{index}.judged")
+        known = sorted(spec.judged_columns if spec.judge and (export.judged or export.passed) else spec.table_columns)
         try:
             export.options([*known, "flags"] if export.passed else known)
         except BadOption as error:

@@ -24,8 +24,20 @@ Encoding = Literal["utf-8", "utf-16", "utf-16-le", "utf-16-be", "windows-1252"]
 _KINDS = ("path", "asset", "dataset", "grid")
 TABLE = "dataset"  # last part of the asset key of the table of a dataset
 PASSED = "passed"  # of that of the rows that its filter lets pass
-ASSETS = ("source", "prompts", "rows", TABLE, PASSED, "dead_letters")  # last parts of the keys of all its assets
-_NEWER = ("asset", "dataset", "include_errors", "passed", "streaming", "rename", "explode", "group_by", "min_group")
+JUDGED = "judged"  # of that of the rows that it judged
+ASSETS = (
+    "source",
+    "prompts",
+    "rows",
+    TABLE,
+    JUDGED,
+    PASSED,
+    "dead_letters",
+)  # last parts of the keys of all its assets
+_NEWER = (
+    *("asset", "dataset", "include_errors", "judged", "passed", "streaming", "rename", "explode", "group_by"),
+    *("min_group", "pairs"),
+)
 _TEXT_FORMATS, _DELIMITED = ("jsonl", "json", "csv", "tsv"), ("csv", "tsv")
 
 
@@ -84,6 +96,9 @@ class SourceSpec(Strict):
     passed: Flag | None = Field(
         default=None, description="Beside `dataset`: only its rows that pass its `filter`. Their `flags` say what else."
     )
+    judged: Flag | None = Field(
+        default=None, description="Beside `dataset`, one with a `judge`: the rows that it judged, with their scores."
+    )
     grid: dict[Column, GridValues] | None = Field(
         default=None, min_length=1, description="One row per combination of these lists; the last one varies fastest."
     )
@@ -123,6 +138,14 @@ class SourceSpec(Strict):
     )
     min_group: int | None = Field(
         default=None, ge=1, le=10_000, description="Beside `group_by`: groups of fewer rows are left out."
+    )
+    pairs: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="Beside `group_by` and `dataset`: not a row of each group, but one of each pair of its rows, in "
+        "both orders, of so many pairs at most. Lists have two elements. With fewer pairs than there are, all rows are "
+        "in about as many.",
     )
     limit: int | None = Field(
         default=None, ge=1, le=(1 << 63) - 1, description="Only the first rows that `where` lets through."
@@ -166,16 +189,24 @@ class SourceSpec(Strict):
             raise Unusable("streaming beside a dataset only", show(self.streaming), key="streaming")
         if self.streaming and self.group_by is not None:
             raise Unusable("no streaming beside group_by, as a group needs all of its rows", "both", key="streaming")
-        if self.passed is not None and self.dataset is None:
-            raise Unusable("passed beside a dataset only", show(self.passed), key="passed")
-        if self.passed and self.streaming:
-            hint = "A table is filtered when all of its rows are there."
-            raise Unusable("one of passed and streaming", "both", hint, key="passed")
+        hints = {
+            PASSED: "A table is filtered when all of its rows are there.",
+            JUDGED: "Votes are counted when all are there.",
+        }
+        for key, hint in hints.items():
+            if getattr(self, key) is not None and self.dataset is None:
+                raise Unusable(f"{key} beside a dataset only", show(getattr(self, key)), key=key)
+            if getattr(self, key) and self.streaming:
+                raise Unusable(f"one of {key} and streaming", "both", hint, key=key)
+        if self.passed and self.judged:
+            raise Unusable("one of passed and judged", "both", "Rows that pass have their scores, too.", key=PASSED)
         if self.passed and self.include_errors:
             hint = "Rows without an answer never pass."
             raise Unusable("one of passed and include_errors", "both", hint, key="passed")
         if self.min_group is not None and self.group_by is None:
             raise Unusable("min_group beside group_by only", show(self.min_group), key="min_group")
+        if self.pairs is not None and (self.group_by is None or self.dataset is None):
+            raise Unusable("pairs beside group_by and dataset only", show(self.pairs), key="pairs")
         new = list((self.rename or {}).values())
         if twice := [name for name in new if new.count(name) > 1]:
             raise Unusable("each new name once", show(twice[0]), key="rename")
@@ -193,6 +224,11 @@ class SourceSpec(Strict):
     def answers_only(self) -> bool:
         """Whether rows of another dataset are read only where they have an answer."""
         return self.dataset is not None and not self.include_errors
+
+    @property
+    def part(self) -> str | None:
+        """Which of the tables that are made of a dataset's own one is read; None: that one itself."""
+        return PASSED if self.passed else JUDGED if self.judged else None
 
     @property
     def table_version(self) -> str | None:
@@ -234,4 +270,4 @@ def table_read_by(source: SourceSpec) -> str | None:
     """Asset key of the table that a source is, with / between its parts; None for files and grids."""
     if source.dataset is None:
         return source.asset
-    return f"{source.dataset}/{PASSED if source.passed else TABLE}"
+    return f"{source.dataset}/{source.part or TABLE}"

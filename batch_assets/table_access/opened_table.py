@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batch_assets import settings
-from batch_assets.filtering.passed_table import PassedStore
+from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import PublishedTable, broken_files, published_table
+from batch_assets.spec.source import JUDGED, PASSED
 from gpu_runner.errors import ExitStatus, UserFacingError
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
@@ -73,30 +74,39 @@ class Table:
         return (connection or duckdb.connect()).from_arrow(self.dataset())
 
 
-def table(name: str, version: str | None = None, *, passed: bool = False, store: str | None = None) -> Table:
+def table(
+    name: str, version: str | None = None, *, passed: bool = False, judged: bool = False, store: str | None = None
+) -> Table:
     """The table of a dataset: the newest, or the given version (16 hex digits).
 
-    `passed`: of the rows that pass its filter.
+    `passed`: of the rows that pass its filter. `judged`: of those that it judged.
 
     `store`: a folder or s3://bucket/prefix; BATCH_ASSETS_STORE without. Keys for S3 come from the environment, as
     everywhere. Raises TableError where there is no such table, StoreError for a store that cannot be opened.
     """
     objects = open_objects(store or settings.store_root())
-    found = find_table(objects, name, version, passed=passed)
+    found = find_table(objects, name, version, part_of(passed=passed, judged=judged))
     uris = tuple(objects.uri(f"{found.path}/{file.name}") for file in found.files)
     return Table(name, found.version, found.rows, tuple(column.name for column in found.columns), uris, objects)
 
 
-def find_table(objects: Objects, name: str, version: str | None = None, *, passed: bool = False) -> PublishedTable:
-    """What is known of the table, or of that of the rows that pass its filter; its files are all there, of their sizes.
-    Raises TableError.
+def part_of(*, passed: bool, judged: bool) -> str | None:
+    """Which of the tables that are made of a dataset's own one is meant; None: that one itself. Raises TableError."""
+    if passed and judged:
+        raise TableError("expected one of passed and judged, found both: rows that pass have their scores, too")
+    return PASSED if passed else JUDGED if judged else None
+
+
+def find_table(objects: Objects, name: str, version: str | None = None, part: str | None = None) -> PublishedTable:
+    """What is known of the table, or of one that is made of it (`part`: PASSED or JUDGED); its files are all there, of
+    their sizes. Raises TableError.
     """
     if not _NAME.fullmatch(name):
         raise TableError(f"expected the name of a dataset (a-z, 0-9 and _), found {name[:80]!r}")
     if version is not None and not _VERSION.fullmatch(version):
         raise TableError(f"{name}: expected a version of 16 hex digits, found {version[:80]!r}")
     data = DatasetStore(objects, name)
-    data = PassedStore(data) if passed else data
+    data = data if part is None else DerivedStore(data, part)
     found = published_table(data, version)
     if found is None or found.dataset != data.dataset:
         raise TableError(_no_table(data, version))
@@ -111,8 +121,8 @@ def _no_table(data: DatasetStore, version: str | None) -> str:
     paths = (info.path[len(prefix) :] for info in data.objects.list(prefix))
     there = [path.removesuffix("/manifest.json") for path in paths if path.endswith("/manifest.json")]
     if not there:
-        name = data.dataset.partition("/")[0]
-        hint = " where the dataset has a `filter`" if data.dataset != name else ""
+        name, _, part = data.dataset.partition("/")
+        hint = f" where the dataset has a `{'judge' if part == JUDGED else 'filter'}`" if part else ""
         return f"{data.dataset}: no table in {data.objects.root}; `batch-assets run {name}` makes one{hint}"
     current = data.current_published()
     wanted = f"version {version}" if version else "a table"

@@ -165,11 +165,20 @@ def test_a_dataset_example_makes_prompts(
     assert manifest.rejected == 0
 
 
+def chain_of(block: Block) -> list[GeneratedDatasetSpec]:
+    """The datasets of a block and, where the first one reads another's table, before them those of the block above."""
+    specs = [load_spec(document["attributes"], "defs.yaml") for document in yaml.safe_load_all(block.text)]
+    if specs[0].source.dataset is None:
+        return specs
+    every = blocks("chain")
+    return [*chain_of(every[every.index(block) - 1]), *specs]
+
+
 @pytest.mark.parametrize("block", blocks("chain"), ids=lambda block: block.name)
 def test_a_chain_example_is_built_from_table_to_table(
     block: Block, tmp_path: Path, local_objects: Objects, request: pytest.FixtureRequest
 ) -> None:
-    specs = [load_spec(document["attributes"], "defs.yaml") for document in yaml.safe_load_all(block.text)]
+    specs = chain_of(block)
     for number, declared in enumerate(specs):
         store, work = DatasetStore(local_objects, declared.name), tmp_path / f"work-{number}"
         with dg.DagsterInstance.ephemeral() as instance:

@@ -14,7 +14,6 @@ from batch_assets.exports.export import export
 from batch_assets.exports.record import ExportRecord, read_record
 from batch_assets.spec.export_options import VALIDATION, ExportOptions
 from batch_assets.spec.models import GeneratedDatasetSpec
-from batch_assets.spec.source import PASSED
 from batch_assets.table_access.opened_table import find_table
 from resources.objects.opening import open_objects
 from resources.store.dataset_store import DatasetStore
@@ -38,22 +37,22 @@ def export_table(
     version: str | None,
     options_of: Callable[[Sequence[str]], ExportOptions],
     *,
-    passed: bool = False,
+    part: str | None = None,
     as_json: bool,
 ) -> None:
     """Export, or go on with it. Raises CommandError, ExportError, TableError.
 
-    `passed`: of the rows that pass the filter.
+    `part`: which of the tables that are made of the dataset's own one; None: that one itself.
 
     Without a version an export that is not complete goes on with its own, and any other takes the newest.
     """
     if "://" not in to and Path(to).expanduser().is_file():
         raise CommandError(f"--to {to}: expected a folder, found a file")
     target, source = open_objects(to), open_objects(settings.store_root())
-    begun, of = read_record(target), f"{name}/{PASSED}" if passed else name
+    begun, of = read_record(target), name if part is None else f"{name}/{part}"
     if version is None and begun is not None and begun.dataset == of and not begun.complete:
         version = begun.version
-    table = find_table(source, name, version, passed=passed)
+    table = find_table(source, name, version, part)
     console = error_console()
 
     def told(record: ExportRecord) -> None:
