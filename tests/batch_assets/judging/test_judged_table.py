@@ -15,7 +15,6 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pytest
-from batch_assets.exports.options import checked_options
 from support.snapshots import SourceRow, commit, write_snapshot
 
 from batch_assets.exports.export import export
@@ -24,6 +23,7 @@ from batch_assets.judging.judged_table import JudgeReport, is_current, judged, j
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.spec.export_options import checked_options
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.objects.opening import Objects, open_objects
 from resources.store.dataset_store import DatasetStore
