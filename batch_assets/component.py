@@ -195,7 +195,7 @@ def spec_version(spec: GeneratedDatasetSpec) -> str:
     fields, first = OutputSpec.model_fields, {"json_schema", "repair_tries"}
     unsaid = {name for name in fields.keys() - first if getattr(spec.output, name) == fields[name].default}
     unsaid |= {"columns"}  # of the table, not of the rows
-    new = {"system_from", "examples", "messages_from", "turns", "turns_from", "user_model", "images"}
+    new = {"system_from", "examples", "messages_from", "turns", "turns_from", "user_model", "images", "audio"}
     new |= {"query", "document", "documents_from"}
     unasked = {name for name in new if getattr(spec.prompt, name) is None}
     columns = {name for name in ("tools_from", "tool_choice_from") if getattr(spec.sampling, name) is None}

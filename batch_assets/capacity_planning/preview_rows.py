@@ -16,7 +16,7 @@ import orjson
 
 from batch_assets.snapshot.grouping import rows_of
 from batch_assets.snapshot.ingest import RowCheck
-from batch_assets.snapshot.prompts.messages import without_image_bytes
+from batch_assets.snapshot.prompts.messages import without_media_bytes
 from batch_assets.snapshot.source.block import Block
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.bounded_http.tls_files import TlsFiles
@@ -75,16 +75,16 @@ class PreviewRow:
         return None if self.prompt is None else orjson.loads(self.prompt)
 
     def shown(self) -> Any:
-        """The same without the bytes of images."""
+        """The same without the bytes of images and audio."""
         prompt = self.decoded()
-        return without_image_bytes(prompt) if isinstance(prompt, list) else prompt
+        return without_media_bytes(prompt) if isinstance(prompt, list) else prompt
 
 
 def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[PreviewRow]:
     """The first rows that `where` lets through, rendered. `folder`: where relative paths of the source start.
 
     Rows are held to what a snapshot asks of them, and so are the rows after them, up to CHECKED_ROWS: of those the
-    first ones that would stop a run come at the end. With images only the first rows are looked at.
+    first ones that would stop a run come at the end. With images or audio only the first rows are looked at.
     Raises SourceError when the source cannot be read.
     """
     check, ids = RowCheck(spec, folder), dict[str, tuple[str, int]]()
@@ -92,13 +92,13 @@ def first_rows(spec: GeneratedDatasetSpec, folder: Path, count: int) -> list[Pre
     whole = True
     for block in rows_of(spec, check.columns, folder, check.unseen):
         passing = check.passing(block)
-        if spec.prompt.images is not None:
+        if spec.prompt.media:
             rejects, passing = passing.rejects, passing.part(0, count - len(found))
             passing.rejects = rejects
         for row in _checked(check, passing, ids):
             if len(found) < count or (row.refused and spec.on_bad_row == "fail" and len(found) < count + MORE_REFUSED):
                 found.append(row)
-        enough = check.read_rows >= CHECKED_ROWS or (spec.prompt.images is not None and len(found) >= count)
+        enough = check.read_rows >= CHECKED_ROWS or (bool(spec.prompt.media) and len(found) >= count)
         if check.full or enough:
             whole = check.full
             break

@@ -41,6 +41,8 @@ BYTES_PER_TOKEN = 4.0
 # Of an image: a token per 28 × 28 pixels, as Qwen2-VL and those after it have it. Others differ up to twice.
 PIXELS_OF_TOKEN = 28
 IMAGE_TOKENS = 1300.0  # of one of a megapixel
+AUDIO_TOKENS_OF_SECOND = 25.0  # as Qwen2-Audio and Ultravox have them
+WAV_BYTES_OF_SECOND, PACKED_BYTES_OF_SECOND = 32_000, 16_000  # 16 kHz of 16 bits; 128 kbit/s
 _HEADER_LETTERS = 64 << 10  # of base64: of an image in which its size stands
 MESSAGE_TOKENS = 4.0  # the chat template's words around a message: start, role, line break, end
 OUTPUT_SHARE = 0.5
@@ -294,18 +296,26 @@ def prompt_tokens(prompt: Any, count: Callable[[str], float]) -> float:
     if isinstance(prompt, str):
         return count(prompt)
     if isinstance(prompt, list):
-        return sum(count(words_of(message)) + MESSAGE_TOKENS + _image_tokens(message) for message in prompt)
+        return sum(count(words_of(message)) + MESSAGE_TOKENS + _media_tokens(message) for message in prompt)
     documents = prompt.get("documents")
     if documents is None:
         return sum(map(count, prompt.values()))
     return sum(map(count, documents)) + len(documents) * count(prompt["query"])
 
 
-def _image_tokens(message: Mapping[str, Any]) -> float:
-    """Tokens of the images in a message, by their pixels; where these are not seen, those of about a megapixel."""
-    parts = message.get("content")
-    found = [data_url_of(part)[1] for part in parts if part.get("type") == "image_url"] if type(parts) is list else []
-    return sum(_tokens_of_image(data) for data in found)
+def _media_tokens(message: Mapping[str, Any]) -> float:
+    """Tokens of the images in a message, by their pixels, those of about a megapixel where these are not seen; and of
+    its sounds, by their bytes.
+    """
+    parts, tokens = message.get("content"), 0.0
+    for part in parts if type(parts) is list else ():
+        media, data = data_url_of(part)
+        if part.get("type") == "image_url":
+            tokens += _tokens_of_image(data)
+        elif part.get("type") in ("audio_url", "input_audio"):
+            rate = WAV_BYTES_OF_SECOND if media.endswith("wav") else PACKED_BYTES_OF_SECOND
+            tokens += AUDIO_TOKENS_OF_SECOND * max(1.0, len(data) * 3 / 4 / rate)
+    return tokens
 
 
 def _tokens_of_image(data: str) -> float:

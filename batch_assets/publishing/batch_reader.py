@@ -100,11 +100,11 @@ class CommittedRows:
 
     def _prompts(self, kept: pa.Table, outcomes: pa.Table) -> pa.ChunkedArray:
         prompts, conversations = kept.column(PROMPT), self._manifest.conversations
+        images = self._manifest.images
         if not self._manifest.turns:
-            images = self._manifest.images
             return decoded_prompts(prompts, self._task, conversations=conversations, images=images)
         said = kept.column(USER_TURNS)
-        return last_requests(prompts, said, outcomes.column(TURNS), conversations=conversations)
+        return last_requests(prompts, said, outcomes.column(TURNS), conversations=conversations, images=images)
 
     def _shard_path(self, number: int) -> str:
         return self._store.snapshot_path(self._manifest.snapshot, self._manifest.shards[number].path)

@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_assets.snapshot.prompts.messages import without_image_bytes
+from batch_assets.snapshot.prompts.messages import without_media_bytes
 from gpu_runner.rows import Task
 
 PROMPT = "prompt"
@@ -53,7 +53,7 @@ def decoded_prompts(
 
     if conversations and task == "chat":
         messages = map(orjson.loads, stored.to_pylist())
-        return _written(map(without_image_bytes, messages) if images else messages, conversations=True)
+        return _written(map(without_media_bytes, messages) if images else messages, conversations=True)
     if task in ("score", "rerank"):
         return stored.cast(pa.string())
     text = pl.Series(pl.from_arrow(stored.cast(pa.large_string())))
@@ -63,21 +63,17 @@ def decoded_prompts(
 
 
 def last_requests(
-    stored: pa.ChunkedArray, said: pa.ChunkedArray, turns: pa.ChunkedArray, *, conversations: bool
+    stored: pa.ChunkedArray, said: pa.ChunkedArray, turns: pa.ChunkedArray, *, conversations: bool, images: bool = False
 ) -> pa.ChunkedArray:
     """Prompts as a table has them, of conversations: each with the answers before the last, and what the user said to
-    them. `said`: all that the user says, as a snapshot holds it; `turns`: the column of outcomes.
+    them. `said`: all that the user says, as a snapshot holds it; `turns`: the column of outcomes. `images` as in
+    `decoded_prompts`.
     """
-    rows = zip(stored.to_pylist(), said.to_pylist(), turns.to_pylist(), strict=True)
-    return _written(
-        (
-            last_request(
-                orjson.loads(prompt), orjson.loads(texts), [(turn["user"], turn["output"]) for turn in answered or ()]
-            )
-            for prompt, texts, answered in rows
-        ),
-        conversations=conversations,
+    requests = (
+        last_request(orjson.loads(prompt), orjson.loads(texts), [(one["user"], one["output"]) for one in found or ()])
+        for prompt, texts, found in zip(stored.to_pylist(), said.to_pylist(), turns.to_pylist(), strict=True)
     )
+    return _written(map(without_media_bytes, requests) if images else requests, conversations=conversations)
 
 
 def last_request(prompt: list[Message], said: Sequence[str], turns: Sequence[tuple[str, str | None]]) -> list[Message]:

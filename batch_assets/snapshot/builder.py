@@ -349,8 +349,8 @@ def _manifest(
         generation=spec.generation().stated(),
         samples=spec.samples,
         upstream_version=spec.source.table_version,
-        conversations=spec.prompt.messages_from is not None or spec.prompt.images is not None,
-        images=spec.prompt.images is not None,
+        conversations=spec.prompt.messages_from is not None or bool(spec.prompt.media),
+        images=bool(spec.prompt.media),
         turns=spec.prompt.has_turns,
     )
 

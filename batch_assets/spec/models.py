@@ -44,6 +44,7 @@ from batch_assets.spec.fields import (
 from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.judge import ACCEPT, WRITTEN, JudgeSpec, expanded
+from batch_assets.spec.media import MOST_IMAGES, MOST_SOUNDS, Audio, AudioSpec, Images, ImagesSpec, MediaSpec
 from batch_assets.spec.row_rules import RowRule, RowRules
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
@@ -65,9 +66,7 @@ __all__ = ["DEFAULT_MAX_TOKENS", "GeneratedDatasetSpec", "SpecError", "load_spec
 # Columns of the published table: a kept column must not take one of these names.
 OWN_COLUMNS = frozenset({*OUTCOME_COLUMNS, "prompt", "batch", "of_row_id", "duplicate_of", REPEATS})
 MAX_COLUMN_NAME = 255
-MOST_IMAGES = 8  # of one row, where the user says nothing
-MOST_IMAGE_BYTES = 4 << 20  # of one row, as they are sent
-MOST_BATCH_BYTES = 1 << 30  # of the images of one batch, which is in memory as a whole
+MOST_BATCH_BYTES = 1 << 30  # of images and audio of one batch, which is in memory as a whole
 _FORMS = ("json_schema", "choice", "regex", "grammar")  # keys of `output` that say which form outputs have
 DEFAULT_MAX_TOKENS = 1024  # of an answer, where the user says nothing
 _TAG_KEY = re.compile(r"([A-Za-z0-9_.-]{1,63}/)?[A-Za-z0-9_.-]{1,63}")
@@ -78,14 +77,6 @@ _OWNER = re.compile(r"team:\S+|\b[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,7}
 
 def _extra(value: dict[str, Any]) -> dict[str, Any]:
     return extra_fields(value, SamplingSpec.model_fields)
-
-
-def _host(value: str) -> str:
-    name, colon, port = value.rpartition(":")
-    known = [re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", name if colon else value)]
-    if not all(known) or (colon and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
-        raise Unusable("a host, or host:port, as images.example.com", show(value))
-    return value.lower()
 
 
 def _reuse_kind(value: Any) -> str:
@@ -112,54 +103,6 @@ class MessageSpec(Strict):
 
     role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
     content: Text = Field(description="Jinja template over the row's columns.")
-
-
-class ImagesSpec(Strict):
-    """Images of each row, before the text of its last message of the user."""
-
-    columns: list[Column] = Field(
-        min_length=1,
-        max_length=20,
-        description="Columns with images: their bytes, a path below one of `folders`, an address at one of `hosts`, a "
-        "data URL, or a list of these. An empty cell is no image; a row needs one.",
-    )
-    folders: list[TextFile] = Field(
-        default=[],
-        max_length=100,
-        description="Folders below which files of images lie; a relative one starts at the folder of the `defs.yaml`, "
-        "a relative path of a row at the first one.",
-    )
-    hosts: list[Annotated[str, AfterValidator(_host)]] = Field(
-        default=[],
-        max_length=1000,
-        description="Hosts from which images are fetched, as `images.example.com` or `10.0.0.5:8080`. Private "
-        "addresses only where the address itself is listed; redirects are not followed.",
-    )
-    max_count: int = Field(default=MOST_IMAGES, ge=1, le=64, description="Most images of a row.")
-    max_bytes: int = Field(default=4 << 20, ge=1024, le=20 << 20, description="Most bytes of one image as it comes.")
-    max_source_pixels: int = Field(
-        default=32_000_000, ge=1024, le=80_000_000, description="Most pixels of one image as it comes."
-    )
-    max_pixels: int | None = Field(
-        default=None, ge=1024, le=80_000_000, description="Scale larger images down to at most so many pixels."
-    )
-
-    @property
-    def row_bytes(self) -> int:
-        """Most bytes of all images of one row, as they are sent."""
-        return min(MOST_IMAGE_BYTES, self.max_count * (self.max_bytes * 4 // 3 + 1000))
-
-
-def _images_kind(value: Any) -> str:
-    return "column" if isinstance(value, str) else "columns" if isinstance(value, list) else "section"
-
-
-Images = Annotated[
-    Annotated[Column, Tag("column")]
-    | Annotated[list[Column], Field(min_length=1, max_length=20), Tag("columns")]
-    | Annotated[ImagesSpec, Tag("section")],
-    Discriminator(_images_kind),
-]
 
 
 class SamplingSpec(Strict):
@@ -331,6 +274,9 @@ class PromptSpec(Strict):
     images: Images | None = Field(
         default=None, description="Images (chat): a column, several, or a section with their limits."
     )
+    audio: Audio | None = Field(
+        default=None, description="Audio (chat): a column, several, or a section with its limits."
+    )
     text: Text | None = Field(
         default=None, description="The whole prompt (completion, embedding, classify and pooling)."
     )
@@ -348,6 +294,18 @@ class PromptSpec(Strict):
         """`images` as a section."""
         given = [self.images] if isinstance(self.images, str) else self.images
         return ImagesSpec(columns=given) if isinstance(given, list) else given
+
+    @property
+    def all_audio(self) -> AudioSpec | None:
+        """`audio` as a section."""
+        given = [self.audio] if isinstance(self.audio, str) else self.audio
+        return AudioSpec(columns=given) if isinstance(given, list) else given
+
+    @property
+    def media(self) -> dict[str, MediaSpec]:
+        """`images` and `audio` as sections, by the engine's name for one of them."""
+        found = {"image": self.all_images, "audio": self.all_audio}
+        return {name: one for name, one in found.items() if one is not None}
 
     def templates(self) -> list[tuple[str, str, str]]:
         """(key in the spec, role, template) of every message; the role of a plain text is empty."""
@@ -574,17 +532,21 @@ class GeneratedDatasetSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _limit_of_images(cls, given: Any) -> Any:
-        """The engine's `limit_mm_per_prompt`, from `prompt.images`, unless one is written."""
+    def _limit_of_media(cls, given: Any) -> Any:
+        """The engine's `limit_mm_per_prompt`, from `prompt.images` and `prompt.audio`, unless one is written."""
         prompt = given.get("prompt") if isinstance(given, Mapping) else None
-        images = prompt.get("images") if isinstance(prompt, Mapping) else None
-        if images is None:
+        if not isinstance(prompt, Mapping):
             return given
-        most = images.get("max_count", MOST_IMAGES) if isinstance(images, Mapping) else MOST_IMAGES
+        limits: dict[str, int] = {}
+        for key, name, least in (("images", "image", MOST_IMAGES), ("audio", "audio", MOST_SOUNDS)):
+            media = prompt.get(key)
+            most = media.get("max_count", least) if isinstance(media, Mapping) else least
+            if media is not None and type(most) is int:
+                limits[name] = most
         engine = given.get("engine") or {}
-        if type(most) is not int or not isinstance(engine, Mapping) or "limit_mm_per_prompt" in engine:
+        if not limits or not isinstance(engine, Mapping) or "limit_mm_per_prompt" in engine:
             return given
-        return {**given, "engine": {**engine, "limit_mm_per_prompt": {"image": most}}}
+        return {**given, "engine": {**engine, "limit_mm_per_prompt": limits}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -593,7 +555,7 @@ class GeneratedDatasetSpec(Strict):
         _check_columns(self)
         _check_labels(self)
         _check_reuse(self)
-        _check_images(self)
+        _check_media(self)
         _check_adapter(self)
         _check_refresh(self)
         _check_samples(self)
@@ -938,25 +900,29 @@ def _check_samples(spec: GeneratedDatasetSpec) -> None:
             raise Unusable("no such column beside samples", show(column), hint, key=f"keep_columns.{index}")
 
 
-def _check_images(spec: GeneratedDatasetSpec) -> None:
-    images = spec.prompt.all_images
-    if images is None:
+def _check_media(spec: GeneratedDatasetSpec) -> None:
+    prompt, media = spec.prompt, spec.prompt.media
+    if not media:
         return
-    prompt = spec.prompt
+    keys = {"image": "images", "audio": "audio"}
+    first = keys[next(iter(media))]
     users = [one.role for one in prompt.messages or () if one.role == "user"]
     if spec.task != "chat" or not (prompt.user or users):
         found = f"task {spec.task}" if spec.task != "chat" else "no message of the user"
-        raise Unusable(
-            "task chat, and prompt.user or a message of the user, which gets them", found, key="prompt.images"
-        )
-    if spec.batch_rows * images.row_bytes > MOST_BATCH_BYTES:
-        hint = "The images of a batch are in memory together. Lower batch_rows, or max_bytes of prompt.images."
-        most = MOST_BATCH_BYTES // images.row_bytes
-        raise Unusable(f"at most {most:,} beside prompt.images", show(spec.batch_rows), hint, key="batch_rows")
+        expected = "task chat, and prompt.user or a message of the user, which gets them"
+        raise Unusable(expected, found, key=f"prompt.{first}")
+    row_bytes = sum(one.row_bytes for one in media.values())
+    if spec.batch_rows * row_bytes > MOST_BATCH_BYTES:
+        said = " and ".join(f"prompt.{keys[name]}" for name in media)
+        hint = f"Those of a batch are in memory together. Lower batch_rows, or max_bytes of {said}."
+        expected = f"at most {MOST_BATCH_BYTES // row_bytes:,} beside {said}"
+        raise Unusable(expected, show(spec.batch_rows), hint, key="batch_rows")
     limits = spec.engine.limit_mm_per_prompt
-    if limits is not None and limits.image is not None and limits.image < images.max_count:
-        expected = f"at least {images.max_count}, max_count of prompt.images"
-        raise Unusable(expected, show(limits.image), key="engine.limit_mm_per_prompt.image")
+    for name, one in media.items():
+        limit = None if limits is None else getattr(limits, name)
+        if limit is not None and limit < one.max_count:
+            expected = f"at least {one.max_count}, max_count of prompt.{keys[name]}"
+            raise Unusable(expected, show(limit), key=f"engine.limit_mm_per_prompt.{name}")
 
 
 def _check_adapter(spec: GeneratedDatasetSpec) -> None:

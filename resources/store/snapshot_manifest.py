@@ -48,7 +48,8 @@ class SnapshotManifest(Sealed):
     `samples`: rows that each row of the source becomes; where they are several, SAMPLE_INDEX is one of `keep_columns`.
     `upstream_version`: of the published table of another dataset that was read.
     `conversations`: prompts are messages that may hold more than a role and a text. `turns`: rows are conversations of
-    several turns, of which prompts end with the first one. `images`: prompts hold those of `prompt.images`.
+    several turns, of which prompts end with the first one. `images`: prompts hold those of `prompt.images`,
+    or sounds of `prompt.audio`.
     `streaming`: it was made before the dataset that it reads was complete; no table is made of it.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import wave
 from pathlib import Path
 from typing import Any, get_args
 
@@ -220,6 +221,12 @@ def make_source(spec: GeneratedDatasetSpec, folder: Path, request: pytest.Fixtur
         (folder / images.folders[0]).mkdir()
         Image.new("RGB", (8, 8)).save(folder / images.folders[0] / "a.png")
         rows |= dict.fromkeys(images.columns, ["a.png"] * ROWS)
+    if (audio := spec.prompt.all_audio) is not None:
+        (folder / audio.folders[0]).mkdir()
+        with wave.open(str(folder / audio.folders[0] / "a.wav"), "wb") as sound:
+            sound.setparams((1, 2, 8000, 0, "NONE", ""))
+            sound.writeframes(bytes(800))
+        rows |= dict.fromkeys(audio.columns, ["a.wav"] * ROWS)
     for text, content in (
         (spec.prompt.system_from, "Be brief."),
         (spec.prompt.examples, '{"user":"a","assistant":"b"}'),

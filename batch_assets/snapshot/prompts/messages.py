@@ -99,8 +99,8 @@ def continues(messages: Sequence[Message]) -> bool:
     return bool(messages[-1]["role"] == "assistant")
 
 
-def without_image_bytes(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the digest of each image in place of its bytes."""
+def without_media_bytes(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the digest of each image and sound in place of its bytes."""
     return [
         {**one, "content": [_part_without_bytes(part) for part in one["content"]]}
         if isinstance(one.get("content"), list)
@@ -114,14 +114,19 @@ def _part_without_bytes(part: Message) -> Message:
     if not data:
         return part
     found = base64.b64decode(data)
-    digest = hashlib.sha256(found).hexdigest()
-    return {**part, "image_url": {"url": f"sha256:{digest} ({media}, {len(found):,} bytes)"}}
+    said = f"sha256:{hashlib.sha256(found).hexdigest()} ({media}, {len(found):,} bytes)"
+    if part["type"] == "input_audio":
+        return {**part, "input_audio": {**part["input_audio"], "data": said}}
+    return {**part, part["type"]: {"url": said}}
 
 
 def data_url_of(part: Any) -> tuple[str, str]:
-    """Media type and base64 of the data URL in a content part; empty where it has none."""
-    image = part.get("image_url") if isinstance(part, dict) else None
-    url = image.get("url") if isinstance(image, dict) else None
+    """Media type and base64 of the image or sound in a content part; empty where it has none."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    held = part.get(kind) if kind in ("image_url", "audio_url", "input_audio") else None
+    if kind == "input_audio" and isinstance(held, dict):
+        return f"audio/{held.get('format')}", str(held.get("data") or "")
+    url = held.get("url") if isinstance(held, dict) else None
     if not isinstance(url, str) or not url.startswith("data:"):
         return "", ""
     media, found, data = url[5:].partition(";base64,")

@@ -9,8 +9,9 @@ from typing import Any
 
 import orjson
 
+from batch_assets.snapshot.prompts.audio import RowAudio
 from batch_assets.snapshot.prompts.files import read_examples, read_system
-from batch_assets.snapshot.prompts.images import RowImages, with_images
+from batch_assets.snapshot.prompts.images import RowImages
 from batch_assets.snapshot.prompts.messages import (
     INSTRUCTS,
     Message,
@@ -21,6 +22,7 @@ from batch_assets.snapshot.prompts.messages import (
     read_turns,
 )
 from batch_assets.snapshot.prompts.request_fields import RowFields
+from batch_assets.snapshot.prompts.row_media import RowMedia, with_media
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.models import GeneratedDatasetSpec, PromptSpec
@@ -29,7 +31,7 @@ from batch_assets.templates.prompt_template import Refused, Template, TemplateEx
 from gpu_runner.client.protocol import CONTINUES_ANSWER
 
 MAX_PROMPT = 1 << 20
-_GUESSED_IMAGE = 256 << 10  # bytes, before the first ones were seen
+_GUESSED_MEDIUM = 256 << 10  # bytes, before the first ones were seen
 _SORTED = orjson.OPT_SORT_KEYS
 _SURROGATES = "the prompt holds lone surrogates, which UTF-8 cannot carry"
 
@@ -72,10 +74,11 @@ class Prompts:
         self._request = spec.task in ("score", "rerank")  # the prompt is fields of the request
         self._parts = list(_parts(spec.prompt, base))
         self._templates = [part for part in self._parts if isinstance(part, tuple)]
-        images = spec.prompt.all_images
-        self._images = RowImages(images, base) if images is not None else None
-        self._most = MAX_PROMPT + (images.row_bytes if images is not None else 0)
-        self._plain = len(self._templates) == len(self._parts) and images is None
+        images, audio = spec.prompt.all_images, spec.prompt.all_audio
+        self._media: list[RowMedia] = [RowImages(images, base)] if images is not None else []
+        self._media += [RowAudio(audio, base)] if audio is not None else []
+        self._most = MAX_PROMPT + sum(one.row_bytes for one in spec.prompt.media.values())
+        self._plain = len(self._templates) == len(self._parts) and not self._media
         self._column = next((part.name for part in self._parts if isinstance(part, _Column)), None)
         sampling = spec.generation().sampling
         self._continues = {name: value for name, value in CONTINUES_ANSWER.items() if name not in sampling}
@@ -88,7 +91,7 @@ class Prompts:
         others = [*self._later, *([self._user] if self._user is not None else [])]
         names |= {name for template in others for name in template.columns}
         column = {name for name in (self._column, self._turns_from) if name}
-        column |= self._images.columns if self._images is not None else set()
+        column |= {name for one in self._media for name in one.columns}
         self.columns = sorted(names | column | self._fields.columns)
         self.required = {name for _, template in self._templates for name in template.required}
         self.required |= {name for template in others for name in template.required}
@@ -97,7 +100,7 @@ class Prompts:
         self.constant_bytes = sum(len(text) for _, _, text in spec.prompt.templates())
         fixed = [message for part in self._parts if isinstance(part, list) for message in part]
         self.constant_bytes += sum(len(message["content"]) for message in fixed)
-        self.constant_bytes += _GUESSED_IMAGE * len(images.columns) if images is not None else 0
+        self.constant_bytes += _GUESSED_MEDIUM * sum(len(one.columns) for one in self._media)
 
     def render(self, block: Block, refused: dict[int, str]) -> Rendered:
         """The prompt of every row, empty where it has none; the reason is put into `refused`."""
@@ -108,16 +111,19 @@ class Prompts:
             fields = self._fields.of(block, refused)
         turns = self._turns(rows, block, refused) if self.has_turns else None
         user_systems = self._user_systems(block, refused)
-        images = self._images.of(block, refused) if self._images is not None else []
+        media = [(kind, kind.of(block, refused)) for kind in self._media]
+
+        def parts(*, keyed: bool) -> list[list[Message]]:
+            whole = [[[kind.part(one, keyed=keyed) for one in row] for row in found] for kind, found in media]
+            return [[part for one in row for part in one] for row in zip(*whole, strict=True)]
+
         keyed: list[bytes] | None = None
-        if images:
-            keys = [[one.key for one in row] for row in images]
-            keyed = self._conversations(rows, block, refused, fields, turns, keys)
+        if media:
+            keyed = self._conversations(rows, block, refused, fields, turns, parts(keyed=True))
         if self._plain:
             prompts = self._encode(rows, refused)
         else:
-            urls = [[one.url for one in row] for row in images]
-            prompts = self._conversations(rows, block, refused, fields, turns, urls)
+            prompts = self._conversations(rows, block, refused, fields, turns, parts(keyed=False))
         sizes = [len(prompt) for prompt in prompts]
         if turns is not None:
             sizes = [
@@ -203,10 +209,10 @@ class Prompts:
         refused: dict[int, str],
         fields: Sequence[dict[str, Any]],
         turns: Sequence[Sequence[str]] | None,
-        images: Sequence[Sequence[str]],
+        media: Sequence[Sequence[Message]],
     ) -> list[bytes]:
-        """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so. `images`: of
-        each row, what stands for them; empty where the dataset has none."""
+        """Prompts that hold more than templates. `fields` of rows whose answer is begun get what says so. `media`:
+        content parts of each row; empty where the dataset has none."""
         cells = [None] * len(rows) if self._column is None else block.columns[self._column]
         prompts = [b""] * len(rows)
         for i, (texts, cell) in enumerate(zip(rows, cells, strict=True)):
@@ -217,7 +223,7 @@ class Prompts:
                     prompts[i] = orjson.dumps({"documents": read_documents(cell), "query": texts[0]})
                     continue
                 messages = self._messages(texts, cell, turns[i][0] if turns else "")
-                messages = with_images(messages, images[i]) if images else messages
+                messages = with_media(messages, media[i]) if media else messages
                 prompts[i] = orjson.dumps(messages, option=_SORTED)
             except Unfit as error:
                 refused[i] = f"column {self._column!r}: {error}" if self._column is not None else str(error)

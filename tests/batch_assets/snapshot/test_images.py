@@ -30,11 +30,12 @@ from batch_assets.capacity_planning.workload_estimate import prompt_tokens
 from batch_assets.component import spec_version
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot
-from batch_assets.snapshot.prompts import images as module
 from batch_assets.snapshot.prompts.images import RowImages
+from batch_assets.snapshot.prompts.row_media import RowMedium
 from batch_assets.snapshot.source.block import Block
 from batch_assets.snapshot.source.errors import SourceError
-from batch_assets.spec.models import GeneratedDatasetSpec, ImagesSpec, SpecError, load_spec
+from batch_assets.spec.media import ImagesSpec
+from batch_assets.spec.models import GeneratedDatasetSpec, SpecError, load_spec
 from gpu_runner.bounded_http.addresses import AddressRefused, refuse_private
 from gpu_runner.rows import Row
 from resources.objects.opening import Objects
@@ -51,13 +52,13 @@ def data_url(data: bytes) -> str:
     return f"data:application/x;base64,{base64.b64encode(data).decode()}"
 
 
-def read(cells: list[Any], base: Path, **options: Any) -> tuple[list[list[module.RowImage]], dict[int, str]]:
+def read(cells: list[Any], base: Path, **options: Any) -> tuple[list[list[RowMedium]], dict[int, str]]:
     refused: dict[int, str] = {}
     block = Block("a.parquet", list(range(1, len(cells) + 1)), {"photo": cells})
     return RowImages(ImagesSpec(columns=["photo"], **options), base).of(block, refused), refused
 
 
-def sent(image: module.RowImage) -> Image.Image:
+def sent(image: RowMedium) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(image.url.partition(",")[2])))
 
 
@@ -229,7 +230,7 @@ def test_an_image_that_cannot_be_used_is_a_reject_with_its_reason(tmp_path: Path
 
 
 def test_images_that_are_too_large_together_are_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("batch_assets.spec.models.MOST_IMAGE_BYTES", 9_000)
+    monkeypatch.setattr("batch_assets.spec.media.MOST_IMAGE_BYTES", 9_000)
     noise = Image.frombytes("RGB", (40, 40), os.urandom(4800))
     written = io.BytesIO()
     noise.save(written, "PNG")
