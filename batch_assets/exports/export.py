@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -140,6 +139,8 @@ def _chosen(lines: pa.Table, options: ExportOptions, left_out: Counter[str]) -> 
     _count(left_out, "error", lines.num_rows - answered.num_rows)
     if options.where is None or not answered.num_rows:
         return answered
+    import polars as pl  # it starts threads: not where definitions are loaded
+
     condition = condition_of(options.where, answered.column_names)
     try:
         mask = condition.mask(pl.DataFrame(pl.from_arrow(answered.select(condition.columns or ["error"]))))

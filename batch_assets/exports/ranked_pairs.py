@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -86,6 +85,8 @@ class RankedPairs:
             return
         for writer in self._writers:
             writer.close()
+        import duckdb  # slow to import
+
         with (
             duckdb.connect(config={"memory_limit": _MEMORY, "temp_directory": str(self._spill)}) as connection,
             pa.memory_map(str(self._texts)) as mapped,

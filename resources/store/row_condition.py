@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpu_runner.errors import ExitStatus, UserFacingError
-from resources.store.outcome_tables import outcome_schema
 
 if TYPE_CHECKING:
     import polars as pl
@@ -84,6 +83,8 @@ class RowCondition:
     """
 
     def __init__(self, text: str) -> None:
+        from resources.store.outcome_tables import outcome_schema  # it needs pyarrow, slow to import
+
         try:
             self._condition = SqlCondition(text, outcome_schema("chat").names)
         except BadCondition as error:

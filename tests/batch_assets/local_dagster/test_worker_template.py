@@ -75,7 +75,6 @@ def said(process: subprocess.Popen[str]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 def test_the_template_has_the_code_of_workers_but_no_dataset_and_has_started_no_thread(tmp_path: Path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "defs.yaml").write_text("type: [")
@@ -89,7 +88,7 @@ def test_the_template_has_the_code_of_workers_but_no_dataset_and_has_started_no_
     threads, of_workers, *names = found.split()
     assert (threads, of_workers) == ("1", "7")
     assert {"batch_assets.definitions", "batch_assets.generation.op", "pyarrow"} <= {*names}
-    assert not {"polars", "fastapi", "boto3"} & {*names}
+    assert not {"polars", "fastapi", "boto3"} & {*names}, "import it in the function that uses it"
 
 
 def test_a_process_of_two_threads_is_not_forked(tmp_path: Path):
