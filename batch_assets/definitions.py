@@ -84,7 +84,8 @@ def platform(
     launcher = launcher_sensor(specs, store, fleet, workers)
     own = [launcher, publisher_sensor(publishing, store, expecting_news=awaited)]
     looked_after = known or known_datasets
-    chained = {name: jobs[f"{name}_refresh"] for name, spec in specs.items() if upstream_of(spec, specs)}
+    goes_on = [name for name, spec in specs.items() if spec.want is not None or upstream_of(spec, specs)]
+    chained = {name: jobs[f"{name}_refresh"] for name in goes_on}
     own += [chain_sensor(specs, chained, store)] if chained else []
     return dg.Definitions(
         assets=[] if known else [spend, api_batches, billing, backup_asset],

@@ -110,6 +110,7 @@ def passed_metadata(store: DatasetStore, table: PublishedTable, report: FilterRe
         "dagster/row_count": table.rows,
         "rows_fallen": report.fallen,
         "by_rule": dg.MetadataValue.md("\n".join(by_rule)),
+        **({} if report.all_wanted is None else {"rows_wanted": report.all_wanted}),
         **{f"flagged_{name}": count for name, count in report.flagged.items()},
         "table_version": report.table,
         "dagster/uri": table.uri(store.objects),

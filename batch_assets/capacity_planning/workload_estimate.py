@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from batch_assets.capacity_planning.acceptance import Z, prior_of, rows_for
 from batch_assets.snapshot.grouping import rows_of, where_of_rows
 from batch_assets.snapshot.prompts.messages import data_url_of, words_of
 from batch_assets.snapshot.prompts.rendering import Prompts
@@ -34,7 +35,7 @@ from gpu_runner.rows import POOLED, Generation
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchFooter, BatchObject, DatasetStore, SnapshotManifest
 from resources.store.reusable_answers import ReusableAnswers
-from resources.store.snapshot_manifest import USER_SYSTEM, USER_TURNS
+from resources.store.snapshot_manifest import USER_SYSTEM, USER_TURNS, stratum_of
 
 # The usual rule for English. Other scripts have more bytes a letter and fewer letters a token: bytes differ less.
 BYTES_PER_TOKEN = 4.0
@@ -106,7 +107,16 @@ class WorkloadEstimator:
         again = set(anew)
         left = sum(entry.rows for entry in self._entries if entry.key not in current or entry.key in again)
         left -= sum(rows for key, rows in self._list_reusable(snapshot).items() if key not in current)
-        return work_of(manifest.settings(), left, manifest.rows, self._prompts, self._measured(list(current.values())))
+        more = self.to_come(snapshot)[0] if left else 0
+        footers = self._measured(list(current.values()))
+        return work_of(manifest.settings(), left + more, manifest.rows + more, self._prompts, footers)
+
+    def to_come(self, snapshot: str) -> tuple[int, float]:
+        """Rows that are expected after those of a snapshot, until enough are accepted (`want`), and their standard
+        deviation."""
+        wanted = self._read(snapshot).wanted
+        low, middle, high = (0.0, 0.0, 0.0) if wanted is None else wanted.to_come
+        return round(middle), (high - low) / (2 * Z)
 
     def reusable(self, snapshot: str) -> Mapping[str, int]:
         """Rows by batch whose answers other datasets have: they need no engine. Listed once in REUSABLE_SECONDS."""
@@ -131,7 +141,8 @@ class WorkloadEstimator:
         # Those whose keys hash lowest: evenly spread, and the same ones again at the next look.
         sampled = heapq.nsmallest(MEASURED_BATCHES, committed, key=lambda batch: zlib.crc32(batch.key.encode()))
         footers = self._measured(sampled)
-        return work_of(manifest.settings(), rows, manifest.rows, self._prompts, footers), spread_of(footers)
+        all_rows = max(rows, manifest.rows)
+        return work_of(manifest.settings(), rows, all_rows, self._prompts, footers), spread_of(footers)
 
     def model(self, snapshot: str) -> str:
         """The model that the rows of a snapshot are asked of."""
@@ -213,7 +224,9 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
     The rows of a longer source are estimated from the size of its files, and the share of their lines that pass.
     """
     prompts, where = Prompts(spec, folder), where_of_rows(spec)
-    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ())]))
+    per = [spec.want.per] if spec.want is not None and spec.want.per is not None else []
+    columns = list(dict.fromkeys([*prompts.columns, *(where.columns if where else ()), *per]))
+    strata = set[str]()
     rows, lines, first, whole = 0, 0, PromptLengths(0.0, 0.0), True
     unseen = Unseen(set(columns) - prompts.required)
     for number, block in enumerate(rows_of(spec, columns, folder, unseen)):
@@ -225,6 +238,7 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
             user = spec.prompt.user_model
             first = _estimate(_rendered(prompts, passing), user.turns if user is not None else 1)
         rows += len(passing.lines)
+        strata |= {stratum_of(value) for name in per for value in passing.columns[name]}
         lines += len(set(block.lines)) + len(block.rejects)  # one line may be several rows: `explode`
         if spec.source.limit and rows >= spec.source.limit:
             rows = spec.source.limit
@@ -239,6 +253,13 @@ def work_of_source(spec: GeneratedDatasetSpec, folder: Path) -> Workload:
         text = f"the source has about {rows:,} rows: {lines:,} lines were read, the others count by their bytes"
         said.append(Assumption(Subject.ROWS, text))
     rows *= spec.samples
+    if spec.want is not None:
+        rate, times = prior_of(spec.want.expected_rate), max(1, len(strata))
+        low, middle, high = (min(rows, round(number * times)) for number in rows_for(spec.want.rows, rate))
+        each = f" of each of {times:,} values of {per[0]}" if per else ""
+        text = f"{spec.want.rows:,} rows{each} are to be accepted, of {middle:,} ({low:,} to {high:,}) that are made"
+        said.append(Assumption(Subject.ROWS, f"{text}, as {rate.mean:.0%} are expected to be accepted"))
+        rows = middle
     return work_of(spec.generation(), rows, rows, first, (), said)
 
 

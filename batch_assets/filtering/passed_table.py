@@ -27,15 +27,17 @@ from batch_assets.publishing.derived_table import DerivedStore, renewed, report_
 from batch_assets.publishing.publish import PART_ROWS, whole_table
 from batch_assets.publishing.published_table import PublishedTable, published_table, table_batches
 from batch_assets.publishing.table_files import TableFile, TableWriter
-from batch_assets.spec.row_rules import NO_ANSWER, RowRule, rules_digest
+from batch_assets.spec.row_rules import NO_ANSWER, SURPLUS, RowRule, WantSpec, rules_digest
 from batch_assets.spec.source import PASSED
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore
 from resources.store.object_integrity import Sealed, sha256_of
 from resources.store.row_condition import BadCondition
+from resources.store.snapshot_manifest import stratum_of
 
 FORMAT = 1
 FLAGS = "flags"
+STRETCHES = 64  # by which the acceptance of all rows is told; of many strata, four of each
 REPORT = "filter.json"
 _FLAGS_TYPE = pa.list_(pa.string())
 
@@ -45,6 +47,8 @@ class FilterReport(Sealed):
 
     `table`: version of the dataset's table. `rules`: digest of the rules. `flagged`, `removed`: rows by rule, and
     by `error` those without an answer; a row that several rules remove counts at each. `files`: of the fallen rows.
+    `wanted`: accepted rows that are wanted; `accepted`, by stratum: stretches of rows as (rows, accepted) in their
+    order, those beyond `wanted` too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +60,13 @@ class FilterReport(Sealed):
     flagged: dict[str, int]
     removed: dict[str, int]
     files: list[TableFile]
+    wanted: int | None = None
+    accepted: dict[str, list[tuple[int, int]]] | None = None
+
+    @property
+    def all_wanted(self) -> int | None:
+        """Accepted rows that are wanted, of all strata together."""
+        return None if self.wanted is None else self.wanted * max(1, len(self.accepted or {}))
 
 
 class PassedStore(DerivedStore):
@@ -75,22 +86,23 @@ def filtered(
     part_rows: int = PART_ROWS,
     keep_versions: int = 2,
     target: DatasetStore | None = None,
+    want: WantSpec | None = None,
 ) -> tuple[PublishedTable, FilterReport]:
     """Filter the published table of a dataset, and switch readers of the passed rows to what was found; one that was
     made of the same table by the same rules is taken as it is. `base`: where paths of rules begin. `target`: where the
-    passed rows lie; PassedStore without.
+    passed rows lie; PassedStore without. `want`: of rows that pass, only the first so many stay.
 
     Raises BadCondition where a rule does not fit the table, CorruptObject.
     """
     table = published_table(store)
     if table is None:
         raise BadCondition(f"filter: expected a published table of {store.dataset}, found none; {store.mended_by_run}")
-    target, version = target or PassedStore(store), filter_version(table.version, rules, base)
+    target, version = target or PassedStore(store), filter_version(table.version, rules, base, want)
     passed = renewed(
         target,
         version,
         not _fallen_changed(target, version),
-        lambda: _write(store, table, target, version, rules, base, now, workdir, part_rows),
+        lambda: _write(store, table, target, version, rules, base, now, workdir, part_rows, want),
         keep_versions,
     )
     report = read_report(target, version)
@@ -98,10 +110,10 @@ def filtered(
     return passed, report
 
 
-def filter_version(table: str, rules: Mapping[str, RowRule], base: Path) -> str:
+def filter_version(table: str, rules: Mapping[str, RowRule], base: Path, want: WantSpec | None = None) -> str:
     """Version (16 hex digits) of the passed rows of a version of the table: another one where a rule has changed, or a
     file that it reads. Raises BadCondition."""
-    digest = hashlib.sha256(f"{FORMAT} {table} {rules_digest(rules)}\n".encode())
+    digest = hashlib.sha256(f"{FORMAT} {table} {rules_digest(rules, want)}\n".encode())
     for name, rule in rules.items():
         if rule.overlap is not None:
             with _named(name):
@@ -115,14 +127,20 @@ def read_report(target: DatasetStore, version: str | None = None) -> FilterRepor
 
 
 def is_current(
-    store: DatasetStore, rules: Mapping[str, RowRule], base: Path, target: DatasetStore | None = None
+    store: DatasetStore,
+    rules: Mapping[str, RowRule],
+    base: Path,
+    target: DatasetStore | None = None,
+    want: WantSpec | None = None,
 ) -> bool:
     """Whether the passed rows are those of the published table, by these rules, with all their files. Raises
     BadCondition."""
     table, target = published_table(store), target or PassedStore(store)
     try:
         passed = whole_table(target)
-        return table is not None and passed is not None and passed.version == filter_version(table.version, rules, base)
+        if table is None or passed is None:
+            return False
+        return passed.version == filter_version(table.version, rules, base, want)
     except CorruptObject:
         return False
 
@@ -148,13 +166,15 @@ def _write(
     now: float,
     workdir: Path,
     part_rows: int,
+    want: WantSpec | None,
 ) -> PublishedTable:
     names = [column.name for column in table.columns]
     with store.objects.open(f"{table.path}/{table.files[0].name}") as file:
         schema = pq.read_schema(file)
     if FLAGS in names:
         raise BadCondition(f"filter: expected no column called {FLAGS} in the table, found one: source.rename helps")
-    flags = _flags(store, table, rules, names, base, workdir)
+    flags = _flags(store, table, rules, names, base, workdir, wanted=want is not None)
+    accepted = None if want is None else _flag_surplus(store, table, want, flags)
     written = schema.append(pa.field(FLAGS, _FLAGS_TYPE, nullable=False))
     with (
         TableWriter(target, version, written, workdir, part_rows) as passed,
@@ -171,12 +191,14 @@ def _write(
     flagged, removed = flags.counts()
     report = FilterReport(
         table=table.version,
-        rules=rules_digest(rules),
+        rules=rules_digest(rules, want),
         passed=passed.totals.rows,
         fallen=fallen.totals.rows,
         flagged=flagged,
         removed=removed,
         files=others,
+        wanted=None if want is None else want.rows,
+        accepted=accepted,
     )
     return write_manifest(
         table,
@@ -192,11 +214,18 @@ def _write(
 
 
 def _flags(
-    store: DatasetStore, table: PublishedTable, rules: Mapping[str, RowRule], known: list[str], base: Path, folder: Path
+    store: DatasetStore,
+    table: PublishedTable,
+    rules: Mapping[str, RowRule],
+    known: list[str],
+    base: Path,
+    folder: Path,
+    *,
+    wanted: bool,
 ) -> Flags:
     """Which rows each rule flags, one rule after the other. Neighbours that look at a row alone share a pass over their
     columns; one that compares rows has a pass of its own, over the rows that have not fallen out before."""
-    flags = Flags(rules, table.rows)
+    flags = Flags(rules, table.rows, wanted=wanted)
     marks: list[tuple[str, Mark | Callable[[Path, int], RowsMark]]] = [(NO_ANSWER, NoAnswerMark())]
     for name, rule in rules.items():
         with _named(name):
@@ -235,6 +264,30 @@ def _flag_compared(store: DatasetStore, table: PublishedTable, name: str, mark: 
         first += rows.num_rows
     for found in mark.flagged():
         flags.flag_rows(name, found)
+
+
+def _flag_surplus(
+    store: DatasetStore, table: PublishedTable, want: WantSpec, flags: Flags
+) -> dict[str, list[tuple[int, int]]]:
+    """Flag rows that pass after as many as are wanted, in the order of the table: rows that are added later come after
+    them, and change no choice. Returns what was accepted of each stratum, by stretches of its rows."""
+    stays, codes, strata = ~flags.fallen(0, table.rows), np.zeros(table.rows, np.int32), {"": 0}
+    if want.per is not None:
+        strata, first = {}, 0
+        for rows in _tables(store, table, [want.per]):
+            for value in rows.column(0).to_pylist():
+                codes[first] = strata.setdefault(stratum_of(value), len(strata))
+                first += 1
+    parts = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes, minlength=len(strata)))[:-1])
+    most = max(4, STRETCHES // len(strata))
+    found = {}
+    for stratum, rows in zip(strata, parts, strict=True):
+        flags.flag_rows(SURPLUS, rows[stays[rows]][want.rows :])
+        ends = [len(rows) * part // most for part in range(most + 1)]
+        found[stratum] = [
+            (end - begin, int(stays[rows[begin:end]].sum())) for begin, end in itertools.pairwise(ends) if end > begin
+        ]
+    return found
 
 
 @contextlib.contextmanager

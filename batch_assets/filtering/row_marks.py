@@ -19,7 +19,7 @@ from batch_assets.filtering.text_marks import (
     RatioMark,
     RefusalsMark,
 )
-from batch_assets.spec.row_rules import NO_ANSWER, RowRule
+from batch_assets.spec.row_rules import NO_ANSWER, SURPLUS, RowRule
 from resources.store.row_condition import BadCondition, SqlCondition
 
 if TYPE_CHECKING:
@@ -87,9 +87,10 @@ def mark_of(rule: RowRule, known: Sequence[str], base: Path) -> Mark | Callable[
 class Flags:
     """Which rows are flagged by which rule: one byte a row and rule. Rows without an answer are flagged `error`."""
 
-    def __init__(self, rules: Mapping[str, RowRule], rows: int) -> None:
-        self.names = [NO_ANSWER, *rules]
-        self._removes = np.array([True, *(rule.remove for rule in rules.values())])
+    def __init__(self, rules: Mapping[str, RowRule], rows: int, *, wanted: bool = False) -> None:
+        """`wanted`: so many rows are wanted, and those beyond are flagged `surplus`."""
+        self.names = [NO_ANSWER, *rules, *([SURPLUS] if wanted else [])]
+        self._removes = np.array([True, *(rule.remove for rule in rules.values()), *([True] if wanted else [])])
         self._flagged = np.zeros((rows, len(self.names)), np.bool_)
 
     def flag(self, name: str, first: int, flagged: Any) -> None:

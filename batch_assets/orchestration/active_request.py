@@ -7,6 +7,7 @@ that can be reused, once a minute. So 80,000 batches take under a second.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from gpu_runner.fleet_database.wait_reason import WaitReason
 from gpu_runner.offers.workload import Workload
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore
+
+MOST_SPREAD = 0.5  # of rows to come: before there are any, nobody knows how many it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,9 @@ class WorkWatcher:
         free = {entry.key: min(entry.rows, reusable[entry.key]) for entry in left if entry.key in reusable}
         settled = _settled_rows(unfinished, beats, entries, {entry.key for entry in missing}, free)
         rows = max(1, sum(entry.rows for entry in left) - settled)
-        work, spread = self._in_hand.left(snapshot, rows, committed)
+        more, deviation = self._in_hand.to_come(snapshot)
+        work, spread = self._in_hand.left(snapshot, rows + more, committed)
+        spread = math.hypot(spread, min(MOST_SPREAD, deviation / (rows + more)))
         units = len(left)
         if refresh is None or found != refresh.run_id:  # Dagster, not our launcher, cuts these into runs
             units = _most_runs(left, unfinished, self._spec.batches_per_run)

@@ -33,6 +33,7 @@ from batch_assets.catalog.publications import ledger_state
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
 from batch_assets.exports.declared_export import export_declared, is_exported
 from batch_assets.filtering.passed_table import PassedStore, filtered, is_current
+from batch_assets.filtering.wanted_rows import wanted_rows
 from batch_assets.generation.op import RowsConfig, generate_rows
 from batch_assets.generation.range_plan import vector_length
 from batch_assets.generation.store_reads import while_store_answers
@@ -60,7 +61,7 @@ from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot, delete_streamed
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
-from batch_assets.spec.discovery import known_datasets
+from batch_assets.spec.discovery import Datasets, known_datasets
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.export_options import ExportError
@@ -180,15 +181,18 @@ def read_source(
         if REFRESH_TAG in tags:
             trial_rows(tags)  # refused here, before anything is begun
             endpoint_limits(tags)
+            if spec.want is not None:  # its rounds are a chain of their own, where they are not steps of another one
+                tags = {UPSTREAM_TAG: spec.name} | tags
             if UPSTREAM_TAG in tags:
-                tags |= _share_of_chain(context, spec.name, store, fleet_db)
+                tags |= _share_of_chain(context, {spec.name: (spec, base)}, tags, store, fleet_db)
         known = fleet_db.target(spec.name)
         goes_on = known is not None and same_chain(context.instance, known.request, tags.get(CHAIN_TAG))
         if REFRESH_TAG in tags and not goes_on:
             busy = request_under_way(context.instance, fleet_db, spec, store, base) is not None
             (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, tags)
         so_far = None if part is None else part.so_far
-        manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base, so_far=so_far)
+        wanted = wanted_rows(spec, store)
+        manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base, so_far=so_far, wanted=wanted)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
         register_batches(context.instance, store, manifest)
         for sentence in reconcile(context.instance, store):
@@ -221,7 +225,7 @@ def outdated(store: DatasetStore, spec: GeneratedDatasetSpec, base: Path) -> boo
     if spec.judge is not None and not votes_are_counted(store, spec.judge):
         return True
     rules, rows = spec.rules, rows_store(spec, store)
-    if rules is not None and not is_current(rows, rules, base, PassedStore(store)):
+    if rules is not None and not is_current(rows, rules, base, PassedStore(store), spec.want):
         return True
     return not all(is_exported(store, export, base) for export in spec.exports)
 
@@ -235,11 +239,17 @@ def _publish_again(instance: dg.DagsterInstance, store: DatasetStore, manifest: 
 
 
 def _share_of_chain(
-    context: dg.AssetExecutionContext, name: str, store: DatasetStore, fleet_db: FleetDatabase
+    context: dg.AssetExecutionContext,
+    step: Datasets,
+    tags: Mapping[str, str],
+    store: DatasetStore,
+    fleet_db: FleetDatabase,
 ) -> dict[str, str]:
     """Tags of a run that is a step of a chain, with its deadline and its budget. Its range runs get them from it."""
-    found = step_tags(
-        context.instance, fleet_db, context.run, name, known_datasets(), lambda one: DatasetStore(store.objects, one)
+    (name,), last = step, tags[UPSTREAM_TAG]
+    known = step | known_datasets()  # a dataset that is declared in Python stands in no file
+    found = {UPSTREAM_TAG: last} | step_tags(
+        context.instance, fleet_db, context.run, name, last, known, lambda one: DatasetStore(store.objects, one)
     )
     context.instance.add_run_tags(context.run.run_id, found)
     return found
@@ -501,7 +511,7 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
     @_asset(
         key=ledger.passed_key(spec.name),
         deps=[ledger.table_key(spec.name) if spec.judge is None else ledger.judged_key(spec.name)],
-        code_version=rules_digest(rules),
+        code_version=rules_digest(rules, spec.want),
         **_about(spec, "The rows of the table that pass the filter. Those that fall out lie beside.", {"parquet"}),
     )
     def passed(context: dg.AssetExecutionContext, store: BatchStore, fleet: GpuFleet) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster looks for the bare name
@@ -513,7 +523,9 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
                 fleet.alive(context.run.run_id, spec.name, "filtering the table"),
             ):
                 rows, target = rows_store(spec, data), PassedStore(data)
-                table, report = filtered(rows, rules, base=folder, now=time.time(), workdir=workdir, target=target)
+                table, report = filtered(
+                    rows, rules, base=folder, now=time.time(), workdir=workdir, target=target, want=spec.want
+                )
         except BadCondition as error:
             raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(

@@ -89,16 +89,18 @@ def step_tags(
     fleet_db: FleetDatabase,
     run: dg.DagsterRun,
     name: str,
+    last: str,
     datasets: Datasets,
     store_of: Callable[[str], DatasetStore],
 ) -> dict[str, str]:
-    """Tags of one refresh of a chain: the whole of it, and deadline and budget of this step. Raises InvalidTag.
+    """Tags of one refresh of a chain that ends with `last`: the whole of it, and deadline and budget of this step.
+    Raises InvalidTag.
 
     What other steps under way may spend is theirs: where steps overlap, no two of them count on the same dollar. So no
     two refreshes of a chain may be here at a time.
     """
     specs = {one: spec for one, (spec, _) in datasets.items()}
-    steps = _steps(specs, run.tags[UPSTREAM_TAG], name)
+    steps = _steps(specs, last, name)
     now = fleet_db.now()
     chain = Chain.of(run, specs[steps[-1]], now)
     at = steps.index(name)

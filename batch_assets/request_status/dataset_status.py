@@ -128,8 +128,9 @@ class DatasetStatus:
     is gone are not done. `rows_reused` of the committed rows were not asked for when their batch was made: they have
     the outcome of an earlier object of the dataset, or of another dataset (`reuse`). `rejected` of `source_rows` are
     left out by the snapshot (`on_bad_row: skip`), and listed in `rejects`. `rows_passed`, `rows_fallen`,
-    `fallen_by_rule`: of the newest rows that the filter made; None: there are none. `rows_judged`, `votes`,
-    `votes_lost`, `judge_figures` (mean score, agreement): of the newest rows that the dataset judged.
+    `fallen_by_rule`: of the newest rows that the filter made; None: there are none. `rows_wanted`: of those that pass.
+    `rows_judged`, `votes`, `votes_lost`, `judge_figures` (mean score, agreement): of the newest rows that the dataset
+    judged.
     `refresh_failed`: the newest refresh failed.
     `streaming`: how much was read so far of the dataset that this one reads, which is not complete; None: all of it.
     """
@@ -167,6 +168,7 @@ class DatasetStatus:
     votes: int | None = None
     votes_lost: int | None = None
     judge_figures: dict[str, float | None] | None = None
+    rows_wanted: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, stable keys."""
@@ -373,6 +375,7 @@ def dataset_status(observer: Observer, now: float) -> DatasetStatus:
         votes=judged.votes if judged else None,
         votes_lost=judged.lost if judged else None,
         judge_figures=judged.figures if judged else None,
+        rows_wanted=passed.all_wanted if passed else None,
     )
 
 

@@ -211,6 +211,7 @@ def filter_lines(status: DatasetStatus) -> list[str]:
         return []
     rules = ", ".join(f"{name} {count:,}" for name, count in (status.fallen_by_rule or {}).items() if count)
     said = f"{status.rows_passed:,} of {status.rows_passed + status.rows_fallen:,} rows pass the filter"
+    said += "" if status.rows_wanted is None else f", {status.rows_wanted:,} are wanted"
     return [f"{status.dataset}: {said}{f' (fell out: {rules})' if rules else ''}"]
 
 

@@ -54,7 +54,7 @@ class RunResult:
 
     `verification`: None when nothing was verified. `trial`: figures of a trial that left batches over. `pause`: its
     budget, or a gate, stopped it; the runs that are under way wait until somebody decides. `spent_usd`: US dollars of
-    the request when that was decided.
+    the request when that was decided. `short`: why fewer rows than wanted were accepted, and what to do.
     """
 
     ok: bool
@@ -66,6 +66,7 @@ class RunResult:
     trial: Figures | None = None
     pause: Pause | None = None
     spent_usd: float = 0.0
+    short: str = ""
 
 
 @dataclass(frozen=True, slots=True)

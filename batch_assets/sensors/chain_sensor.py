@@ -1,4 +1,5 @@
-"""The sensor that takes a chain of refreshes on: when the table of a step is published, the next step reads it.
+"""The sensor that takes a chain of refreshes on: when the table of a step is published, the next step reads it. Where
+the step wants more accepted rows (`want`), it is refreshed once more before that and reads more of its source.
 
 With `source.streaming`, it reads before that what is committed so far: the first batches without a gap, so that rows
 come in the order of the table, and each snapshot goes on where the one before ended.
@@ -17,6 +18,7 @@ from batch_assets.catalog.progress import dead_end
 from batch_assets.catalog.publications import ledger_state, publish_runs
 from batch_assets.catalog.run_errors import failed_checks
 from batch_assets.dagster_internals import UnresolvedAssetJobDefinition
+from batch_assets.filtering.wanted_rows import standing
 from batch_assets.orchestration.source_place import CommittedPart
 from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.sensors.instance import SECONDS, instance_of
@@ -26,6 +28,7 @@ from batch_assets.spec.chain import steps_to
 from batch_assets.spec.endpoint_limits import LIMIT_TAGS
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import (
+    ACCEPT_GATES_TAG,
     AUTOMATIC_TAG,
     CANCELED_TAG,
     CHAIN_BUDGET_TAG,
@@ -50,12 +53,13 @@ HANDED_ON = (
     *(UPSTREAM_TAG, CHAIN_TAG, CHAIN_SINCE_TAG, CHAIN_DEADLINE_TAG, CHAIN_BUDGET_TAG),
     *(ENDPOINT_TAG, SIMULATE_TAG, OBJECTIVE_TAG, INSTANCES_TAG, *LIMIT_TAGS),
 )
+TO_NEXT_ROUND = (*HANDED_ON, ACCEPT_GATES_TAG, AUTOMATIC_TAG)  # of the same step, which reads more of its source
 
 
 def chain_sensor(
     specs: Mapping[str, GeneratedDatasetSpec], jobs: Mapping[str, UnresolvedAssetJobDefinition], store: BatchStore
 ) -> dg.SensorDefinition:
-    """One sensor for all datasets. `jobs`: what refreshes each that reads the table of another one."""
+    """One sensor for all datasets. `jobs`: what refreshes each that reads the table of another one, or wants rows."""
     rounds = Rounds(sorted(specs))
     caches = {name: SnapshotCache() for name in specs}
 
@@ -65,7 +69,8 @@ def chain_sensor(
         minimum_interval_seconds=SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description="Refreshes the next dataset of a chain when the table that it reads is published "
-        "(`batch-assets run NAME --upstream`, or the job `NAME_refresh_upstream`).",
+        "(`batch-assets run NAME --upstream`, or the job `NAME_refresh_upstream`), and one that wants more accepted "
+        "rows once more.",
     )
     def chain(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         instance, begun = instance_of(context), set[str]()
@@ -91,6 +96,10 @@ def _look(
     caches: Mapping[str, SnapshotCache],
 ) -> TickOutcome:
     """Whether the step after one dataset is to be started now."""
+    if specs[name].want is not None:
+        more = _one_more_round(instance, specs[name], store, caches[name])
+        if more is not None:
+            return more
     request = newest_refresh(instance, name)
     last = request.tags.get(UPSTREAM_TAG) if request is not None else None
     if request is None or last is None or CHAIN_TAG not in request.tags:
@@ -117,6 +126,39 @@ def _look(
     tags = {tag: request.tags[tag] for tag in HANDED_ON if tag in request.tags}
     started = dg.RunRequest(run_key=f"{chain}:{following}", job_name=f"{following}_refresh", tags=tags)
     return TickOutcome(f"its table is published: refreshing {following}", "open", [started])
+
+
+def _one_more_round(
+    instance: dg.DagsterInstance, spec: GeneratedDatasetSpec, store: BatchStore, cache: SnapshotCache
+) -> TickOutcome | None:
+    """Whether a dataset that wants accepted rows is to be refreshed once more; None where that is not the question:
+    its table is awaited, or it has them."""
+    request = newest_refresh(instance, spec.name, automatic=True)
+    if request is None or CHAIN_TAG not in request.tags or CANCELED_TAG in request.tags:
+        return None
+    published = published_by(instance, spec.name, store, cache)
+    if published is None:
+        return None
+    data, chain = store.for_sensor(spec.name), request.tags[CHAIN_TAG]
+    found = standing(spec, data)
+    if found is None or found.round is None:
+        return TickOutcome("its rows are filtered first", "open")
+    if said := found.said():
+        return TickOutcome(said, "blocked")
+    if not found.grows:
+        return None
+    if _under_way(instance, chain):
+        return TickOutcome("a refresh of its chain is under way", "open")
+    if errors := failed_checks(instance, published)[0]:
+        return TickOutcome(f"failed checks: {'; '.join(errors)}: no more rows are asked", "blocked")
+    tags = {tag: request.tags[tag] for tag in TO_NEXT_ROUND if tag in request.tags}
+    more = dg.RunRequest(
+        run_key=f"{chain}:{spec.name}:{sum(found.round.limits.values())}",
+        job_name=f"{spec.name}_refresh",
+        tags=tags,
+        run_config=request.run_config,
+    )
+    return TickOutcome(f"{found.accepted:,} of {found.made:,} rows were accepted: reading more", "open", [more])
 
 
 def _under_way(instance: dg.DagsterInstance, chain: str) -> bool:
@@ -185,10 +227,13 @@ def _may_follow(instance: dg.DagsterInstance, newest: dg.RunRecord, dataset: str
     return not dead_end(missing, range_runs(instance, dataset, run.run_id), run.run_id, backfill_open=False)
 
 
-def newest_refresh(instance: dg.DagsterInstance, dataset: str) -> dg.DagsterRun | None:
-    """The newest refresh that a person, a schedule or a chain has asked for: one of the automation ends no chain."""
+def newest_refresh(instance: dg.DagsterInstance, dataset: str, *, automatic: bool = False) -> dg.DagsterRun | None:
+    """The newest refresh that a person, a schedule or a chain has asked for: one of the automation ends no chain.
+    `automatic`: or the automation."""
     done = dg.RunsFilter(tags={REFRESH_TAG: dataset}, statuses=[dg.DagsterRunStatus.SUCCESS])
-    return next((run for run in instance.get_runs(done, limit=LOOKED_AT) if AUTOMATIC_TAG not in run.tags), None)
+    return next(
+        (run for run in instance.get_runs(done, limit=LOOKED_AT) if automatic or AUTOMATIC_TAG not in run.tags), None
+    )
 
 
 def published_by(instance: dg.DagsterInstance, dataset: str, store: BatchStore, cache: SnapshotCache) -> str | None:

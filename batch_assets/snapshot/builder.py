@@ -31,7 +31,7 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, DatasetStore, Shard, SnapshotManifest
 from resources.store.object_integrity import StoredFile
-from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_SYSTEM, USER_TURNS, RowsSoFar
+from resources.store.snapshot_manifest import REPEATS, REQUEST_FIELDS, USER_SYSTEM, USER_TURNS, RowsSoFar, WantedRows
 
 DUPLICATE_ROWS = 500_000
 _OF_REQUESTS = (REQUEST_FIELDS, USER_TURNS, USER_SYSTEM)  # columns that a dataset has where its requests need them
@@ -45,17 +45,18 @@ def build_snapshot(
     workdir: Path,
     base: Path | None = None,
     so_far: RowsSoFar | None = None,
+    wanted: WantedRows | None = None,
 ) -> SnapshotManifest:
     """Make the snapshot of the source as it is now the current one, and return its manifest.
 
     `workdir` is an empty folder for temporary files of about the size of the source; `base` is where relative source
     paths start (default: the current folder). `so_far`: the source holds the first rows of another dataset, in its
-    order. Such a snapshot has an id of its own, and never takes the place of one of a whole source. Returns the
-    manifest there is when nothing changed. Raises SourceError; whatever fails, the snapshot before stays the current
-    one.
+    order. Such a snapshot has an id of its own, and never takes the place of one of a whole source. `wanted`: no more
+    of the source than this is asked. Returns the manifest there is when nothing changed. Raises SourceError; whatever
+    fails, the snapshot before stays the current one.
     """
     try:
-        return _build(spec, store, now, workdir, base or Path.cwd(), so_far)
+        return _build(spec, store, now, workdir, base or Path.cwd(), so_far, wanted)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             free = "set BATCH_ASSETS_WORKDIR to a folder on a larger one"
@@ -64,13 +65,19 @@ def build_snapshot(
 
 
 def _build(
-    spec: GeneratedDatasetSpec, store: DatasetStore, now: float, workdir: Path, base: Path, so_far: RowsSoFar | None
+    spec: GeneratedDatasetSpec,
+    store: DatasetStore,
+    now: float,
+    workdir: Path,
+    base: Path,
+    so_far: RowsSoFar | None,
+    wanted: WantedRows | None,
 ) -> SnapshotManifest:
     previous = find_snapshot(store)
     if so_far is not None and previous is not None:
         _refuse_part(previous.manifest)
     workdir.mkdir(parents=True, exist_ok=True)
-    read = ingest(spec, base, workdir, published=so_far is None)
+    read = ingest(spec, base, workdir, published=so_far is None, wanted=wanted)
     rows_before = None
     if previous is not None:
         with_id = spec.has_ids
@@ -98,13 +105,13 @@ def _build(
             if snapshot == previous.manifest.snapshot and not previous.damaged:
                 if not _is_current(store, snapshot):
                     store.set_current_snapshot(snapshot)
-                return _as_read_now(spec, store, previous.manifest, so_far)
+                return _as_read_now(store, previous.manifest, _read_now(spec, so_far, read.wanted))
         places = placement.places()
     marked = _has_seed(spec) and spec.has_ids
     files = _write_files(read, places, counts, workdir, marked=marked)
     snapshot = _snapshot_id(spec, read, counts, files.entries, so_far)
     manifest = _manifest(spec, store, read, counts, files, snapshot, previous, now)
-    return _upload(store, manifest.model_copy(update=_read_now(spec, so_far)), read, files, workdir)
+    return _upload(store, manifest.model_copy(update=_read_now(spec, so_far, read.wanted)), read, files, workdir)
 
 
 def _refuse_part(current: SnapshotManifest) -> None:
@@ -126,19 +133,17 @@ def delete_streamed(store: DatasetStore) -> None:
                 store.objects.delete(sorted(paths, key=lambda path: not path.endswith("/manifest.json")))
 
 
-def _read_now(spec: GeneratedDatasetSpec, so_far: RowsSoFar | None) -> dict[str, Any]:
-    """What a manifest says of the table that was read: its version, or how much of it there was."""
-    if so_far is None:
-        return {"source": source_name(spec), "upstream_version": spec.source.table_version, "streaming": None}
-    return {"source": f"dataset {spec.source.dataset}, {so_far}", "upstream_version": None, "streaming": so_far}
+def _read_now(spec: GeneratedDatasetSpec, so_far: RowsSoFar | None, wanted: WantedRows | None) -> dict[str, Any]:
+    """What a manifest says of what was read: the version of a table, how much of it there was, how much was wanted."""
+    found = {"source": source_name(spec), "upstream_version": spec.source.table_version, "streaming": so_far}
+    if so_far is not None:
+        found |= {"source": f"dataset {spec.source.dataset}, {so_far}", "upstream_version": None}
+    return found | {"wanted": wanted}
 
 
-def _as_read_now(
-    spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest, so_far: RowsSoFar | None
-) -> SnapshotManifest:
-    """The manifest of a snapshot that did not change, with what it says of the table that was read now."""
-    said = _read_now(spec, so_far)
-    if said["upstream_version"] == manifest.upstream_version and so_far == manifest.streaming:
+def _as_read_now(store: DatasetStore, manifest: SnapshotManifest, said: dict[str, Any]) -> SnapshotManifest:
+    """The manifest of a snapshot that did not change, with what it says of what was read now."""
+    if all(said[key] == getattr(manifest, key) for key in ("upstream_version", "streaming", "wanted")):
         return manifest
     manifest = manifest.model_copy(update=said)
     store.put_manifest(manifest)
@@ -165,7 +170,8 @@ def changed_rows(spec: GeneratedDatasetSpec, store: DatasetStore, *, workdir: Pa
     previous = find_snapshot(store)
     if previous is None:
         return None
-    read, with_id = ingest(spec, base, workdir), spec.has_ids
+    wanted = previous.manifest.wanted if spec.want is not None else None
+    read, with_id = ingest(spec, base, workdir, wanted=wanted), spec.has_ids
     rows_before = previous_file(
         workdir / "previous.parquet",
         store,

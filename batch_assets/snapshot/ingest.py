@@ -27,10 +27,18 @@ from batch_assets.snapshot.source.parquet import plain, plain_type
 from batch_assets.snapshot.source.reader import refuse_deleted_version
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.rows import sample_digest, sample_id
-from resources.store.snapshot_manifest import REQUEST_FIELDS, SAMPLE_INDEX, USER_SYSTEM, USER_TURNS
+from resources.store.snapshot_manifest import (
+    REQUEST_FIELDS,
+    SAMPLE_INDEX,
+    USER_SYSTEM,
+    USER_TURNS,
+    WantedRows,
+    stratum_of,
+)
 
 MAX_KEPT = 1 << 20
 MAX_ID = 1024
+MOST_STRATA = 1000
 # Rows rendered at once take about this much memory, however long their prompts are.
 _PART_BYTES = 8 << 20
 _KEEP = "keep"
@@ -92,6 +100,7 @@ class Ingested:
     content: tuple[int, int]
     keep_fields: list[pa.Field]
     kinds: ColumnKinds | None
+    wanted: WantedRows | None = None
 
     def kept(self, batch: pa.RecordBatch) -> list[pa.Array]:
         """The kept columns of staged rows in their final types; the number of the sample is the last one."""
@@ -107,12 +116,19 @@ class Ingested:
         return [to_arrow(values, self.kinds.kinds.get(item.name)) for item, values in typed] + sampled
 
 
-def ingest(spec: GeneratedDatasetSpec, base: Path, workdir: Path, *, published: bool = True) -> Ingested:
+def ingest(
+    spec: GeneratedDatasetSpec,
+    base: Path,
+    workdir: Path,
+    *,
+    published: bool = True,
+    wanted: WantedRows | None = None,
+) -> Ingested:
     """Read the whole source. Raises SourceError, with the first bad rows unless they are to be skipped.
 
-    `published`: what is read of another dataset is a version of its table.
+    `published`: what is read of another dataset is a version of its table. `wanted`: no more rows than these.
     """
-    reading = _Reading(spec, base, workdir)
+    reading = _Reading(spec, base, workdir, wanted)
     try:
         for block in rows_of(spec, reading.check.columns, base, reading.check.unseen):
             if not reading.take(block):
@@ -167,13 +183,15 @@ class CheckedRows:
 class RowCheck:
     """What makes a row of a source unusable, block after block: the same for a snapshot and for a preview."""
 
-    def __init__(self, spec: GeneratedDatasetSpec, base: Path) -> None:
+    def __init__(self, spec: GeneratedDatasetSpec, base: Path, wanted: WantedRows | None = None) -> None:
         """`base`: where files of the prompt lie. Raises SourceError for those that cannot be used."""
         self._spec, self._prompts = spec, Prompts(spec, base)
+        self._wanted = wanted
+        self.read: dict[str, int] = {}  # of `wanted`, by stratum
         self._where = where_of_rows(spec)
-        wanted = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
+        columns = [*self._prompts.columns, *spec.keep_columns, *(self._where.columns if self._where else [])]
         self._id = spec.id_column if spec.source.group_by is None else None
-        self.columns = list(dict.fromkeys([*wanted, *([self._id] if self._id else [])]))
+        self.columns = list(dict.fromkeys([*columns, *([self._id] if self._id else [])]))
         self.unseen = Unseen(set(self.columns) - self._prompts.required - {self._id})
         self.has_fields, self.has_turns = self._prompts.has_fields, self._prompts.has_turns
         self.has_user_model = spec.prompt.user_model is not None
@@ -193,12 +211,36 @@ class RowCheck:
             block.rejects = block.rejects + rejects
         room = self._spec.source.limit and self._spec.source.limit - self.source_rows
         block = block if room is None else _first(block, room)
+        block = block if self._wanted is None else self._first_wanted(block, self._wanted)
         self.source_rows += len(block.lines) + len(block.rejects)
         return block
 
+    def _first_wanted(self, block: Block, wanted: WantedRows) -> Block:
+        """The rows of a block that are wanted, by their strata. Rows that cannot be read have none."""
+        if wanted.per is None:
+            before = self.read.get("", 0)
+            block = _first(block, wanted.limit("") - before)
+            self.read[""] = before + len(block.lines) + len(block.rejects)
+            return block
+        chosen = []
+        for row, value in enumerate(block.columns[wanted.per]):
+            stratum = stratum_of(value)
+            found = self.read.get(stratum, 0)
+            if found < wanted.limit(stratum):
+                self.read[stratum] = found + 1
+                chosen.append(row)
+        if len(self.read) > MOST_STRATA:
+            found_values = f"more than {MOST_STRATA:,} values of {wanted.per!r}"
+            raise SourceError(f"want.per: expected a column with at most {MOST_STRATA:,} values, found {found_values}")
+        taken = block.take(chosen)
+        taken.rejects = block.rejects
+        return taken
+
     @property
     def full(self) -> bool:
-        """Whether `limit` is reached."""
+        """Whether `limit` is reached, or all rows that are wanted are there."""
+        if self._wanted is not None and self._wanted.per is None and self.read.get("", 0) >= self._wanted.limit(""):
+            return True
         return self._spec.source.limit is not None and self.source_rows >= self._spec.source.limit
 
     def parts(self, block: Block) -> Iterator[Block]:
@@ -247,9 +289,9 @@ class RowCheck:
 class _Reading:
     """The state of one pass over a source."""
 
-    def __init__(self, spec: GeneratedDatasetSpec, base: Path, workdir: Path) -> None:
-        self._spec, self._workdir = spec, workdir
-        self.check, self._keys = RowCheck(spec, base), RowKeys(spec.generation())
+    def __init__(self, spec: GeneratedDatasetSpec, base: Path, workdir: Path, wanted: WantedRows | None) -> None:
+        self._spec, self._workdir, self._wanted = spec, workdir, wanted
+        self.check, self._keys = RowCheck(spec, base, wanted), RowKeys(spec.generation())
         skip, versioned = spec.on_bad_row == "skip", spec.source.dataset is not None
         self._rejects = Rejects(workdir / "rejects.parquet", skip, versioned)
         self._index = index_file(workdir / "index.parquet", with_id=spec.has_ids)
@@ -383,7 +425,9 @@ class _Reading:
             fields = [*fields, _SAMPLE]
         kinds = None if self._typed else self.check.kinds
         rows, content = self.check.source_rows, self._content
-        return Ingested(self._stage, self._index, list(self._files), self._rejects, rows, content, fields, kinds)
+        wanted = self._wanted and self._wanted.model_copy(update={"read": dict(self.check.read)})
+        files = list(self._files)
+        return Ingested(self._stage, self._index, files, self._rejects, rows, content, fields, kinds, wanted)
 
 
 def source_name(spec: GeneratedDatasetSpec) -> str:

@@ -45,7 +45,7 @@ from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.judge import ACCEPT, WRITTEN, JudgeSpec, expanded
 from batch_assets.spec.media import MOST_IMAGES, MOST_SOUNDS, Audio, AudioSpec, Images, ImagesSpec, MediaSpec
-from batch_assets.spec.row_rules import RowRule, RowRules
+from batch_assets.spec.row_rules import SURPLUS, RowRule, RowRules, WantSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
@@ -485,6 +485,11 @@ class GeneratedDatasetSpec(Strict):
         description="Rows of another dataset are judged: short for a source, a prompt, a schema and samples. "
         "`NAME/judged` has a line for each judged row with what the votes say of it.",
     )
+    want: WantSpec | None = Field(
+        default=None,
+        description="How many rows are to pass: the source is asked in rounds until they do, it has no more, or the "
+        "budget is spent. A change counts from the next refresh on.",
+    )
     hardware: HardwareSpec = Field(default=HardwareSpec(), description="Which offers may be rented for it.")
     deadline: Deadline | None = Field(
         default=None,
@@ -565,6 +570,7 @@ class GeneratedDatasetSpec(Strict):
         _check_rules(self)
         _check_filter(self)
         _check_exports(self)
+        _check_want(self)
         return self
 
     @property
@@ -986,6 +992,29 @@ def _check_exports(spec: GeneratedDatasetSpec) -> None:
         except BadOption as error:
             key = f"exports.{index}.{error.key}"
             raise Unusable(error.expected, error.found, f"{error.hint}." if error.hint else "", key=key) from None
+
+
+def _check_want(spec: GeneratedDatasetSpec) -> None:
+    want = spec.want
+    if want is None:
+        return
+    if spec.rules is None:
+        raise Unusable("a filter beside it, which says what is accepted", "none", key="want.accepted_by")
+    if not any(rule.remove for rule in spec.rules.values()):
+        hint = "Rules without it only mark rows, and all of them pass."
+        raise Unusable("a rule with `remove: true`", "none", hint, key="filter")
+    if SURPLUS in spec.rules:
+        hint = "It is the flag of rows that pass beyond those wanted."
+        raise Unusable("another name for a rule beside want", show(SURPLUS), hint, key="filter")
+    if spec.source.limit is not None:
+        hint = "want says itself how much of the source is asked. Leave limit out, or want."
+        raise Unusable("no limit beside want", show(spec.source.limit), hint, key="source.limit")
+    if spec.source.streaming:
+        hint = "How many rows are asked is decided when those before are judged."
+        raise Unusable("no streaming beside want", "both", hint, key="source.streaming")
+    if want.per is not None and want.per not in spec.keep_columns:
+        hint = nearest(want.per, spec.keep_columns)
+        raise Unusable("one of keep_columns", show(want.per), hint, key="want.per")
 
 
 def _check_refresh(spec: GeneratedDatasetSpec) -> None:

@@ -12,6 +12,7 @@ from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.fields import Column, Condition, Flag, Name, SourcePath, Strict
 
 NO_ANSWER = "error"  # the flag of rows without a completion, which never pass
+SURPLUS = "surplus"  # of rows that pass, after as many as are wanted
 MOST_RULES = 50
 COLUMN_KEYS = ("column", "over")
 _TEXT = "Column of texts; of a conversation, as in `prompt`, all its messages."
@@ -165,9 +166,30 @@ def _rules(rules: dict[str, RowRule]) -> dict[str, RowRule]:
 RowRules = Annotated[dict[Name, RowRule], Field(min_length=1, max_length=MOST_RULES), AfterValidator(_rules)]
 
 
-def rules_digest(rules: Mapping[str, RowRule]) -> str:
-    """16 hex digits that change with every rule and with their order."""
+class WantSpec(Strict):
+    """How many rows are to be accepted. Rows of the source are asked until they are."""
+
+    rows: int = Field(ge=1, le=1 << 40, description="Accepted rows; with `per`, of each of its values.")
+    accepted_by: Literal["passed"] = Field(
+        default="passed", description="passed: rows that pass the dataset's own `filter` are accepted."
+    )
+    per: Column | None = Field(
+        default=None, description="One of `keep_columns`: so many rows of each of its values, of which 1,000 may be."
+    )
+    expected_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of rows that are likely to be accepted: what `plan` counts on before there are any. "
+        "Default: 0.5.",
+    )
+
+
+def rules_digest(rules: Mapping[str, RowRule], want: WantSpec | None = None) -> str:
+    """16 hex digits that change with every rule and with their order, and with how many rows are wanted."""
     digest = hashlib.sha256()
     for name, rule in rules.items():
         digest.update(f"{name} {rule.model_dump_json(exclude_none=True)}\n".encode())
+    if want is not None:
+        digest.update(f"want {want.rows} {want.per or ''}\n".encode())
     return digest.hexdigest()[:16]

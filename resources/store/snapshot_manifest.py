@@ -41,6 +41,33 @@ class RowsSoFar(BaseModel):
         return f"{self.read:,} of {self.of:,} rows so far"
 
 
+class WantedRows(BaseModel):
+    """How much of a source a snapshot asks, where rows are asked until enough are accepted: of each stratum, the first
+    rows in its order.
+
+    `per`: the column whose values are the strata; without one there is one, "". `limits`: rows of each that are wanted,
+    `otherwise` of one that is not among them. `read`: those that the source had: fewer, where it has no more.
+    `to_come`: rows that are expected after this snapshot: few, in the middle and many.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    per: str | None = None
+    limits: dict[str, int] = Field(default_factory=dict)
+    otherwise: int
+    read: dict[str, int] = Field(default_factory=dict)
+    to_come: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def limit(self, stratum: str) -> int:
+        """Rows of a stratum that are wanted."""
+        return self.limits.get(stratum, self.otherwise)
+
+
+def stratum_of(value: Any) -> str:
+    """The stratum of a value of `per`: the same for a value of a source and of a table."""
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value) if whole else value)
+
+
 class SnapshotManifest(Sealed):
     """The source as read once. Written last of a snapshot: its presence means that the snapshot is complete.
 
@@ -51,6 +78,7 @@ class SnapshotManifest(Sealed):
     several turns, of which prompts end with the first one. `images`: prompts hold those of `prompt.images`,
     or sounds of `prompt.audio`.
     `streaming`: it was made before the dataset that it reads was complete; no table is made of it.
+    `wanted`: it asks no more of the source than this.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,6 +109,7 @@ class SnapshotManifest(Sealed):
     turns: bool = False
     images: bool = False
     streaming: RowsSoFar | None = None
+    wanted: WantedRows | None = None
 
     @property
     def expected_rows(self) -> int:

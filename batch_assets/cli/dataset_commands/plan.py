@@ -23,6 +23,7 @@ from batch_assets.catalog import ledger
 from batch_assets.cli.dataset_commands.declared_changes import DeclaredChanges
 from batch_assets.cli.output import output_console, print_json
 from batch_assets.durations import duration
+from batch_assets.filtering.wanted_rows import rows_to_come, standing
 from batch_assets.local_dagster.local_fleet import the_fleet
 from batch_assets.orchestration.active_request import request_under_way
 from batch_assets.orchestration.source_place import at_its_place
@@ -33,6 +34,7 @@ from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.offers.workload import Assumption, Subject, Workload
 from gpu_runner.planner.types import Candidate, ControlTiming, Interval, Plan, Target
+from resources.store.dataset_store import DatasetStore
 
 CURVE_LINES = 12
 
@@ -89,6 +91,7 @@ def proposal(spec: GeneratedDatasetSpec, folder: Path, tags: Mapping[str, str]) 
             work = WorkloadEstimator(placed, seen.store, folder).look(anew)
             if asked_before:
                 work = _with_changes(work, DeclaredChanges.look(spec, folder, seen), spec.name)
+                work = _until_accepted(work, spec, seen.store)
     except SourceError as error:
         raise SourceError(f"{spec.name}: {error}", error.rejects) from None
     fleet = the_fleet()
@@ -107,6 +110,19 @@ def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Wor
     said = tuple(Assumption(Subject.ROWS, line.removeprefix(f"{dataset}: ")) for line in changed.lines(dataset))
     rows = work.rows + changed.rows
     return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, *said))
+
+
+def _until_accepted(work: Workload, spec: GeneratedDatasetSpec, store: DatasetStore) -> Workload:
+    """The work with the rows of later rounds, until enough are accepted."""
+    low, middle, high = (round(number) for number in rows_to_come(spec, store))
+    found = standing(spec, store)
+    if spec.want is None or found is None or not middle:
+        return work
+    made = f"{found.accepted:,} of {found.made:,} rows are accepted so far" if found.round is not None else ""
+    text = f"{middle:,} rows ({low:,} to {high:,}) are made later, until {spec.want.rows:,} are accepted"
+    said = Assumption(Subject.ROWS, "; ".join(filter(None, [made, text])))
+    rows = work.rows if work.rows else middle  # those of a round that is under way have them on top already
+    return replace(work, rows=rows, all_rows=max(rows, work.all_rows), assumptions=(*work.assumptions, said))
 
 
 def adjust_request(

@@ -119,12 +119,56 @@ class Runner:
 
     def run_in(self, address: StackAddress, own: Stack | None) -> RunResult | None:
         """The same in a Dagster that runs. None when it is not ours (`own`) and has ended."""
+        from batch_assets.request_status.request_monitor import RunResult
+
         with observing_one(self.request.dataset) as seen:
             self.url, self.own, self._stack, self._page_said = address.url, own is not None, own, False
             if own is not None:
                 own.wait_definitions()
             with self.signals.deferred():
-                return self._carry_out(address, seen)
+                ending = self._carry_out(address, seen)
+                while ending is not None and ending.ok and ending.trial is None and self.request.redrive_error is None:
+                    more = self._next_round(seen, ending)
+                    if isinstance(more, RunResult):
+                        return more
+                    self.run_id = more
+                    ending = self._carry_out(address, seen)
+                return ending
+
+    def _next_round(self, seen: Observer, ending: RunResult) -> RunResult | str:
+        """The refresh that the sensor `chain` starts where the dataset wants more accepted rows; else how it ended."""
+        import dataclasses
+
+        import dagster as dg
+
+        from batch_assets.filtering.wanted_rows import standing
+        from batch_assets.request_status.request_monitor import RunResult
+        from batch_assets.spec.discovery import known_datasets
+        from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REFRESH_TAG
+
+        name, asked = self.request.dataset, seen.instance.get_run_by_id(self.run_id or "")
+        known = known_datasets().get(name)
+        found = None if known is None else standing(known[0], seen.store)
+        if found is None or asked is None:
+            return ending
+        if not found.grows:
+            return dataclasses.replace(ending, short=found.said())
+        made = f"{found.accepted:,} of {found.made:,} rows were accepted, {found.wanted:,} are wanted"
+        self.display.say(f"{name}: {made}: more of the source is asked")
+        of_chain = dg.RunsFilter(tags={REFRESH_TAG: name, CHAIN_TAG: asked.tags.get(CHAIN_TAG, "")})
+        began = time.monotonic()
+        while time.monotonic() - began < SILENT_SECONDS:
+            newest = seen.instance.get_runs(of_chain, limit=1)
+            if newest and newest[0].run_id != self.run_id:
+                return newest[0].run_id
+            if self.signals.asked:
+                seen.instance.add_run_tags(asked.run_id, {CANCELED_TAG: "true"})
+                raise Interrupted
+            self._pause(LOOK_SECONDS)
+        problem = (
+            f"{made}, but nothing was started for {SILENT_SECONDS:.0f} s: is the sensor `chain` on (UI: Automation)?"
+        )
+        return RunResult(False, problem)
 
     def _carry_out(self, address: StackAddress, seen: Observer) -> RunResult | None:
         """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from resources.store.dataset_store import DatasetStore
 
 PAUSED_STATUS = 3
+SHORT_STATUS = 4  # fewer rows than wanted were accepted
 
 
 def carry_out(request: Request, *, as_json: bool, progress: bool) -> int:
@@ -70,6 +71,10 @@ def summary(
         url = None if runner.own else runner.url
         text = "\n".join([f"{request.dataset}: {ending.said}", *run_pointers(ending.runs, url)])
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    if ending.ok and ending.short:
+        text = f"{request.dataset}: {ending.short}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return SHORT_STATUS, found
     return 0 if ending.ok else 1, found
 
 
@@ -102,6 +107,7 @@ def _as_json(runner: Runner, ending: RunResult, dead: Sequence[DeadLetterExample
         "verified": ending.verification is not None,
         "verify_seconds": round(ending.verify_seconds, 1),
         "trial": trial,
+        "short": ending.short or None,
         "dead_letters": [asdict(one) for one in dead],
         "paused": None if ending.pause is None else ending.pause.describe(),
         "enough_usd": None if ending.pause is None else ending.pause.enough_usd,

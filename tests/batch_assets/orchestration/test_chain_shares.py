@@ -50,8 +50,16 @@ def tags_of(site: SensorDataset, name: str, **tags: str) -> dict[str, str]:
     """Of a step that is run with these tags."""
     run = site.instance.get_run_by_id(site.run(S.STARTED, {REFRESH_TAG: name, UPSTREAM_TAG: "answers", **tags}))
     assert run is not None
-    objects = site.store.objects
-    return step_tags(site.instance, site.fleet_db, run, name, site.specs, lambda one: DatasetStore(objects, one))
+    objects, last = site.store.objects, run.tags[UPSTREAM_TAG]
+    return step_tags(
+        site.instance,
+        site.fleet_db,
+        run,
+        name,
+        last,
+        site.specs,
+        lambda one: DatasetStore(objects, one),
+    )
 
 
 def handed_on(found: dict[str, str]) -> dict[str, str]:
@@ -154,8 +162,16 @@ def test_steps_that_overlap_count_on_what_the_others_may_not_spend(
         run_id = site.run(S.STARTED, {REFRESH_TAG: name, UPSTREAM_TAG: "answers", **tags})
         run = site.instance.get_run_by_id(run_id)
         assert run is not None
-        objects = site.store.objects
-        found = step_tags(site.instance, site.fleet_db, run, name, site.specs, lambda one: DatasetStore(objects, one))
+        objects, last = site.store.objects, run.tags[UPSTREAM_TAG]
+        found = step_tags(
+            site.instance,
+            site.fleet_db,
+            run,
+            name,
+            last,
+            site.specs,
+            lambda one: DatasetStore(objects, one),
+        )
         site.instance.add_run_tags(run_id, found)
         target = begin_or_go_on(site.instance, site.fleet_db, site.specs[name][0], run_id, {**tags, **found})
         assert target.budget_usd is not None

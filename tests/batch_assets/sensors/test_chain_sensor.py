@@ -13,6 +13,11 @@ from support.snapshots import commit, questions, write_snapshot
 
 from batch_assets.catalog import ledger
 from batch_assets.catalog.publications import ledger_state
+from batch_assets.filtering.passed_table import filtered
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.spec.models import load_spec
+from batch_assets.spec.row_rules import RowRule
 from batch_assets.tags import (
     AUTOMATIC_TAG,
     BUDGET_TAG,
@@ -24,6 +29,7 @@ from batch_assets.tags import (
     REFRESH_TAG,
     UPSTREAM_TAG,
 )
+from resources.store.snapshot_manifest import WantedRows
 
 CHAIN = {
     UPSTREAM_TAG: "answers",
@@ -125,3 +131,39 @@ def test_there_is_no_such_sensor_where_no_dataset_reads_another(tmp_path: Path):
     with contextlib.ExitStack() as stack:
         alone = SensorDataset.open(tmp_path, dg.DagsterInstance.ephemeral(), stack)
         assert "chain" not in alone.sensors()
+
+
+def passes(site: SensorDataset, one_in: int) -> None:
+    """The table of the snapshot, and its rows that pass: one in so many."""
+    spec, folder = site.specs["d"]
+    manifest = site.store.manifest(site.store.current_snapshot() or "")
+    publish(site.store, manifest, card=Card(), now=1.0, workdir=folder)
+    rules = {"level": RowRule(where=f"level < {5 // one_in}", remove=True)}
+    filtered(site.store, rules, base=folder, now=1.0, workdir=folder, want=spec.want)
+
+
+def test_a_dataset_that_wants_more_accepted_rows_is_refreshed_once_more_before_the_next_step(site: SensorDataset):
+    keys = {**SPEC, "keep_columns": ["topic", "level"], "filter": {"level": {"where": "level < 1", "remove": True}}}
+    site.specs["d"] = (load_spec({**keys, "want": {"rows": 60}}, "defs.yaml"), site.folder)
+    refreshed(site)
+    manifest = site.store.manifest(site.store.current_snapshot() or "")
+    wanted = WantedRows(otherwise=120, read={"": 120})
+    site.store.put_manifest(manifest.model_copy(update={"wanted": wanted}))
+    committed(site)
+    passes(site, 5)
+    assert "d: questions waits for its table" in site.reason("chain")
+    published(site)
+    (found,) = site.tick("chain").run_requests or ()
+    assert (found.job_name, found.run_key) == ("d_refresh", "first:d:250")  # in whole batches
+    assert found.tags[CHAIN_TAG] == "first" and found.tags[ENDPOINT_TAG] == "http://x"
+    under_way = site.run(S.STARTED, {REFRESH_TAG: "d", **CHAIN}, job_name="d_refresh")
+    assert "d: a refresh of its chain is under way" in site.reason("chain")
+    site.instance.delete_run(under_way)
+
+    ended = manifest.model_copy(update={"wanted": WantedRows(otherwise=240, read={"": 120})})
+    site.store.put_manifest(ended)
+    assert "d: 36 accepted rows are missing: 24 of 120 rows passed, and the source has no more" in site.reason("chain")
+    site.specs["d"] = (load_spec({**keys, "want": {"rows": 24}}, "defs.yaml"), site.folder)
+    passes(site, 5)
+    (found,) = site.tick("chain").run_requests or ()
+    assert found.job_name == "questions_refresh"

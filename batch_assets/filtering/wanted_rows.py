@@ -1,0 +1,163 @@
+"""Where a dataset with `want` stands, and how much of its source it reads next, by what its store holds.
+
+The rounds have no state of their own: a snapshot says how much of the source it asks (`WantedRows`), and grows when its
+table is published and filtered, and too few rows passed. So a round that was interrupted goes on as it was, and one
+that is read twice is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batch_assets.capacity_planning.acceptance import Expected, Round, Stratum, Stretch, next_round, prior_of, rows_for
+from batch_assets.filtering.passed_table import FilterReport, PassedStore, read_report
+from batch_assets.publishing.published_table import published_table
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.row_rules import SURPLUS, WantSpec, rules_digest
+from resources.objects.opening import CorruptObject
+from resources.store.dataset_store import DatasetStore, SnapshotManifest
+from resources.store.snapshot_manifest import WantedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`round`: what is to be made next; None: the rows that were read last are not all made and judged. `accepted`:
+    rows, of which those beyond `wanted` are surplus. `made`: rows in all."""
+
+    wanted: int
+    accepted: int
+    made: int
+    round: Round | None
+
+    @property
+    def grows(self) -> bool:
+        """Whether more of the source is to be read."""
+        return self.round is not None and bool(self.round.limits) and not self.hopeless
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nothing at all was accepted: nothing says that more rows would help."""
+        return self.round is not None and bool(self.round.missing) and not self.accepted
+
+    def said(self) -> str:
+        """Why no more rows are made although some are missing, and what to do; "" otherwise."""
+        if self.round is None or self.grows or not self.round.missing:
+            return ""
+        missing = f"{self.round.missing:,} accepted rows are missing: {self.accepted:,} of {self.made:,} rows passed"
+        if self.hopeless:
+            return f"{missing}, so no more are made: `filter` or the prompt is to be changed"
+        return f"{missing}, and the source has no more: add rows to it, loosen `filter`, or lower `want.rows`"
+
+
+def standing(spec: GeneratedDatasetSpec, store: DatasetStore) -> Standing | None:
+    """Where the dataset stands; None where it wants no number of rows, or nothing was read yet."""
+    want = spec.want
+    manifest = _manifest(store)
+    if want is None or manifest is None or manifest.wanted is None:
+        return None
+    report = _report(spec, store, manifest)
+    if report is None:
+        return Standing(want.rows, 0, 0, None)
+    accepted = sum(passed for stretches in (report.accepted or {}).values() for _, passed in stretches)
+    made = report.passed + report.fallen
+    return Standing(want.rows, accepted, made, _round(want, spec, manifest, manifest.wanted, report))
+
+
+def wanted_rows(spec: GeneratedDatasetSpec, store: DatasetStore) -> WantedRows | None:
+    """How much of its source a dataset is to read now; None: all of it."""
+    want = spec.want
+    if want is None:
+        return None
+    manifest = _manifest(store)
+    if manifest is None or manifest.wanted is None or manifest.wanted.per != want.per:
+        return _first(want, spec, store, manifest)
+    found, before = standing(spec, store), manifest.wanted
+    if found is None or found.round is None:
+        return before
+    if not found.grows:
+        return before.model_copy(update={"to_come": (0.0, 0.0, 0.0)})
+    limits = found.round.limits
+    asked = _each(manifest) * sum(limit - before.limit(name) for name, limit in limits.items())
+    to_come = _less(found.round.expected, asked)
+    return WantedRows(per=want.per, limits={**before.limits, **limits}, otherwise=before.otherwise, to_come=to_come)
+
+
+def rows_to_come(spec: GeneratedDatasetSpec, store: DatasetStore) -> Expected:
+    """Rows that are expected to be made after those of the current snapshot: at the upper bound of the rate, in the
+    middle, and at its lower bound."""
+    found, manifest = standing(spec, store), _manifest(store)
+    if found is None or manifest is None or manifest.wanted is None:
+        return Expected()
+    if found.round is None:
+        return Expected(*manifest.wanted.to_come)
+    return found.round.expected if found.grows else Expected()
+
+
+def _first(
+    want: WantSpec, spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest | None
+) -> WantedRows:
+    """The first round: as many rows as are to be accepted, which are never too many; all that were asked before the
+    dataset had `want`."""
+    rows = -(-want.rows // spec.samples)
+    if want.per is None:
+        batch = max(1, spec.batch_rows // spec.samples)
+        rows = -(-rows // batch) * batch
+    if manifest is not None and manifest.wanted is None:
+        rows = max(rows, manifest.source_rows)
+    to_come = _less(rows_for(want.rows, prior_of(want.expected_rate or _rate_before(store))), rows * spec.samples)
+    return WantedRows(per=want.per, otherwise=rows, to_come=to_come)
+
+
+def _rate_before(store: DatasetStore) -> float | None:
+    """The share of rows that passed in the version before; None: there is none."""
+    try:
+        report = read_report(PassedStore(store))
+    except CorruptObject:
+        return None
+    if report is None or not report.passed + report.fallen:
+        return None
+    return (report.passed + report.removed.get(SURPLUS, 0)) / (report.passed + report.fallen)
+
+
+def _less(expected: Expected, rows: float) -> tuple[float, float, float]:
+    low, middle, high = (max(0.0, number - rows) for number in expected)
+    return low, middle, high
+
+
+def _round(
+    want: WantSpec, spec: GeneratedDatasetSpec, manifest: SnapshotManifest, asked: WantedRows, report: FilterReport
+) -> Round:
+    stretches = report.accepted or {}
+    strata = {
+        name: Stratum(
+            asked.limit(name), asked.read.get(name, 0), tuple(Stretch(*one) for one in stretches.get(name, []))
+        )
+        for name in dict.fromkeys([*asked.read, *stretches])
+    }
+    prior = prior_of(want.expected_rate)
+    return next_round(strata, want.rows, each=_each(manifest), batch=spec.batch_rows, prior=prior)
+
+
+def _each(manifest: SnapshotManifest) -> float:
+    """Rows that a row of the source has become."""
+    return max(0.01, manifest.expected_rows / max(1, manifest.source_rows))
+
+
+def _manifest(store: DatasetStore) -> SnapshotManifest | None:
+    try:
+        snapshot = store.current_snapshot()
+        return None if snapshot is None else store.manifest(snapshot)
+    except (CorruptObject, FileNotFoundError):
+        return None
+
+
+def _report(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> FilterReport | None:
+    """What the filter did to the table of this snapshot; None: it is not made yet, or other rules did."""
+    try:
+        passed = published_table(PassedStore(store))
+        report = None if passed is None else read_report(PassedStore(store), passed.version)
+    except CorruptObject:
+        return None
+    if passed is None or report is None or passed.snapshot != manifest.snapshot:
+        return None
+    return report if spec.rules and report.rules == rules_digest(spec.rules, spec.want) else None
