@@ -10,6 +10,7 @@ from batch_assets.asset_metadata.distributions import table_distributions
 from batch_assets.asset_metadata.histogram import distributions_markdown
 from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
 from batch_assets.exports.declared_export import WrittenExport
+from batch_assets.exports.hub_push import Pushed
 from batch_assets.filtering.passed_table import FilterReport
 from batch_assets.judging.judged_table import JudgeReport
 from batch_assets.publishing.dataset_card import MEANING
@@ -136,7 +137,12 @@ def export_metadata(written: WrittenExport) -> dict[str, Any]:
         "version": written.version,
         "dagster/uri": written.files.root,
         "path": dg.MetadataValue.path(written.files.root),
+        **({} if written.pushed is None else _pushed_metadata(written.pushed)),
     }
+
+
+def _pushed_metadata(pushed: Pushed) -> dict[str, Any]:
+    return {"hub_repo": pushed.repo, "hub_branch": pushed.branch, "hub_commit": pushed.commit}
 
 
 def short_type(name: str) -> str:

@@ -64,6 +64,9 @@ GroupBy = Annotated[str | None, typer.Option(help="preference: column whose equa
 RankBy = Annotated[
     str | None, typer.Option(help="preference: numbers; of a group the highest is chosen, the lowest rejected.")
 ]
+Push = Annotated[
+    str | None, typer.Option(metavar="ORG/NAME", help="Dataset repository of the Hugging Face hub that gets it, too.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 

@@ -25,6 +25,7 @@ from batch_assets.cli.arguments import (
     GroupBy,
     Json,
     Name,
+    Push,
     RankBy,
     RequestsPerMinute,
     SplitBy,
@@ -413,6 +414,9 @@ def export(
     part_rows: Annotated[int, typer.Option(min=1, help="Lines of the table of which a file is made.")] = 100_000,
     passed: Annotated[bool, typer.Option("--passed", help="Only rows that pass the dataset's filter.")] = False,
     judged: Annotated[bool, typer.Option("--judged", help="The rows that the dataset judged, not its votes.")] = False,
+    push: Push = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="A repository that --push makes.")] = True,
+    branch: Annotated[str, typer.Option(help="Of --push.")] = "main",
     as_json: Json = False,
 ) -> None:
     """Write the published table as training files; after a kill the same command goes on."""
@@ -424,11 +428,8 @@ def export(
         from batch_assets.table_access.opened_table import part_of
 
         if declared is not None:
-            if (
-                (to, form, version, mapping, columns, where, split_by, group_by, rank_by) != (None,) * 9
-                or passed
-                or judged
-            ):
+            given = (to, form, version, mapping, columns, where, split_by, group_by, rank_by, push)
+            if any(one is not None for one in given) or passed or judged:
                 raise CommandError("--declared: expected no other option beside it: the defs.yaml has them")
             export_declared_table(*declared_dataset(name), declared, as_json=as_json)
             return
@@ -449,7 +450,8 @@ def export(
             group_by=group_by,
             rank_by=rank_by,
         )
-        export_table(name, to, version, options_of, part=part_of(passed=passed, judged=judged), as_json=as_json)
+        part, target = part_of(passed=passed, judged=judged), (push, private, branch) if push is not None else None
+        export_table(name, to, version, options_of, part=part, push=target, as_json=as_json)
 
 
 @app.command()

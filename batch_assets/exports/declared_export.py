@@ -14,11 +14,14 @@ from pathlib import Path
 import orjson
 
 from batch_assets.exports.export import export
+from batch_assets.exports.hub_push import Pushed
+from batch_assets.exports.pushed_export import push_export, read_push
 from batch_assets.exports.record import NAME, ExportRecord, read_record
 from batch_assets.publishing.derived_table import DerivedStore
 from batch_assets.publishing.published_table import PublishedTable, published_table
 from batch_assets.spec.export_options import ExportError, ExportOptions
 from batch_assets.spec.exports import EXPORTS, ExportSpec
+from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import JUDGED, PASSED
 from resources.objects.objects_below import ObjectsBelow
 from resources.objects.opening import CorruptObject, Objects, StoreError, open_objects
@@ -32,12 +35,13 @@ _AGAIN = "`batch-assets run` of the dataset writes it again"
 
 @dataclass(frozen=True, slots=True)
 class WrittenExport:
-    """What lies where: `place` has the folders of all versions, `files` is that of this one."""
+    """What lies where: `place` has the folders of all versions, `files` is that of this one. `pushed`: to the hub."""
 
     version: str
     record: ExportRecord
     place: Objects
     files: Objects
+    pushed: Pushed | None = None
 
 
 def export_declared(
@@ -45,11 +49,14 @@ def export_declared(
     spec: ExportSpec,
     *,
     base: Path,
+    of: GeneratedDatasetSpec | None = None,
     told: Callable[[ExportRecord], None] = lambda record: None,
 ) -> WrittenExport:
-    """Write an export of the published table, and have CURRENT name it; what is there is not written again.
+    """Write an export of the published table, push it where that is said, and have CURRENT name it; what is there is
+    not written again.
 
-    `base`: where a relative `to` begins. Raises ExportError, StoreError.
+    `base`: where a relative `to` begins. `of`: the dataset, for the card of what is pushed. Raises ExportError,
+    StoreError.
     """
     table = _table(store, spec)
     if table is None:
@@ -71,7 +78,8 @@ def export_declared(
         place.put(CURRENT, version.encode())
         for old in there - {CURRENT, version, before}:
             _delete_version(place, old)
-    return WrittenExport(version, record, place, files)
+    pushed = None if spec.push is None else push_export(store, files, record, spec.push, of)
+    return WrittenExport(version, record, place, files, pushed)
 
 
 def is_exported(store: DatasetStore, spec: ExportSpec, base: Path) -> bool:
@@ -84,7 +92,12 @@ def is_exported(store: DatasetStore, spec: ExportSpec, base: Path) -> bool:
             return False
         files = ObjectsBelow(place, version)
         found = read_record(files)
-        return found is not None and found.complete and _is_whole(files)
+        if found is None or not found.complete or not _is_whole(files):
+            return False
+        there = read_push(files)
+        return spec.push is None or (
+            there is not None and (there.repo, there.branch) == (spec.push.repo, spec.push.branch)
+        )
     except (ExportError, StoreError):
         return False
 

@@ -33,7 +33,7 @@ from batch_assets.spec.export_options import (
     is_validation,
 )
 from resources.objects.opening import CorruptObject, Objects, temporary_folder
-from resources.store.object_integrity import is_damage
+from resources.store.object_integrity import StoredFile, is_damage
 from resources.store.row_condition import BadCondition
 
 PART_BYTES = 256 << 20
@@ -223,9 +223,9 @@ def _committed(target: Objects, record: ExportRecord, part: _Part, next_group: i
     check_own(target, record)
     rows, files = Counter(record.rows), [*record.files]
     for split, writer in sorted(part.files.writers.items()):
-        size = writer.path.stat().st_size
-        target.upload(writer.path.name, writer.path)
-        files.append(ExportedFile(name=writer.path.name, rows=writer.rows, bytes=size))
+        stored = StoredFile.of(writer.path)
+        target.upload(stored.name, writer.path)
+        files.append(ExportedFile(rows=writer.rows, **stored.model_dump()))
         rows[split] += writer.rows
         with contextlib.suppress(FileNotFoundError):
             writer.path.unlink()

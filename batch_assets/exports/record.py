@@ -16,12 +16,13 @@ NAME = "export.json"
 
 
 class ExportedFile(BaseModel):
-    """One file: its records and bytes."""
+    """One file: its records, bytes and SHA-256, which files of an earlier version do not have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     rows: int
     bytes: int
+    sha256: str | None = None
 
 
 class ExportRecord(Sealed):

@@ -551,7 +551,7 @@ def export_asset(spec: GeneratedDatasetSpec, export: ExportSpec, folder: Path) -
                 cancellation_in_words(context, lambda: _canceled(spec.name)),
                 fleet.alive(context.run.run_id, spec.name, f"writing the export {export.name}"),
             ):
-                written = export_declared(data, export, base=folder)
+                written = export_declared(data, export, base=folder, of=spec)
         except ExportError as error:
             raise dg.Failure(f"{spec.name}: exports: {export.name}: {error}", allow_retries=False) from None
         return dg.MaterializeResult(data_version=dg.DataVersion(written.version), metadata=export_metadata(written))

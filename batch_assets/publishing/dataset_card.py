@@ -108,7 +108,7 @@ def card_text(
 
 
 def _front_matter(table: PublishedTable, card: Card) -> str:
-    size = next((name for limit, name in _SIZES if table.rows < limit), "10M<n<100M")
+    size = size_category(table.rows)
     tags = list(dict.fromkeys(["synthetic", "batch-assets", *(["simulated"] if table.simulated else []), *card.tags]))
     return "\n".join(
         [
@@ -124,6 +124,11 @@ def _front_matter(table: PublishedTable, card: Card) -> str:
             "---",
         ]
     )
+
+
+def size_category(rows: int) -> str:
+    """The hub's name for so many rows."""
+    return next((name for limit, name in _SIZES if rows < limit), "10M<n<100M")
 
 
 def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str:
@@ -145,14 +150,14 @@ def _facts(table: PublishedTable, manifest: SnapshotManifest, card: Card) -> str
         **({"answers of other datasets": _reused_words(table)} if table.reused else {}),
         "rejected source rows": f"{manifest.rejected:,} (not in the table)",
         "tokens": f"{table.prompt_tokens:,} prompt, {table.completion_tokens:,} completion",
-        "cost of these rows": _dollars(table.usd)
+        "cost of these rows": dollars(table.usd)
         + (f"; {table.unpriced:,} rows without a known price" if table.unpriced else ""),
         **({"bill of the dataset": _bill_words(card.bill, card)} if card.bill is not None else {}),
         "files": f"{table.parts} Parquet, {table.bytes / 1e6:,.1f} MB",
         "snapshot, version": f"{table.snapshot}, {table.version}",
         "published": datetime.fromtimestamp(table.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return _table(("", ""), facts.items())
+    return markdown_table(("", ""), facts.items())
 
 
 def _form_words(settings: Generation) -> str:
@@ -188,7 +193,7 @@ def _columns(table: PublishedTable, manifest: SnapshotManifest) -> str:
         else (f"`{column.name}`", column.type, column.description or MEANING.get(column.name, ""))
         for column in table.columns
     ]
-    return "## Columns\n\n" + _table(("column", "type", "meaning"), lines)
+    return "## Columns\n\n" + markdown_table(("column", "type", "meaning"), lines)
 
 
 def _sources(table: PublishedTable) -> str:
@@ -200,12 +205,12 @@ def _sources(table: PublishedTable) -> str:
             f"{source.instance_type}{' (spot)' if source.spot else ''}",
             f"{source.rows:,}",
             f"{source.completion_tokens:,}",
-            _dollars(source.usd),
+            dollars(source.usd),
         )
         for source in table.sources
     ]
     header = ("model", "engine", "provider", "instance", "rows", "completion tokens", "cost")
-    return "## Where the rows came from\n\n" + _table(header, lines)
+    return "## Where the rows came from\n\n" + markdown_table(header, lines)
 
 
 def _open_text() -> str:
@@ -231,22 +236,24 @@ def _bill_words(bill: Split, card: Card) -> str:
     """
     standing, simulated = card.standing, card.simulated
     if standing:
-        played = "" if simulated is None else f" ({_dollars(simulated.useful)} of it simulated, paid by nobody)"
+        played = "" if simulated is None else f" ({dollars(simulated.useful)} of it simulated, paid by nobody)"
         were = "instance had" if standing == 1 else "instances had"
         return (
-            f"{_dollars(bill.useful)} useful{played}; boots, idle and wasted time were not final, as {standing:,} "
+            f"{dollars(bill.useful)} useful{played}; boots, idle and wasted time were not final, as {standing:,} "
             f"{were} not ended when this was written: `batch-assets fleet` has all of it"
         )
-    parts = f"{_dollars(bill.useful)} useful, {_dollars(bill.booting)} boot, {_dollars(bill.idle)} idle"
-    played = "" if simulated is None else f"; {_dollars(simulated.total)} of it simulated, paid by nobody"
-    return f"{_dollars(bill.total)} for all instances rented so far: {parts}, {_dollars(bill.wasted)} wasted{played}"
+    parts = f"{dollars(bill.useful)} useful, {dollars(bill.booting)} boot, {dollars(bill.idle)} idle"
+    played = "" if simulated is None else f"; {dollars(simulated.total)} of it simulated, paid by nobody"
+    return f"{dollars(bill.total)} for all instances rented so far: {parts}, {dollars(bill.wasted)} wasted{played}"
 
 
-def _dollars(usd: float | None) -> str:
+def dollars(usd: float | None) -> str:
+    """US dollars in words."""
     return "not known" if usd is None else f"${format_usd(usd, fine=True)}"
 
 
-def _table(header: Sequence[str], lines: Any) -> str:
+def markdown_table(header: Sequence[str], lines: Any) -> str:
+    """A table of Markdown; cells on one line each."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(_cell(value) for value in row) + " |" for row in rows)
 

@@ -17,6 +17,8 @@ from resources.objects.opening import StoreError, checked_root
 EXPORTS = "exports"  # middle part of the keys of their assets, and their folder in the store
 MOST_EXPORTS = 20
 PART_ROWS = 100_000
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9](?:[\w.-]{0,94}[\w])?", re.ASCII)
+_BRANCH = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
 
 
 def _target(value: str) -> str:
@@ -24,6 +26,28 @@ def _target(value: str) -> str:
         return checked_root(value)
     except StoreError as error:
         raise Unusable("a folder or s3://bucket/prefix", show(value.partition("://")[0]), f"{error}.") from None
+
+
+def _repo(value: str) -> str:
+    if not _REPO.fullmatch(value) or "--" in value or ".." in value:
+        raise Unusable("a dataset repository of the Hugging Face hub, as my-org/my-dataset", show(value))
+    return value
+
+
+def _branch(value: str) -> str:
+    if not _BRANCH.fullmatch(value) or ".." in value or value.endswith((".", "/", ".lock")):
+        raise Unusable("the name of a branch, as main", show(value))
+    return value
+
+
+class PushSpec(Strict):
+    """A dataset repository of the Hugging Face hub. The token is HF_TOKEN of the environment, the hub HF_ENDPOINT."""
+
+    repo: Annotated[str, AfterValidator(_repo)] = Field(description="ORG/NAME. It is made where there is none.")
+    private: Flag = Field(default=True, description="Whether a repository that is made can be seen by its owner only.")
+    branch: Annotated[str, AfterValidator(_branch)] = Field(
+        default="main", description="Branch that gets the commit. It is made where there is none."
+    )
 
 
 class ExportSpec(Strict):
@@ -63,6 +87,10 @@ class ExportSpec(Strict):
     judged: Flag = Field(default=False, description="The rows that the dataset judged, and not its votes.")
     part_rows: int = Field(
         default=PART_ROWS, ge=1, le=100_000_000, description="Lines of the table of which a file is made."
+    )
+
+    push: PushSpec | None = Field(
+        default=None, description="A repository of the Hugging Face hub that gets the files, too."
     )
 
     @property

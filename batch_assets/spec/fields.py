@@ -36,6 +36,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CLASS = re.compile(rf"({_DOTTED}):({_DOTTED})", re.ASCII)
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
 MAX_CLASS_NAME = 500
 
 
@@ -75,6 +76,12 @@ def _source_path(value: str) -> str:
 def _text_file(value: str) -> str:
     if "://" in value or "\0" in value:
         raise Unusable("a file beside the defs.yaml", show(value), "Copy it there.")
+    return value
+
+
+def _license(value: str) -> str:
+    if not _LICENSE.fullmatch(value):
+        raise Unusable("a licence as the Hugging Face hub names it: apache-2.0, cc-by-4.0, other", show(value))
     return value
 
 
@@ -347,6 +354,7 @@ Cron = Annotated[str, AfterValidator(_cron)]
 TimeZone = Annotated[str, AfterValidator(_zone)]
 Deadline = Annotated[str, BeforeValidator(_moment), AfterValidator(_deadline)]
 Condition = Annotated[str, AfterValidator(_where)]
+License = Annotated[str, AfterValidator(_license)]
 Regex = Annotated[str, Field(min_length=1), AfterValidator(_regex)]
 Choice = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],

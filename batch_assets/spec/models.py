@@ -32,6 +32,7 @@ from batch_assets.spec.fields import (
     Flag,
     Grammar,
     JsonSchema,
+    License,
     Model,
     Name,
     Rate,
@@ -526,6 +527,9 @@ class GeneratedDatasetSpec(Strict):
     )
     owners: list[str] = Field(default=[], description="E-mail addresses, or team:name.")
     tags: dict[str, str] = Field(default={}, description="Tags of the assets in Dagster.")
+    license: License | None = Field(
+        default=None, description="Licence of the rows, as the Hugging Face hub names it: apache-2.0, cc-by-4.0, other."
+    )
     description: str | None = Field(
         default=None, description="What the dataset is for; shown in the catalog and on its card."
     )

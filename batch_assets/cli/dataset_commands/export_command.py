@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from batch_assets import settings
 from batch_assets.cli.interrupts import Signals
 from batch_assets.cli.output import print_json
 from batch_assets.cli.user_errors import CommandError, error_console
 from batch_assets.exports.declared_export import export_declared
 from batch_assets.exports.export import export
+from batch_assets.exports.hub_push import Pushed
+from batch_assets.exports.pushed_export import push_export
 from batch_assets.exports.record import ExportRecord, read_record
+from batch_assets.spec.discovery import known_datasets
 from batch_assets.spec.export_options import VALIDATION, ExportOptions
+from batch_assets.spec.exports import PushSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.table_access.opened_table import find_table
 from resources.objects.opening import open_objects
@@ -38,9 +44,11 @@ def export_table(
     options_of: Callable[[Sequence[str]], ExportOptions],
     *,
     part: str | None = None,
+    push: tuple[str, bool, str] | None = None,
     as_json: bool,
 ) -> None:
-    """Export, or go on with it. Raises CommandError, ExportError, TableError.
+    """Export, or go on with it. `push`: repository, whether it is private, and branch. Raises CommandError,
+    ExportError, TableError.
 
     `part`: which of the tables that are made of the dataset's own one; None: that one itself.
 
@@ -48,6 +56,7 @@ def export_table(
     """
     if "://" not in to and Path(to).expanduser().is_file():
         raise CommandError(f"--to {to}: expected a folder, found a file")
+    repository = _repository(*push) if push is not None else None
     target, source = open_objects(to), open_objects(settings.store_root())
     begun, of = read_record(target), name if part is None else f"{name}/{part}"
     if version is None and begun is not None and begun.dataset == of and not begun.complete:
@@ -61,10 +70,19 @@ def export_table(
 
     with Signals():  # also at SIGTERM the folder of work files goes
         record = export(source, table, target, options_of([column.name for column in table.columns]), told=told)
-    if as_json:
-        print_json(record.model_dump(exclude={"checksum"}) | {"to": target.root})
-    else:
-        print("\n".join(_lines(record, target.root)), flush=True)
+        pushed = None
+        if repository is not None:
+            found = known_datasets().get(name)
+            spec = found[0] if found is not None else None
+            pushed = push_export(DatasetStore(source, name), target, record, repository, spec)
+    _print(record, target.root, pushed, as_json)
+
+
+def _repository(repo: str, private: bool, branch: str) -> PushSpec:
+    try:
+        return PushSpec(repo=repo, private=private, branch=branch)
+    except ValidationError as error:
+        raise CommandError(f"--push {repo[:100]}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def export_declared_table(spec: GeneratedDatasetSpec, folder: Path, export: str, *, as_json: bool) -> None:
@@ -75,11 +93,20 @@ def export_declared_table(spec: GeneratedDatasetSpec, folder: Path, export: str,
         raise CommandError(f"--declared {export[:80]}: expected an export of {spec.name} ({names})")
     store = DatasetStore(open_objects(settings.store_root()), spec.name)
     with Signals():
-        written = export_declared(store, wanted, base=folder)
+        written = export_declared(store, wanted, base=folder, of=spec)
+    _print(written.record, written.files.root, written.pushed, as_json)
+
+
+def _print(record: ExportRecord, to: str, pushed: Pushed | None, as_json: bool) -> None:
     if as_json:
-        print_json(written.record.model_dump(exclude={"checksum"}) | {"to": written.files.root})
-    else:
-        print("\n".join(_lines(written.record, written.files.root)), flush=True)
+        told = {} if pushed is None else {"hub": {name: getattr(pushed, name) for name in ("repo", "branch", "commit")}}
+        print_json(record.model_dump(exclude={"checksum"}) | {"to": to} | told)
+        return
+    lines = _lines(record, to)
+    if pushed is not None:
+        done = f"{len(pushed.sent):,} files sent" if pushed.changed else "nothing was to be sent"
+        lines.append(f"hub: {pushed.repo}, branch {pushed.branch}, commit {pushed.commit} ({done})")
+    print("\n".join(lines), flush=True)
 
 
 def _lines(record: ExportRecord, to: str) -> list[str]:

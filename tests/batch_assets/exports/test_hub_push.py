@@ -1,0 +1,369 @@
+"""Exports pushed to a hub: one commit, nothing sent twice, kills, refusals, cut connections, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.local_hub import TOKEN, LocalHub, local_hub
+from support.snapshots import commit, questions, write_snapshot
+from typer.testing import CliRunner
+
+from batch_assets.asset_metadata.materialization import export_metadata
+from batch_assets.cli.main import app
+from batch_assets.exports import hub_push
+from batch_assets.exports.declared_export import WrittenExport, export_declared, is_exported
+from batch_assets.exports.hub_push import Pushed, push
+from batch_assets.publishing.dataset_card import Card
+from batch_assets.publishing.publish import publish
+from batch_assets.spec.errors import SpecError
+from batch_assets.spec.export_options import ExportError
+from batch_assets.spec.exports import ExportSpec, PushSpec
+from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
+from resources.objects.opening import Objects
+from resources.store.dataset_store import DatasetStore
+
+# huggingface_hub gives its HTTP client a file in a way that this calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+
+REPO = "acme/sums"
+SFT: dict[str, Any] = {"name": "sft", "format": "messages", "part_rows": 20, "push": {"repo": REPO}}
+EXTRAS = {"validation": 0.2, "split_by": "topic"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with local_hub(tmp_path / "hub") as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        yield found
+
+
+def declared(**more: Any) -> GeneratedDatasetSpec:
+    own = {"name": "sums", "source": {"path": "x.csv"}, "prompt": {"user": "Add {{ q }}"}, "model": "m", "id": "n"}
+    return load_spec(own | {"keep_columns": ["topic", "level"], "license": "cc-by-4.0"} | more, "defs.yaml")
+
+
+def published(objects: Objects, workdir: Path, rows: int = 50) -> DatasetStore:
+    store = DatasetStore(objects, "sums")
+    manifest = write_snapshot(store, questions(rows))
+    commit(store, manifest, dead=["id-000003"])
+    publish(store, manifest, card=Card(), now=float(rows), workdir=workdir, part_rows=20)
+    return store
+
+
+def write(store: DatasetStore, base: Path, **options: Any) -> WrittenExport:
+    return export_declared(store, ExportSpec.model_validate({**SFT, **options}), base=base, of=declared())
+
+
+def again(found: WrittenExport, folder: Path, **options: Any) -> Pushed:
+    return push(found.files, found.record, "---\nconfigs: [a]\n---\n", PushSpec(repo=REPO), folder=folder, **options)
+
+
+def pushed_of(found: WrittenExport) -> Pushed:
+    assert found.pushed is not None
+    return found.pushed
+
+
+def test_a_push_is_one_commit_with_the_files_and_their_card(
+    any_objects: Objects, tmp_path: Path, hub: LocalHub
+) -> None:
+    store = published(any_objects, tmp_path)
+    found = write(store, tmp_path, **EXTRAS)
+    assert hub.commits(REPO) == 1 and hub.repositories[REPO].private
+    there = hub.files(REPO)
+    ours = {f"data/{file.name}": found.files.get(file.name) for file in found.record.files}
+    assert {name: data for name, data in there.items() if name != "README.md"} == ours
+    card = there["README.md"].decode()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["license"] == "cc-by-4.0" and front["size_categories"] == ["n<1K"]
+    assert front["configs"] == [
+        {
+            "config_name": "default",
+            "data_files": [
+                {"split": "train", "path": "data/train-*.jsonl"},
+                {"split": "validation", "path": "data/validation-*.jsonl"},
+            ],
+        }
+    ]
+    for said in (
+        found.record.version,
+        "Add {{ q }}",
+        "dead_letter_rate",
+        "left out: error",
+        f"{found.record.rows}"[10:12],
+    ):
+        assert said in card
+    assert "answer" not in card.lower().replace("answered by", ""), "no row"
+    told = export_metadata(found)
+    assert (told["hub_repo"], told["hub_commit"]) == (REPO, hub.repositories[REPO].branches["main"][-1][0])
+    assert sorted(pushed_of(found).sent) == sorted(ours)
+
+
+def test_what_is_pushed_is_read_back_the_same(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    store = published(local_objects, tmp_path)
+    found = write(store, tmp_path, **EXTRAS)
+    program = (
+        "import json, sys, datasets\n"
+        f"found = datasets.load_dataset({REPO!r})\n"
+        "print(json.dumps({split: list(rows['messages']) for split, rows in found.items()}))\n"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    read = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert read.returncode == 0, read.stderr[-3000:]
+    here: dict[str, list[Any]] = {}
+    for file in found.record.files:
+        lines = found.files.get(file.name).splitlines()
+        here.setdefault(file.name.split("-")[0], []).extend(json.loads(line)["messages"] for line in lines)
+    assert json.loads(read.stdout.splitlines()[-1]) == here
+
+
+def test_what_the_hub_has_is_not_sent_again_and_makes_no_commit(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub
+) -> None:
+    store = published(local_objects, tmp_path)
+    first = write(store, tmp_path)
+    sent = len(hub.uploaded)
+    second = write(store, tmp_path)
+    assert hub.commits(REPO) == 1 and len(hub.uploaded) == sent
+    assert pushed_of(second) == Pushed(REPO, "main", pushed_of(first).commit, (), changed=False)
+    published(local_objects, tmp_path, 60)
+    write(store, tmp_path)
+    assert hub.commits(REPO) == 2
+    assert sorted(hub.files(REPO)) == ["README.md", *(f"data/train-0000{part}.jsonl" for part in range(3))]
+
+
+def test_files_that_an_export_has_no_more_go_and_others_stay(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub
+) -> None:
+    store = published(local_objects, tmp_path)
+    write(store, tmp_path, part_rows=10)
+    commits = hub.repositories[REPO].branches["main"]
+    blob = commits[-1][1]["README.md"]
+    commits.append(("a" * 40, {**commits[-1][1], "data/notes.jsonl": blob, "LICENSE": blob}))
+    write(store, tmp_path, part_rows=1000)
+    assert sorted(hub.files(REPO)) == ["LICENSE", "README.md", "data/notes.jsonl", "data/train-00000.jsonl"]
+
+
+def test_a_branch_is_made_where_there_is_none(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    store = published(local_objects, tmp_path)
+    write(store, tmp_path, push={"repo": REPO, "branch": "drafts", "private": False})
+    assert not hub.repositories[REPO].private and hub.commits(REPO) == 0 and hub.commits(REPO, "drafts") == 1
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_killed_push_sends_no_file_twice_and_no_reader_sees_half(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = published(local_objects, tmp_path)
+    api = type(hub_push._api(os.environ))
+    sent, kills = api.preupload_lfs_files, 0
+    for dies_at in range(4):
+        calls = 0
+
+        def dying(*given: Any, dies_at: int = dies_at, **named: Any) -> Any:
+            nonlocal calls
+            if named["repo_type"] and calls == dies_at:
+                raise Killed
+            calls += 1
+            return sent(*given, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "preupload_lfs_files", dying)
+            with pytest.raises(Killed):
+                write(store, tmp_path)
+            kills += 1
+        assert hub.files(REPO) == {}
+    found = write(store, tmp_path)
+    assert kills == 4 and hub.commits(REPO) == 1
+    assert len(hub.uploaded) == len(set(hub.uploaded)) == len(found.record.files) == 3
+
+
+def test_large_files_are_sent_in_parts(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    file = Path(found.files.uri("train-00000.jsonl"))
+    file.write_bytes(file.read_bytes() * 6000)
+    hub.multipart = True
+    one = found.record.files[0].model_copy(update={"bytes": file.stat().st_size, "sha256": None})
+    record = found.record.model_copy(update={"files": [one]})
+    push(found.files, record, "---\nconfigs: [a]\n---\n", PushSpec(repo=REPO), folder=tmp_path)
+    assert file.stat().st_size > 2 * (5 << 20)
+    assert hub.files(REPO)["data/train-00000.jsonl"] == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "method"),
+    [
+        ("/commit/", 503, ""),
+        ("/commit/", 429, ""),
+        ("/commit/", 0, ""),
+        ("/commit/", 412, ""),
+        ("/lfs/", 500, "PUT"),
+        ("/lfs/", 0, "PUT"),
+        ("/objects/batch", 502, ""),
+        ("/preupload/", 0, ""),
+        ("/tree/", 500, ""),
+        ("/api/repos/create", 503, ""),
+        ("/api/validate-yaml", 503, ""),
+    ],
+)
+def test_what_passes_by_itself_is_tried_again(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, where: str, status: int, method: str
+) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    hub.fail(where, status, times=2, method=method)
+    waited: list[float] = []
+    pushed = again(found, tmp_path, sleep=waited.append)
+    assert pushed.changed and hub.commits(REPO) == 1 and len(hub.files(REPO)) == 4
+    assert len(hub.uploaded) == len(set(hub.uploaded)) == 3
+
+
+def test_the_hub_says_how_long_to_wait(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    hub.fail("/commit/", 429, times=1, **{"Retry-After": "7"})
+    hub.fail("/api/repos/create", 429, times=1, **{"Retry-After": "86400"})
+    waited: list[float] = []
+    again(found, tmp_path, sleep=waited.append)
+    assert waited == [300.0, 7.0]
+
+
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    lost = iter([True])
+
+    async def answer_is_lost(request: Any) -> Any:
+        if "/commit/" not in request.path or not next(lost, False):
+            return None
+        answer = await request.match_info.handler(request)
+        request.transport.abort()
+        return answer
+
+    hub.faults.append(answer_is_lost)
+    pushed = again(found, tmp_path, sleep=lambda seconds: None)
+    assert hub.commits(REPO) == 1 and pushed.commit == hub.repositories[REPO].branches["main"][-1][0]
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "said"),
+    [
+        ("/api/datasets", 401, "expected a token that it knows in HF_TOKEN"),
+        ("/api/repos/create", 403, "expected a token in HF_TOKEN that may write"),
+        ("/commit/", 403, "expected a token in HF_TOKEN that may write"),
+        ("/objects/batch", 403, "expected a token in HF_TOKEN that may write"),
+        ("/api/repos/create", 400, "the hub answers 400"),
+        ("/commit/", 507, "the hub answers 507"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_sentence_and_loses_nothing(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, where: str, status: int, said: str
+) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    hub.fail(where, status, times=1000)
+    with pytest.raises(ExportError) as error:
+        again(found, tmp_path, sleep=lambda seconds: pytest.fail("this does not pass by itself"))
+    assert said in str(error.value) and TOKEN not in str(error.value) and "\n" not in str(error.value)
+    hub.faults.clear()
+    assert again(found, tmp_path).changed
+
+
+def test_a_hub_that_is_away_is_said_after_some_tries(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    hub.fail("/", 503, times=10_000)
+    waited: list[float] = []
+    with pytest.raises(ExportError, match=r"the hub answers 503 .*; the same command goes on"):
+        again(found, tmp_path, sleep=waited.append)
+    assert waited == [1.0, 2.0, 4.0, 8.0]
+    with pytest.raises(ExportError, match=r"expected an answer, found ConnectError; the same command goes on"):
+        nowhere = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+        again(found, tmp_path, sleep=waited.append, environment=nowhere)
+
+
+def test_without_a_token_or_the_package_it_says_so(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = write(published(local_objects, tmp_path), tmp_path, push=None)
+    with pytest.raises(ExportError, match="expected a token with write access in the environment variable HF_TOKEN"):
+        again(found, tmp_path, environment={"HF_ENDPOINT": hub.url})
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ExportError, match=r"pip install 'batch-assets\[hub\]'"):
+        again(found, tmp_path)
+
+
+def test_a_full_disk_is_said_as_it_is(
+    any_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = write(published(any_objects, tmp_path), tmp_path, push=None)
+    if "://" not in any_objects.root:
+        return  # files are read where they lie
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_push, "_blocks", full)
+        with pytest.raises(OSError, match="No space left"):
+            again(found, tmp_path)
+    assert again(found, tmp_path).changed and not list(tmp_path.glob("*.jsonl"))
+
+
+def test_an_export_is_current_once_it_is_pushed(local_objects: Objects, tmp_path: Path, hub: LocalHub) -> None:
+    store, spec = published(local_objects, tmp_path), ExportSpec.model_validate(SFT)
+    write(store, tmp_path, push=None)
+    assert not is_exported(store, spec, tmp_path)
+    write(store, tmp_path)
+    assert is_exported(store, spec, tmp_path)
+    other = spec.model_copy(update={"push": PushSpec(repo=REPO, branch="drafts")})
+    assert not is_exported(store, other, tmp_path)
+
+
+def test_the_command_pushes_and_its_words_hold_no_token(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_ASSETS_STORE", local_objects.root)
+    monkeypatch.setenv("BATCH_ASSETS_DEFS", str(tmp_path / "defs"))
+    (tmp_path / "defs").mkdir()
+    published(local_objects, tmp_path)
+    command = ["export", "sums", "--format", "messages", "--to", str(tmp_path / "out"), "--push", REPO]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    assert f"hub: {REPO}, branch main, commit " in found.stdout and "(1 files sent)" in found.stdout
+    second = CliRunner().invoke(app, command)
+    assert "(nothing was to be sent)" in second.stdout and hub.commits(REPO) == 1
+    assert TOKEN not in found.output + second.output
+    wrong = CliRunner().invoke(app, [*command[:-1], "sums"])
+    assert wrong.exit_code == 2 and "--push sums: expected a dataset repository" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("push_to", "said"),
+    [
+        ({"repo": "sums"}, "exports.0.push.repo: expected a dataset repository of the Hugging Face hub"),
+        ({"repo": "a/b/c"}, "exports.0.push.repo"),
+        ({"repo": "a/../b"}, "exports.0.push.repo"),
+        ({"repo": REPO, "branch": "a b"}, "exports.0.push.branch: expected the name of a branch"),
+        ({"repo": REPO, "token": "hf_x"}, "exports.0.push.token"),
+        ({}, "exports.0.push.repo"),
+    ],
+)
+def test_a_wrong_repository_is_refused_when_the_file_is_read(push_to: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        declared(exports=[{**SFT, "push": push_to}])
+    assert said in str(error.value)
+
+
+def test_a_licence_has_the_hubs_name_for_it() -> None:
+    with pytest.raises(SpecError, match="license: expected a licence as the Hugging Face hub names it"):
+        declared(license="Apache 2")
