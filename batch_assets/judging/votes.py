@@ -24,15 +24,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_assets.snapshot.placement import open_database
 from batch_assets.spec.judge import FIRST, SCORE, SECOND, TIE, WINNER, JudgeSpec
+
+if TYPE_CHECKING:
+    import polars as pl
+
 
 _DECIMALS = 1_000_000  # of scores that are no whole numbers
 _DOLLARS = 1_000_000_000  # a billionth of a dollar counts
@@ -109,6 +112,8 @@ class Scores(_Votes):
 
     def add(self, rows: pa.Table) -> Any:
         """Take lines in; for each whether it is a vote. One without a score for each criterion is none."""
+        import polars as pl
+
         scores = [rows.column(name) for name in self._names]
         there = np.logical_and.reduce([column.is_valid().to_numpy() for column in scores])
         there &= rows.column("error").is_null().to_numpy()
@@ -206,6 +211,8 @@ class Pairs(_Votes):
 
     def add(self, rows: pa.Table) -> Any:
         """Take lines in; for each whether it is a vote."""
+        import polars as pl
+
         winner = rows.column(WINNER).combine_chunks()
         found = pc.index_in(winner, value_set=pa.array([FIRST, SECOND, TIE]))
         found = pc.if_else(rows.column("error").is_null().combine_chunks(), found, pa.scalar(None, pa.int32()))
