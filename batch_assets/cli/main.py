@@ -1,4 +1,4 @@
-"""The command line: `batch-assets new | check | preview | run | show | export | status | plan | verify | ui …`.
+"""The command line: `batch-assets new | check | preview | run | show | view | export | status | plan | verify | ui …`.
 
 Exit status: 0 done, 1 the work or a comparison failed, 2 the request itself is wrong, 3 paused by the budget, 130
 interrupted. Heavy packages are imported by the commands that need them, so that `--help` answers at once.
@@ -390,6 +390,26 @@ def show(
         names = tuple(name.strip() for name in columns.split(",")) if columns is not None else ()
         wanted = Wanted(rows, where, errors, key, first, Order(order), names)
         raise typer.Exit(show_rows(name, wanted, as_json=as_json))
+
+
+@app.command()
+def view(
+    name: Annotated[str | None, typer.Argument(help="Name of the dataset; all can be chosen on the page.")] = None,
+    version: Annotated[str | None, typer.Option(help="Version of the table, in place of the newest.")] = None,
+    passed: Annotated[bool, typer.Option("--passed", help="Only rows that pass the dataset's filter.")] = False,
+    judged: Annotated[
+        bool, typer.Option("--judged", help="The rows that the dataset judged, with their scores.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any that is free.")] = 3002,
+) -> None:
+    """Look at rows in a browser: search, filter, histograms, whole conversations, two versions compared."""
+    with user_errors():
+        if name is None and (version is not None or passed or judged):
+            raise CommandError("--version, --passed and --judged: expected with the NAME of a dataset")
+        from batch_assets.cli.dataset_commands.view import serve_view
+        from batch_assets.table_access.opened_table import part_of
+
+        serve_view(name, version, port, part_of(passed=passed, judged=judged))
 
 
 @app.command()

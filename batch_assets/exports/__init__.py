@@ -5,4 +5,4 @@
 `pushed_export` brings an export with its card (`hub_card`) to the Hugging Face hub (`hub_push`).
 """
 
-__all__ = ["declared_export", "export", "hub_push", "pushed_export", "record", "training_formats"]
+__all__ = ["declared_export", "export", "file_writers", "hub_push", "pushed_export", "record", "training_formats"]

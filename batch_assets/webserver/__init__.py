@@ -3,4 +3,4 @@
 `server` is the process; `guard` decides on each request, with `guarded_requests`, `peers` and `token`.
 """
 
-__all__ = ["token"]
+__all__ = ["guard", "peers", "server", "token"]

@@ -16,4 +16,5 @@ __all__ = [
     "run_summary",
     "show",
     "status_command",
+    "view",
 ]

@@ -258,7 +258,8 @@ def success(status: DatasetStatus, runner: Runner) -> list[str]:
         f"{status.dataset}: {made}",
         f"{rows:,} rows in {batches}{same}: {counts}",
         f"table: {status.table}",
-        f"batch-assets show {status.dataset}: shows rows, --order sample some at random",
+        f"batch-assets show {status.dataset}: shows rows, --order sample some at random; "
+        f"batch-assets view {status.dataset}: all of them in a browser",
     ]
 
 
