@@ -2,7 +2,8 @@
 
 `declared_export` writes those of a defs.yaml. `training_formats` turns lines of a table into records of a format,
 `record` is what lies beside the files, `file_writers` writes one part, and `ranked_pairs` pairs answers for preference.
-`pushed_export` brings an export with its card (`hub_card`) to the Hugging Face hub (`hub_push`).
+`delta_table` writes a Delta table. `pushed_export` brings an export with its card (`hub_card`) to the Hugging Face hub
+(`hub_push`).
 """
 
 __all__ = ["declared_export", "export", "file_writers", "hub_push", "pushed_export", "record", "training_formats"]

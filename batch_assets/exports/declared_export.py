@@ -13,6 +13,7 @@ from pathlib import Path
 
 import orjson
 
+from batch_assets.exports.delta_table import is_written, write_delta
 from batch_assets.exports.export import export
 from batch_assets.exports.hub_push import Pushed
 from batch_assets.exports.pushed_export import push_export, read_push
@@ -64,6 +65,18 @@ def export_declared(
         what = parts.get(spec.part or "", "a published table")
         raise ExportError(f"expected {what} of {store.dataset}, found none; {store.mended_by_run}")
     place, version = export_place(store, spec, base), export_version(table, spec)
+    if spec.format == "delta":
+        record = write_delta(
+            store.objects,
+            table,
+            place,
+            _options(table, spec),
+            export=spec.name,
+            version=version,
+            mode=spec.mode or "overwrite",
+            partition_by=spec.partition_by,
+        )
+        return WrittenExport(version, record, place, place)
     there = _versions(place)
     before = read_pointer(place, CURRENT, _AGAIN) if CURRENT in there else None
     files = ObjectsBelow(place, version)
@@ -88,6 +101,9 @@ def is_exported(store: DatasetStore, spec: ExportSpec, base: Path) -> bool:
         if (table := _table(store, spec)) is None:
             return False
         place, version = export_place(store, spec, base), export_version(table, spec)
+        if spec.format == "delta":
+            mode = spec.mode or "overwrite"
+            return is_written(place, table, export=spec.name, version=version, mode=mode)
         if read_pointer(place, CURRENT, _AGAIN) != version:
             return False
         files = ObjectsBelow(place, version)
@@ -112,7 +128,8 @@ def export_place(store: DatasetStore, spec: ExportSpec, base: Path) -> Objects:
 def export_version(table: PublishedTable, spec: ExportSpec) -> str:
     """Version (16 hex digits) of the files that a table and the options make. Raises BadOption."""
     options = _options(table, spec).as_json()
-    made = orjson.dumps([FORMAT, table.version, options], option=orjson.OPT_SORT_KEYS)
+    delta = [spec.mode or "overwrite", spec.partition_by] if spec.format == "delta" else []
+    made = orjson.dumps([FORMAT, table.version, options, *delta], option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(made).hexdigest()[:16]
 
 

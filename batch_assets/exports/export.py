@@ -96,10 +96,10 @@ class _Staged:
         """Tables of lines, or of pairs, with their numbers, from `first` on."""
         columns = _columns(self._table, self._of_table)
         if self._of_table.group_by is None:
-            yield from _row_groups(self._source, self._table, columns, first)
+            yield from _read_groups(self._source, self._table, columns, first)
             return
         pairs = RankedPairs(self._of_table, self._folder)
-        for _, lines in _row_groups(self._source, self._table, columns, 0):
+        for _, lines in _read_groups(self._source, self._table, columns, 0):
             pairs.add(_chosen(lines, self._of_table, self.left_out))
         for number, found in pairs.tables(first):
             yield number, found.append_column("error", pa.nulls(found.num_rows, pa.string()))
@@ -113,7 +113,19 @@ def _columns(table: PublishedTable, options: ExportOptions) -> list[str]:
     return list(dict.fromkeys([*options.read_columns(known), *conditioned]))
 
 
-def _row_groups(
+def row_groups(
+    source: Objects, table: PublishedTable, options: ExportOptions, first: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Row groups of the table with their numbers, from `first` on: the columns that an export needs."""
+    return _read_groups(source, table, _columns(table, options), first)
+
+
+def answered_lines(lines: pa.Table, options: ExportOptions) -> pa.Table:
+    """Lines with a completion for which `where` is true."""
+    return _chosen(lines, options, Counter())
+
+
+def _read_groups(
     source: Objects, table: PublishedTable, columns: Sequence[str], first: int
 ) -> Iterator[tuple[int, pa.Table]]:
     """Row groups of the table with their numbers, from `first` on."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from batch_assets.spec.errors import Unusable, show
-from batch_assets.spec.export_options import ExportOptions, checked_options
+from batch_assets.spec.export_options import BadOption, ExportOptions, checked_options
 from batch_assets.spec.fields import Column, Condition, Flag, Name, Strict
 from batch_assets.spec.source import JUDGED, PASSED
 from resources.objects.opening import StoreError, checked_root
@@ -17,6 +17,8 @@ from resources.objects.opening import StoreError, checked_root
 EXPORTS = "exports"  # middle part of the keys of their assets, and their folder in the store
 MOST_EXPORTS = 20
 PART_ROWS = 100_000
+ExportFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "jsonl", "parquet", "delta"]
+DeltaMode = Literal["overwrite", "append"]
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9](?:[\w.-]{0,94}[\w])?", re.ASCII)
 _BRANCH = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
 
@@ -54,9 +56,9 @@ class ExportSpec(Strict):
     """One export: training files, or lines of the table, made anew of each table that is published."""
 
     name: Name = Field(description="Its asset is `NAME/exports/EXPORT`.")
-    format: Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "jsonl", "parquet"] = Field(
-        description="How records look, as `batch-assets export --format`."
-    )
+    format: Literal[
+        "messages", "sharegpt", "alpaca", "prompt-completion", "preference", "jsonl", "parquet", "delta"
+    ] = Field(description="How records look, as `batch-assets export --format`; delta: a Delta table at `to`.")
     to: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_target)] | None = Field(
         default=None,
         description="Folder (a relative one starts at that of the `defs.yaml`) or s3://bucket/prefix, of this export "
@@ -89,6 +91,12 @@ class ExportSpec(Strict):
         default=PART_ROWS, ge=1, le=100_000_000, description="Lines of the table of which a file is made."
     )
 
+    mode: DeltaMode | None = Field(
+        default=None,
+        description="delta: overwrite (default) replaces what the table holds or, with `partition_by`, the partitions "
+        "of which there are rows; append adds each version, named in the column `table_version`.",
+    )
+    partition_by: list[Column] = Field(default=[], max_length=10, description="delta: columns of its partitions.")
     push: PushSpec | None = Field(
         default=None, description="A repository of the Hugging Face hub that gets the files, too."
     )
@@ -100,9 +108,10 @@ class ExportSpec(Strict):
 
     def options(self, known: Sequence[str]) -> ExportOptions:
         """The same for a table with these columns. Raises BadOption."""
+        self._check_delta(known)
         return checked_options(
             known,
-            self.format,
+            "parquet" if self.format == "delta" else self.format,
             mapping=[f"{field}={column}" for field, column in self.map.items()],
             kept=self.columns,
             system=self.system,
@@ -114,6 +123,19 @@ class ExportSpec(Strict):
             group_by=self.group_by,
             rank_by=self.rank_by,
         )
+
+    def _check_delta(self, known: Sequence[str]) -> None:
+        if self.format != "delta":
+            for key in ("mode", "partition_by"):
+                if getattr(self, key):
+                    raise BadOption(key, "it beside format delta only", f"format {self.format}")
+            return
+        for key in ("push", "validation"):
+            if getattr(self, key):
+                raise BadOption(key, "none beside format delta", "one")
+        for column in self.partition_by:
+            if column not in (self.columns or known):
+                raise BadOption("partition_by", "columns of the Delta table", show(column))
 
 
 def check_apart(exports: Iterable[ExportSpec]) -> None:
