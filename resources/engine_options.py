@@ -28,6 +28,37 @@ CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 MOST_ADAPTERS = 16
+# Of SGLang (its documentation, advanced_features/server_arguments, 2026): names of arguments where they differ, and the
+# values that it takes. Adapters are called by other names there, and speculative decoding has other arguments.
+_FLAGS_OF_SGLANG = {"tokenizer": "tokenizer-path", "limit_mm_per_prompt": "limit-mm-data-per-request"}
+_NOT_OF_SGLANG = ("speculative_config", "lora", "lora_modules", "max_lora_rank")
+# fmt: off
+_OF_SGLANG: Mapping[str, frozenset[str]] = {
+    "kv_cache_dtype": frozenset(
+        {
+            "auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"
+        }
+    ),
+    "reasoning_parser": frozenset(
+        {
+            "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "kimi", "qwen3", "qwen3-thinking", "step3"
+        }
+    ),
+    "tool_call_parser": frozenset(
+        {
+            "deepseekv3", "deepseekv31", "gigachat3", "glm", "glm45", "glm47", "gpt-oss", "kimi_k2", "llama3",
+            "mistral", "pythonic", "qwen", "qwen25", "qwen3_coder", "step3"
+        }
+    ),
+    "quantization": frozenset(
+        {
+            "awq", "fp8", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt",
+            "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "w8a8_int8", "w8a8_fp8", "moe_wna16", "qoq", "w4afp8",
+            "mxfp4", "mxfp8", "auto-round", "compressed-tensors"
+        }
+    ),
+}
+# fmt: on
 # Without `custom_class`, which loads code.
 SpeculativeMethod = Literal[
     "ngram", "ngram_gpu", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp"
@@ -129,9 +160,18 @@ class LoraModule(_Section):
     path: HubOrPath = Field(description="Name of the hub (owner/name), or an absolute path on the engine's machine.")
 
 
-class EngineOptions(_Section):
-    """Arguments of `vllm serve` that the rows need."""
+def _none_for_vllm(value: str | None) -> str | None:
+    return None if value == "vllm" else value
 
+
+class EngineOptions(_Section):
+    """Arguments of `vllm serve` that the rows need, or of SGLang's `launch_server` under the same names."""
+
+    server: Annotated[Literal["vllm", "sglang"] | None, AfterValidator(_none_for_vllm)] = Field(
+        default=None,
+        description="What is started where an engine is: vllm (default) or sglang, which was not run on a GPU yet. "
+        "Part of the row key.",
+    )
     reasoning_parser: Parser | None = Field(
         default=None, description="How thinking is told apart from the answer, e.g. qwen3. Part of the row key."
     )
@@ -201,6 +241,29 @@ class EngineOptions(_Section):
             raise Unusable("an adapter, as lora or in lora_modules", "none", key="max_lora_rank")
         return self
 
+    @model_validator(mode="after")
+    def _that_sglang_has(self) -> EngineOptions:
+        if self.server != "sglang":
+            return self
+        for name in _NOT_OF_SGLANG:
+            if getattr(self, name) is not None:
+                hint = "Leave it out, or leave server out for vLLM."
+                raise Unusable("no such key beside server: sglang", show(getattr(self, name)), hint, key=name)
+        for name, known in _OF_SGLANG.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise Unusable(f"for server: sglang one of {', '.join(sorted(known))}", show(value), key=name)
+        if self.chat_template is not None and not self.chat_template.startswith("/"):
+            hint = "SGLang reads its template from a file."
+            expected = "an absolute path beside server: sglang"
+            raise Unusable(expected, show(self.chat_template), hint, key="chat_template")
+        return self
+
+    @property
+    def for_simulator(self) -> EngineOptions:
+        """The same as vLLM takes them, which is what the simulator plays."""
+        return self if self.server is None else self.model_copy(update={"server": None})
+
     @property
     def adapters(self) -> list[LoraModule]:
         """All adapters that the engine loads, each once, by name."""
@@ -231,18 +294,22 @@ class EngineOptions(_Section):
         return EngineOptions.model_validate({**rest, **identity})
 
     def arguments(self) -> tuple[str, ...]:
-        """Words for vLLM's command line, without `max_num_seqs`, which sizing decides on."""
+        """Words for the server's command line, without `max_num_seqs`, which sizing decides on."""
         words: list[str] = []
+        sglang = self.server == "sglang"
         for name, value in self.started().items():
-            if name in ("max_num_seqs", "lora_modules"):
+            if name in ("server", "max_num_seqs", "lora_modules"):
                 continue
-            flag = name.replace("_", "-")
+            if sglang and name == "enable_prefix_caching":
+                words += [] if value else ["--disable-radix-cache"]
+                continue
+            flag = _FLAGS_OF_SGLANG.get(name, name.replace("_", "-")) if sglang else name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
                 continue
             text = orjson.dumps(value).decode() if isinstance(value, dict) else str(value)
             words.append(f"--{flag}={text}")  # one word: a value that begins with - is no option
-            words += ["--enable-auto-tool-choice"] if name == "tool_call_parser" else []
+            words += ["--enable-auto-tool-choice"] if name == "tool_call_parser" and not sglang else []
         if adapters := self.adapters:
             words += ["--enable-lora", f"--max-loras={len(adapters)}", "--lora-modules"]
             words += [orjson.dumps(one.written()).decode() for one in adapters]  # each begins with a brace
@@ -259,6 +326,7 @@ class EngineOptions(_Section):
 DEFAULT_LORA_RANK = 16  # vLLM's
 IDENTITY = frozenset(
     {
+        "server",
         "lora",
         "reasoning_parser",
         "tool_call_parser",

@@ -566,6 +566,7 @@ class GeneratedDatasetSpec(Strict):
         _check_reuse(self)
         _check_media(self)
         _check_adapter(self)
+        _check_server(self)
         _check_refresh(self)
         _check_samples(self)
         _check_judge(self)
@@ -933,6 +934,12 @@ def _check_media(spec: GeneratedDatasetSpec) -> None:
         if limit is not None and limit < one.max_count:
             expected = f"at least {one.max_count}, max_count of prompt.{keys[name]}"
             raise Unusable(expected, show(limit), key=f"engine.limit_mm_per_prompt.{name}")
+
+
+def _check_server(spec: GeneratedDatasetSpec) -> None:
+    if spec.engine.server == "sglang" and spec.task not in ("chat", "completion", "embedding"):
+        hint = "SGLang answers it in another form. Leave engine.server out for vLLM."
+        raise Unusable("vLLM for this task", "sglang", hint, key="engine.server")
 
 
 def _check_adapter(spec: GeneratedDatasetSpec) -> None:

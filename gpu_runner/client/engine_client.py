@@ -63,7 +63,7 @@ from gpu_runner.client.protocol import (
 from gpu_runner.client.reasoning_tags import without_reasoning
 from gpu_runner.client.request_progress import RequestProgress, request_trace
 from gpu_runner.client.server_sentence import server_sentence
-from gpu_runner.client.structured_outputs import server_problem
+from gpu_runner.client.structured_outputs import server_problem, sglang_generation
 from gpu_runner.client.trace_context import trace_headers
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import POOLED, Generation
@@ -352,6 +352,8 @@ class EngineClient:
         if card := LlamaCppCard.read(entry):
             longest, version = card.context, card.version
             self._speak_llama_cpp(longest)
+        elif owner == "sglang":
+            self._requests = Requests(self.generation, sglang_generation)
         elif problem := server_problem(self.generation, owner):
             raise EngineRefused(problem)
         self._context = longest

@@ -1,7 +1,7 @@
-"""The load of an engine, as its Prometheus page tells it. vLLM and llama.cpp name the same things differently.
+"""The load of an engine, as its Prometheus page tells it. vLLM, SGLang and llama.cpp name the same things differently.
 
-Sources: vLLM's v1/metrics/loggers.py; llama.cpp's tools/server/README.md. llama.cpp serves the page when it was started
-with `--metrics`.
+Sources: vLLM's v1/metrics/loggers.py; SGLang's documentation, references/production_metrics; llama.cpp's
+tools/server/README.md. llama.cpp serves the page when it was started with `--metrics`, SGLang with `--enable-metrics`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ _VLLM = _Names(
     kv_usage=("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # the second before 0.9
     preemptions="num_preemptions_total",
 )
+_SGLANG = _Names(
+    prefix="sglang",
+    running="num_running_reqs",
+    waiting="num_queue_reqs",
+    generated="generation_tokens_total",  # grows when a request ends
+    kv_usage=("token_usage",),
+    steps="realtime_tokens_total",  # of newer versions, as it computes
+)
 _LLAMA_CPP = _Names(
     prefix="llamacpp",
     running="requests_processing",
@@ -94,12 +102,12 @@ _LLAMA_STARTED = "Process-Start-Time-Unix"
 
 
 def parse_metrics(page: bytes, headers: Mapping[str, str] | None = None) -> EngineLoad | None:
-    """The load in a Prometheus page, summed over data-parallel engines; None when it is neither vLLM's nor llama.cpp's.
+    """The load in a Prometheus page, summed over data-parallel engines; None when it is of none of them.
 
     Raises MalformedMetrics for figures that cannot be: NaN, negative, beyond 2^53, no number. The page then says
     nothing: a counter that was left out would look like an engine that began anew.
     """
-    for names in (_VLLM, _LLAMA_CPP):
+    for names in (_VLLM, _SGLANG, _LLAMA_CPP):
         found = names.figures(page)
         if names.running in found:
             return EngineLoad(

@@ -6,7 +6,9 @@ answer is held against `choice` and `regex` on return; a grammar is the engine's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -19,6 +21,7 @@ MAX_PATTERN = 2_000
 MAX_MATCHED = 100_000
 # The automaton of a pattern in bytes: an output of MAX_MATCHED characters then takes a second at the very worst.
 _PATTERNS = jsonschema_rs.RegexOptions(size_limit=1 << 18, dfa_size_limit=1 << 20)
+_META = re.compile(r"[\\.^$*+?{}\[\]()|]")  # what is more than itself in a regular expression
 _VLLM = ("vllm", "simulated")  # `owned_by` in the list of models
 
 
@@ -76,6 +79,23 @@ def server_problem(generation: Generation, owner: str) -> str | None:
         f"output.{name}: expected vLLM, which takes the request field structured_outputs, found a server of "
         f"{owner[:40] or 'nobody'}, which may ignore it. Use output.json_schema, or another engine"
     )
+
+
+def sglang_generation(generation: Generation) -> Generation:
+    """The same with SGLang's request fields (its documentation, structured_outputs): `regex`, of which a choice is one,
+    and `ebnf`.
+    """
+    structured = generation.structured_outputs
+    if not structured:
+        return generation
+    fields = {"ebnf": structured["grammar"]} if "grammar" in structured else {"regex": structured.get("regex")}
+    if "choice" in structured:
+        fields = {"regex": "|".join(f"({_META.sub(_escaped, text)})" for text in structured["choice"])}
+    return replace(generation, structured_outputs=None, sampling={**generation.sampling, **fields})
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\{found[0]}"
 
 
 def llama_cpp_fields(structured: Mapping[str, Any]) -> dict[str, Any]:

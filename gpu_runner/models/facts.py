@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -42,6 +43,10 @@ _SLOTS = 256  # vLLM's max_num_seqs on a card without a datasheet here
 _BLOCK = 16
 _ASSUMED = Assumptions()
 _PLAIN = Serving()
+
+
+Server = Literal["vllm", "sglang"]
+SLOTS_FLAG: Mapping[Server, str] = {"vllm": "--max-num-seqs", "sglang": "--max-running-requests"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +183,13 @@ class Placement:
         """Rows that the whole instance works on at once."""
         return self.engines * self.max_num_seqs
 
-    def arguments(self) -> tuple[str, ...]:
-        """Words for vLLM's command line; copies of one instance share an address (data parallel)."""
+    def arguments(self, server: Server = "vllm") -> tuple[str, ...]:
+        """Words for the server's command line; copies of one instance share an address (data parallel)."""
         stated = (
             ("--tensor-parallel-size", self.tensor_parallel if self.tensor_parallel > 1 else None),
             ("--data-parallel-size", self.engines if self.engines > 1 else None),
-            ("--max-num-seqs", self.max_num_seqs),
-            ("--max-model-len", self.max_model_len),
+            (SLOTS_FLAG[server], self.max_num_seqs),
+            ("--max-model-len" if server == "vllm" else "--context-length", self.max_model_len),
         )
         return tuple(word for name, value in stated if value is not None for word in (name, str(value)))
 

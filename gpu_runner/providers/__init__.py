@@ -5,6 +5,7 @@ rented engines. `local` is this computer, `machine_host` what keeps machines as 
 with invented money, `ssh` hosts of one's own, `kubernetes` makes pods of a cluster, `ec2` rents VMs, `runpod` pods,
 with `cloud` for what these share; `rentable` says what fleet.yaml needs for a listed offer. `process_guard` runs a
 command as a group that cannot outlive its owner; `process_marks` finds processes by a mark in their environment.
+`sglang_server` has the command lines of SGLang's server.
 """
 
 __all__ = [

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from gpu_runner.models.facts import SLOTS_FLAG, Server
 from gpu_runner.offers.offer import Hardware, Offer
 from gpu_runner.reachability import Reachability, always_open
 from gpu_runner.rows import Task
@@ -55,12 +56,19 @@ class EndReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """The engine that a machine shall run. `arguments`: further words of its command line."""
+    """The engine that a machine shall run. `arguments`: further words of its command line, as `server` reads them."""
 
     model: str
     task: Task
     max_num_seqs: int | None = None
     arguments: tuple[str, ...] = ()
+    server: Server = "vllm"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What stands at the end of its command line."""
+        slots = (SLOTS_FLAG[self.server], str(self.max_num_seqs)) if self.max_num_seqs else ()
+        return (*slots, *self.arguments)
 
 
 @dataclass(frozen=True, slots=True)

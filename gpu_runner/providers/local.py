@@ -26,12 +26,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from gpu_runner.offers.offer import Hardware, Offer
 from gpu_runner.providers.base import EngineOrder, Machine, NoCapacity, ProviderError
 from gpu_runner.providers.machine_host.manager import Hosting, new_record
 from gpu_runner.providers.machine_host.registry import HostPlan, MachineRecord, MachineRegistry
+from gpu_runner.providers.sglang_server import SGLANG_COMMAND
 
 VLLM_COMMAND = ("vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}")
 
@@ -68,16 +69,20 @@ class LocalProviderConfig(BaseModel):
     command: tuple[str, ...] = Field(
         default=VLLM_COMMAND, description="`{model}` and `{port}` are filled in; flags of vLLM are added at its end"
     )
+    sglang_command: tuple[str, ...] = Field(
+        default=SGLANG_COMMAND,
+        description="the same for datasets with `engine.server: sglang`, with flags of SGLang",
+    )
     environment: dict[str, str] = Field(default={}, description="further environment variables of the engine")
     orphan_seconds: float = Field(
         default=120.0, gt=0, description="without a sign of life of the fleet for so long, instances end themselves"
     )
 
-    @field_validator("command")
+    @field_validator("command", "sglang_command")
     @classmethod
-    def _has_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+    def _has_port(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not any("{port}" in word for word in command):
-            raise ValueError("command: expected {port} in it, and {model} where it takes one")
+            raise ValueError(f"{info.field_name}: expected {{port}} in it, and {{model}} where it takes one")
         return command
 
     @model_validator(mode="after")
@@ -154,9 +159,9 @@ class LocalProvider:
         own = self._offer()
         if (offer.instance_type, offer.price_per_hour) != (own.instance_type, own.price_per_hour):
             raise ProviderError(f"{offer.name}: there is no such offer at {offer.price_per_hour:.4g} $/h")
-        slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
+        command = self.config.command if order.server == "vllm" else self.config.sglang_command
         plan = HostPlan(
-            command=(*self.config.command, *slots, *order.arguments),
+            command=(*command, *order.words),
             model=order.model,
             orphan_seconds=self.config.orphan_seconds,
         )

@@ -177,8 +177,11 @@ class EngineConfig(BaseModel):
 
     def lacks(self, options: EngineOptions) -> list[str]:
         """Keys of `options` that change answers and that it does not have. One that is started for a run has all of
-        them, but for llama.cpp, which takes none.
+        them, but for llama.cpp, which takes none, and for the arguments of another server than its command's.
         """
+        if self.kind == "process" and not self.simulated and options.written():
+            theirs = "sglang" if any("sglang" in word for word in self.command) else "vllm"
+            return [] if (options.server or "vllm") == theirs else ["server"]
         return [] if self.kind in ("process", "simulated") else options.missing(self.engine)
 
     @property

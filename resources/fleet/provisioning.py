@@ -205,13 +205,18 @@ class Provisioner:
             raise ProvisioningFailed(f"the lease on {lease.instance} lapsed while it was created")
 
     def _order(self, need: Requirement, offer: Offer) -> EngineOrder:
-        """How the engine is to be started: vLLM's flags where sizing knows the model; a simulation knows its own."""
-        placed = self.placement(need, offer)
-        own = need.engine.arguments()
+        """How the engine is to be started: the server's flags where sizing knows the model; a simulation knows its
+        own.
+        """
+        placed, simulated = self.placement(need, offer), self.market.simulates(offer.provider)
+        engine = need.engine.for_simulator if simulated else need.engine
+        server, own = engine.server or "vllm", engine.arguments()
+        if server == "sglang" and need.task == "embedding":
+            own = (*own, "--is-embedding")
         if placed is None:
-            return EngineOrder(need.model, need.task, need.engine.max_num_seqs, own)
-        flags = () if self.market.simulates(offer.provider) else placed.arguments()
-        return EngineOrder(need.model, need.task, placed.slots, (*flags, *own))
+            return EngineOrder(need.model, need.task, engine.max_num_seqs, own, server)
+        flags = () if simulated else placed.arguments(server)
+        return EngineOrder(need.model, need.task, placed.slots, (*flags, *own), server)
 
     def placement(self, need: Requirement, offer: Offer) -> Placement | None:
         work = need.work()

@@ -24,6 +24,7 @@ from gpu_runner.client.llama_cpp import DEFAULT_CONTEXT
 from gpu_runner.fleet_database.database import FleetDatabase, Instance
 from gpu_runner.fleet_database.heartbeat import Heartbeat
 from gpu_runner.fleet_database.reaper import MISSING_SECONDS, sweep
+from gpu_runner.models.facts import SLOTS_FLAG
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.base import Provider, ProviderError
 from gpu_runner.providers.engine_process import EngineProcess, EngineStartError, wait_reachable
@@ -297,9 +298,11 @@ def _command(engine: EngineConfig, need: Requirement) -> list[str]:
     """How the engine is started. Raises FleetConfigError when it cannot be."""
     if engine.kind == "llama_cpp":
         return _llama_cpp_command(engine, need)
-    slots = [f"--max-num-seqs={need.engine.max_num_seqs}"] if need.engine.max_num_seqs else []
+    options = need.engine.for_simulator if engine.simulated else need.engine
+    flag = SLOTS_FLAG[options.server or "vllm"]
+    slots = [f"{flag}={options.max_num_seqs}"] if options.max_num_seqs else []
     command = _simulator_command(engine) if engine.kind == "simulated" else engine.command
-    return [*command, *slots, *need.engine.arguments()]
+    return [*command, *slots, *options.arguments()]
 
 
 def _llama_cpp_command(engine: EngineConfig, need: Requirement) -> list[str]:

@@ -24,7 +24,7 @@ from support.vllm_server import vllm_server
 
 from gpu_runner.client.engine_client import EngineClient
 from gpu_runner.inference.feed import Feed
-from gpu_runner.rows import Batch, Generation, Row
+from gpu_runner.rows import Batch, Generation, Row, WrittenUser
 
 KINDS = [
     pytest.param("llama_cpp", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
@@ -126,6 +126,30 @@ def test_a_conversation_goes_on_from_what_was_said_and_only_its_last_answer_has_
     assert not list(jsonschema_rs.validator_for(SCHEMA).iter_errors(orjson.loads(last.output)))
     assert first.prompt_tokens + first.completion_tokens < second.prompt_tokens
     assert second.prompt_tokens + second.completion_tokens < last.prompt_tokens
+
+
+def test_the_same_model_plays_the_user_with_words_of_its_own(writer: Served) -> None:
+    user = WrittenUser("You are a child who asks short questions about animals.", "Hello! What do you want to know?", 3)
+    asked = {"turns": 3, "opening": user.opening, "sampling": {"temperature": 0.7, "max_tokens": 30, "seed": 3}}
+    rows = [
+        Row("b", f"r{n}", f"k{n}", orjson.dumps(chat(said)), turns=(said,), user=user)
+        for n, said in enumerate(["What does a cow eat?", "Why do birds sing?", "Can a fish sleep?"])
+    ]
+    sink, generation = Sink(), Generation("chat", writer.model, {"temperature": 0, "max_tokens": 40}, user_model=asked)
+
+    async def run() -> None:
+        async with EngineClient(writer.url, generation) as client:
+            await client.info()
+            feed = Feed(iter([Batch("b", tuple(rows))]), on_row=sink.on_row, on_batch=sink.on_batch)
+            await feed.serve(client, ORIGIN, 3)
+
+    asyncio.run(run())
+    for one in sink.outcomes().values():
+        assert one.error is None and [turn.user_model is not None for turn in one.turns] == [False, True, True]
+        assert all(turn.user.strip() and turn.output for turn in one.turns)
+        written = [turn.user_model for turn in one.turns if turn.user_model is not None]
+        assert all(0 < turn.completion_tokens <= 30 and turn.prompt_tokens > 40 for turn in written)
+        assert one.completion_tokens == sum(asked.completion_tokens for turn in one.turns for asked in turn.requests)
 
 
 @pytest.mark.soak("rows")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from gpu_runner.providers.base import EngineOrder, ProviderError
 from gpu_runner.providers.engine_keys import engine_key
+from gpu_runner.providers.sglang_server import SGLANG_WORDS
 
 ENGINE_PORT = 8000
 WORDS = ("--model", "{model}", "--host", "0.0.0.0", "--port", "{port}")
@@ -19,10 +20,21 @@ _KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
 
 
 def container_words(words: Sequence[str], order: EngineOrder, port: int = ENGINE_PORT) -> tuple[str, ...]:
-    """What follows the image's name: `{model}` and `{port}` filled in, then what sizing decided."""
+    """What follows the image's name: `{model}` and `{port}` filled in, then what sizing decided. `words`: of vLLM;
+    SGLang has its own.
+    """
+    words = words if order.server == "vllm" else SGLANG_WORDS
     filled = [word.replace("{port}", str(port)).replace("{model}", order.model) for word in words]
-    slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
-    return (*filled, *slots, *order.arguments)
+    return (*filled, *order.words)
+
+
+def container_image(image: str, sglang_image: str | None, order: EngineOrder) -> str:
+    """The image that an order needs. Raises ProviderError where there is none."""
+    if order.server == "vllm":
+        return image
+    if sglang_image is None:
+        raise ProviderError("sglang_image: expected an image of SGLang for `engine.server: sglang`, found none")
+    return sglang_image
 
 
 def container_environment(own: Mapping[str, str], from_ours: Sequence[str], secret: str, name: str) -> dict[str, str]:

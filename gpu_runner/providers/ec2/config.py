@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
+from gpu_runner.providers.sglang_server import SGLANG_IMAGE
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -118,6 +119,11 @@ class Ec2ProviderConfig(_Strict):
     instance_types: tuple[Ec2InstanceTypeConfig, ...] = Field(min_length=1, description="what is rented")
     engine_image: str = Field(
         min_length=1, pattern=r"^[A-Za-z0-9][\w./:@-]*$", description="container image of vLLM, by digest"
+    )
+    sglang_image: str | None = Field(
+        default=None,
+        pattern=SGLANG_IMAGE,
+        description="container image of SGLang, by digest, for datasets with `engine.server: sglang`",
     )
     environment: dict[str, str] = Field(default={}, description="further environment variables of the engine")
     environment_from: tuple[str, ...] = Field(

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from gpu_runner.offers.offer import Hardware, Offer, hardware_of
 from gpu_runner.providers.base import EngineAccess, EngineOrder, Machine, NoCapacity, ProviderError, ProviderUnclear
 from gpu_runner.providers.checks import CheckResult
-from gpu_runner.providers.cloud.engine_container import container_environment, container_words
+from gpu_runner.providers.cloud.engine_container import container_environment, container_image, container_words
 from gpu_runner.providers.cloud.listed_machine import listed_machine
 from gpu_runner.providers.cloud.machine_names import check_machine_name
 from gpu_runner.providers.cloud.tunnels import HostWords, OpenTunnel, Tunnel, TunnelTarget, no_words
@@ -34,6 +34,7 @@ from gpu_runner.providers.ec2.ssh_keys import ssh_keys
 from gpu_runner.providers.ec2.user_data import Boot, user_data
 from gpu_runner.providers.engine_keys import engine_key, engine_secret
 from gpu_runner.providers.engine_process import EngineStartError, answers
+from gpu_runner.providers.sglang_server import SGLANG_ENTRY
 
 CALL_SECONDS = 4.5  # of one call of ours; each request has at most 4
 PRICE_SECONDS = 60.0
@@ -155,7 +156,8 @@ class Ec2Provider:
         """What the VM of this name does when it starts. Raises ProviderError."""
         secret = engine_secret(self._home)
         boot = Boot(
-            image=self.config.engine_image,
+            image=container_image(self.config.engine_image, self.config.sglang_image, order),
+            entry=SGLANG_ENTRY if order.server == "sglang" else (),
             words=container_words(self.config.engine_words, order),
             environment=container_environment(self.config.environment, self.config.environment_from, secret, name),
             keys=ssh_keys(secret, name),

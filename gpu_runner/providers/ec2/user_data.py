@@ -35,13 +35,15 @@ _RISK = "/usr/local/sbin/batch-assets-risk"
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What the VM is to run. `words`: the container's command line. `environment` is kept in a file of root."""
+    """What the VM is to run. `words`: the container's command line, behind `entry` where that
+    takes the place of the image's own. `environment` is kept in a file of root."""
 
     image: str
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     keys: SshKeys
     orphan_seconds: float
+    entry: tuple[str, ...] = ()
 
 
 def user_data(boot: Boot) -> str:
@@ -134,7 +136,8 @@ def _engine_unit(boot: Boot) -> str:
     published = f"127.0.0.1:{ENGINE_PORT}:{ENGINE_PORT}"
     run = ["/usr/bin/docker", "run", "--rm", "--name", "batch-assets-engine", "--gpus", "all", "--shm-size", "16g"]
     run += ["--security-opt", "no-new-privileges", "--publish", published, "--env-file", f"{_FOLDER}/engine.env"]
-    run += [boot.image, *boot.words]
+    run += ["--entrypoint", boot.entry[0]] if boot.entry else []
+    run += [boot.image, *boot.entry[1:], *boot.words]
     if any("\n" in word or "\r" in word for word in run):
         raise ProviderError(f"the engine's command line: expected no line break, found {shlex.join(boot.words)!r:.200}")
     return f"""[Unit]

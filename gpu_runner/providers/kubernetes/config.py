@@ -23,6 +23,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gpu_runner.models.facts import Server
+from gpu_runner.providers.sglang_server import SGLANG_ENTRY, SGLANG_WORDS
+
 VLLM_COMMAND = ("vllm", "serve", "{model}", "--host", "0.0.0.0", "--port", "{port}")
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes uses it
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|[KMGTP]i?)?$"
@@ -126,9 +129,18 @@ class KubernetesProviderConfig(_Model):
         max_length=512,
         description="image of the engine; by digest (`…@sha256:…`) at best",
     )
+    sglang_image: str = Field(
+        default="lmsysorg/sglang:latest",
+        max_length=512,
+        description="image of the engine for datasets with `engine.server: sglang`; by digest at best",
+    )
     image_pull_secrets: tuple[str, ...] = Field(default=(), description="names of Secrets for a private registry")
     command: tuple[str, ...] = Field(
         default=VLLM_COMMAND, description="`{model}` and `{port}` are filled in; flags of vLLM are added at its end"
+    )
+    sglang_command: tuple[str, ...] = Field(
+        default=(*SGLANG_ENTRY, *SGLANG_WORDS),
+        description="as `command`, for datasets with `engine.server: sglang`; flags of SGLang are added",
     )
     port: int = Field(default=8000, ge=1024, le=65535, description="where the engine listens in its pod")
     environment: dict[str, str] = Field(
@@ -181,9 +193,9 @@ class KubernetesProviderConfig(_Model):
             return self
         return self.model_copy(update={"kubeconfig": folder.resolve() / self.kubeconfig.expanduser()})
 
-    def image_of(self, offer: KubernetesOffer) -> str:
+    def image_of(self, offer: KubernetesOffer, server: Server = "vllm") -> str:
         """The image of its pods."""
-        return offer.image or self.image
+        return self.sglang_image if server == "sglang" else offer.image or self.image
 
     def offer_of(self, instance_type: str) -> KubernetesOffer | None:
         """The offer of this name."""

@@ -86,16 +86,16 @@ def engine_command(config: KubernetesProviderConfig, order: EngineOrder) -> list
 
     The kubelet replaces `$(NAME)` by environment variables, `$$` by `$`: what we are given stays as it is.
     """
-    slots = ["--max-num-seqs", str(order.max_num_seqs)] if order.max_num_seqs else []
-    given = [word.replace("{model}", order.model).replace("{port}", str(config.port)) for word in config.command]
-    return [word.replace("$", "$$") for word in (*given, *slots, *order.arguments)]
+    command = config.command if order.server == "vllm" else config.sglang_command
+    given = [word.replace("{model}", order.model).replace("{port}", str(config.port)) for word in command]
+    return [word.replace("$", "$$") for word in (*given, *order.words)]
 
 
 def _container(config: KubernetesProviderConfig, offer: KubernetesOffer, name: str, order: EngineOrder) -> Manifest:
     health = {"httpGet": {"path": "/health", "port": config.port}, "timeoutSeconds": 2}
     container: Manifest = {
         "name": CONTAINER,
-        "image": config.image_of(offer),
+        "image": config.image_of(offer, order.server),
         "imagePullPolicy": "IfNotPresent",
         "command": engine_command(config, order),
         "env": _environment(config, name),

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from gpu_runner.bounded_http.addresses import engine_url
 from gpu_runner.offers.offer import Offer
 from gpu_runner.providers.cloud.engine_container import WORDS
+from gpu_runner.providers.sglang_server import SGLANG_IMAGE
 
 API = "https://rest.runpod.io/v1"
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -57,6 +58,11 @@ class RunPodConfig(_Strict):
     data_centers: tuple[str, ...] = Field(default=(), description="RunPod's ids of data centres; empty: any")
     engine_image: str = Field(
         min_length=1, pattern=r"^[A-Za-z0-9][\w./:@-]*$", description="container image of vLLM, by digest"
+    )
+    sglang_image: str | None = Field(
+        default=None,
+        pattern=SGLANG_IMAGE,
+        description="container image of SGLang, by digest, for datasets with `engine.server: sglang`",
     )
     engine_command: tuple[str, ...] = Field(
         default=("vllm", "serve"),

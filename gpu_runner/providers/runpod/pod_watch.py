@@ -1,7 +1,7 @@
 """Runs in a pod, as its first process: starts the engine, and ends the pod when nobody asks it for long.
 
 `python3 -c TEXT SECONDS PORT COMMAND...`, with the text of this file: it imports nothing of ours. An engine is asked
-when the counters of vLLM's /metrics move or requests stand in it; a boot counts as silence too. One that ends is
+when the counters of its /metrics move or requests stand in it; a boot counts as silence too. One that ends is
 started again, and the silence goes on. The pod is ended with
 what RunPod gives every pod: RUNPOD_POD_ID, a key for this pod only in RUNPOD_API_KEY, and `runpodctl`. RunPod's API is
 asked first, then runpodctl, and again every minute; the engine is ended in any case. Seconds are monotonic ones.
@@ -18,8 +18,11 @@ import urllib.request
 
 API = "https://rest.runpod.io/v1"
 LARGEST = 1 << 22  # bytes of /metrics
-COUNTED = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
-BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+COUNTED = (
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+    *("sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:num_requests_total"),
+)
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "sglang:num_running_reqs", "sglang:num_queue_reqs")
 
 
 def activity(page: str) -> "tuple[float, bool]":

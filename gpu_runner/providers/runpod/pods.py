@@ -45,15 +45,18 @@ def pod_order(
     config: RunPodConfig,
     gpu: RunPodGpuConfig,
     name: str,
-    words: tuple[str, ...],
+    image: str,
+    command: tuple[str, ...],
     environment: Mapping[str, str],
     max_num_seqs: int | None,
 ) -> dict[str, Any]:
-    """Body of `POST /pods`. Names repeat at RunPod: see `gpu_runner.providers.cloud.ordered_once`."""
+    """Body of `POST /pods`. `command`: of the engine. Names repeat at RunPod: see
+    `gpu_runner.providers.cloud.ordered_once`.
+    """
     slots = {SLOTS_VARIABLE: str(max_num_seqs)} if max_num_seqs else {}
     order: dict[str, Any] = {
         "name": name,
-        "imageName": config.engine_image,
+        "imageName": image,
         "gpuTypeIds": [gpu.gpu_type],
         "gpuCount": gpu.gpus,
         "computeType": "GPU",
@@ -63,7 +66,7 @@ def pod_order(
         "volumeInGb": 0,
         "ports": [f"{ENGINE_PORT}/{'http' if config.reach == 'proxy' else 'tcp'}"],
         "dockerEntrypoint": ["python3", "-c", pod_watch_text()],
-        "dockerStartCmd": [f"{config.orphan_minutes * 60:g}", str(ENGINE_PORT), *config.engine_command, *words],
+        "dockerStartCmd": [f"{config.orphan_minutes * 60:g}", str(ENGINE_PORT), *command],
         "env": {**environment, **slots},
     }
     if config.data_centers:

@@ -19,7 +19,12 @@ from gpu_runner.providers.base import (
     ProviderUnclear,
 )
 from gpu_runner.providers.checks import CheckResult
-from gpu_runner.providers.cloud.engine_container import ENGINE_PORT, container_environment, container_words
+from gpu_runner.providers.cloud.engine_container import (
+    ENGINE_PORT,
+    container_environment,
+    container_image,
+    container_words,
+)
 from gpu_runner.providers.cloud.listed_machine import listed_machine
 from gpu_runner.providers.cloud.machine_names import check_machine_name, may_begin_a_name
 from gpu_runner.providers.cloud.ordered_once import OrderBook
@@ -30,6 +35,7 @@ from gpu_runner.providers.runpod.api import RunPodApi
 from gpu_runner.providers.runpod.checks import check_account
 from gpu_runner.providers.runpod.config import RunPodConfig, RunPodGpuConfig
 from gpu_runner.providers.runpod.pods import Pod, pod_order, read_pod
+from gpu_runner.providers.sglang_server import SGLANG_ENTRY
 
 LIST_SECONDS, ORDER_SECONDS = 2.0, 3.0
 PRICE_SECONDS = 60.0
@@ -119,7 +125,9 @@ class RunPodProvider:
         secret = engine_secret(self._home)
         environment = container_environment(self.config.environment, self.config.environment_from, secret, name)
         words = container_words(self.config.engine_words, order)
-        body = pod_order(self.config, gpu, name, words, environment, order.max_num_seqs)
+        image = container_image(self.config.engine_image, self.config.sglang_image, order)
+        command = SGLANG_ENTRY if order.server == "sglang" else self.config.engine_command
+        body = pod_order(self.config, gpu, name, image, (*command, *words), environment, order.max_num_seqs)
 
         def find() -> str | None:
             found = self._named(name)

@@ -16,7 +16,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from gpu_runner.models.facts import Server
+from gpu_runner.providers.sglang_server import SGLANG_ENTRY, SGLANG_WORDS
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 VLLM_COMMAND = ("vllm", "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}")
@@ -26,6 +29,11 @@ DOCKER_IMAGE = "{image}"
 _DOCKER_RUN = ("docker", "run", "--rm", "--init", "--name", "{name}", "--gpus", '"device={gpus}"', "--ipc=host")
 _DOCKER_REACH = ("-p", "127.0.0.1:{port}:8000", "-e", "VLLM_API_KEY", "-e", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE")
 _DOCKER_ENGINE = ("--entrypoint", "vllm", DOCKER_IMAGE, "serve", "{model}", "--host", "0.0.0.0", "--port", "8000")
+_SGLANG_COMMAND = (*SGLANG_ENTRY, *(word.replace("0.0.0.0", "127.0.0.1") for word in SGLANG_WORDS))
+_DOCKER_SGLANG = (
+    *("--entrypoint", SGLANG_ENTRY[0], DOCKER_IMAGE, *SGLANG_ENTRY[1:]),
+    *(word.replace("{port}", "8000") for word in SGLANG_WORDS),
+)
 # `docker rm` fails for a container that is gone, in some versions, and for one that is being removed: the list decides.
 _DOCKER_GONE = 'docker rm -f "$1"; left=$(docker ps -aq --filter "name=^/?$1$") && test -z "$left"'
 DOCKER_END = ("sh", "-c", _DOCKER_GONE, "sh", "{name}")
@@ -119,6 +127,13 @@ class SshProviderConfig(BaseModel):
     docker_image: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$", description="engine image, by digest if you can"
     )
+    sglang_command: tuple[str, ...] = Field(
+        default=(),
+        description="as `command`, for datasets with `engine.server: sglang`; by default SGLang's `launch_server`",
+    )
+    sglang_image: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$", description="as `docker_image`, of SGLang"
+    )
     docker_arguments: tuple[str, ...] = Field(
         default=(), description="further arguments of `docker run`, as for volumes"
     )
@@ -136,11 +151,11 @@ class SshProviderConfig(BaseModel):
         default=120, ge=5, description="without a sign of life of the fleet for so long, instances end themselves"
     )
 
-    @field_validator("command")
+    @field_validator("command", "sglang_command")
     @classmethod
-    def _has_port(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+    def _has_port(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if command and not any("{port}" in word for word in command):
-            raise ValueError("command: expected {port} in it, and {model} where it takes one")
+            raise ValueError(f"{info.field_name}: expected {{port}} in it, and {{model}} where it takes one")
         return command
 
     @field_validator("environment")
@@ -156,6 +171,8 @@ class SshProviderConfig(BaseModel):
             raise ValueError("key_file: expected either key_file or key_env, the key to log in with")
         if self.command and self.docker_image:
             raise ValueError("docker_image: expected command or docker_image, not both")
+        if self.sglang_command and self.sglang_image:
+            raise ValueError("sglang_image: expected sglang_command or sglang_image, not both")
         names = [host.name for host in self.hosts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"hosts: expected a name of its own for each, found twice: {', '.join(twice)}")
@@ -168,14 +185,26 @@ class SshProviderConfig(BaseModel):
         """The command template of an engine."""
         if self.docker_image is None:
             return self.command or VLLM_COMMAND
-        passed = [word for name in sorted(self.environment) for word in ("-e", name)]
-        engine = tuple(self.docker_image if word == DOCKER_IMAGE else word for word in _DOCKER_ENGINE)
-        return (*_DOCKER_RUN, *_DOCKER_REACH, *passed, *self.docker_arguments, *engine)
+        return self._container(self.docker_image, _DOCKER_ENGINE)
 
     @property
     def engine_end_command(self) -> tuple[str, ...]:
         """What is run when an engine has ended; empty: nothing."""
         return self.end_command or (DOCKER_END if self.docker_image else ())
+
+    def commands(self, server: Server) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The command template of an engine, empty where there is none for this server, and what is run at its end."""
+        if server == "vllm":
+            return self.engine_command, self.engine_end_command
+        if self.sglang_image is not None:
+            return self._container(self.sglang_image, _DOCKER_SGLANG), self.end_command or DOCKER_END
+        started = self.sglang_command or (_SGLANG_COMMAND if self.docker_image is None else ())
+        return started, self.end_command
+
+    def _container(self, image: str, engine: tuple[str, ...]) -> tuple[str, ...]:
+        passed = [word for name in sorted(self.environment) for word in ("-e", name)]
+        words = tuple(image if word == DOCKER_IMAGE else word for word in engine)
+        return (*_DOCKER_RUN, *_DOCKER_REACH, *passed, *self.docker_arguments, *words)
 
     def below(self, folder: Path) -> SshProviderConfig:
         """The same with its files from `folder` on."""

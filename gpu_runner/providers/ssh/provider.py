@@ -104,13 +104,15 @@ class SshProvider:
 
     def _plan(self, host: SshHostConfig, name: str, order: EngineOrder) -> host_requests.EnginePlan:
         config = self.config
-        slots = ("--max-num-seqs", str(order.max_num_seqs)) if order.max_num_seqs else ()
         key = {"VLLM_API_KEY": self._key(name)}
+        command, end_command = config.commands(order.server)
+        if not command:
+            raise ProviderError(f"{self.name}: expected sglang_image or sglang_command for SGLang, found neither")
         return host_requests.EnginePlan(
             name=name,
             model=order.model,
-            command=(*config.engine_command, *slots, *order.arguments),
-            end_command=config.engine_end_command,
+            command=(*command, *order.words),
+            end_command=end_command,
             environment={**_KEEP_ALIVE, **config.environment, **key},
             gpu_sets=host.gpu_sets,
             slots=order.max_num_seqs,
