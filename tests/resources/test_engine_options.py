@@ -126,7 +126,7 @@ def test_rows_without_arguments_keep_the_key_that_they_had() -> None:
     assert generation(**unheard) == plain, "what changes no answer is no part of a row"
 
 
-@given(st.sets(st.sampled_from(sorted(IDENTITY)), min_size=1))
+@given(st.sets(st.sampled_from(sorted(IDENTITY - {"server"})), min_size=1))
 def test_what_changes_answers_is_part_of_the_row_key(names: set[str]) -> None:
     written = generation(**{name: ALL[name] for name in names})
     text = '[{"content":"a","role":"user"}]'
