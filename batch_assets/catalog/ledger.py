@@ -245,10 +245,10 @@ def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
         metadata={
             "decision": dg.MetadataValue.text("gate"),
             "gate": dg.MetadataValue.text(trip.gate),
-            "rate": dg.MetadataValue.float(round(trip.stretch.marked / trip.stretch.rows, 6)),
-            "bound": dg.MetadataValue.float(trip.bound),
+            "rate": dg.MetadataValue.float(round(trip.rate_and_bound[0], 6)),
+            "bound": dg.MetadataValue.float(round(trip.rate_and_bound[1], 6)),
             "rows": dg.MetadataValue.int(trip.stretch.rows),
-            "marked": dg.MetadataValue.int(trip.stretch.marked),
+            **({} if trip.scale else {"marked": dg.MetadataValue.int(int(trip.stretch.marked))}),
             "row_ids": dg.MetadataValue.json(list(trip.row_ids)),
             "go_on": dg.MetadataValue.text(f"batch-assets adjust {dataset} --accept {trip.gate}"),
             "reason": dg.MetadataValue.text(sentence),

@@ -6,6 +6,11 @@ it speaks for the bound (Page, Continuous inspection schemes, Biometrika 41, 195
 1971; Shin, Ramdas and Rinaldo, E-detectors, 2024, theorem 2.4) a dataset whose rate never passes the bound has at most
 one false alarm in RUN_LENGTH rows, on average. Rows of one place of a source may be alike, so a gate trips only on a
 stretch of at least `least_rows` rows.
+
+A mean of values between 0 and 1 is tested in the same way. The factor of a value x, x q/p + (1 - x) (1 - q)/(1 - p) for
+a bound p and a higher mean q, is 1 + (x - p) (q - p) / (p (1 - p)): at most 1 on average where the mean is at most p,
+whatever the distribution, and the likelihood ratio where values are 0 and 1 (Waudby-Smith and Ramdas, Estimating means
+of bounded random variables by betting, 2024; as an e-detector in Shin, Ramdas and Rinaldo).
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from batch_assets.gates.refusals import is_refusal
 from gpu_runner.client.json_schemas.column_types import Misfit, column_types, fitted_row
 from gpu_runner.client.json_schemas.schema_limits import SchemaProblem
@@ -25,62 +32,84 @@ from resources.store.row_condition import BadCondition, SqlCondition
 RUN_LENGTH = 1e8  # rows of a dataset at its bound, on average, until a false alarm
 ODDS = (1.5, 3.0, 10.0, 100.0)  # of the rates that the bound is tested against, as multiples of its own odds
 NAMED_ROWS = 10
+JUDGE_SCORE = "judge_score"
 SHORT_LIMIT = 32  # tokens: a limit up to here is meant to cut
 REMEMBERED, LONG_TEXT = 5_000, 80  # outputs that a repetition is looked for in; letters, below which none counts
 COMPARED = 2_000  # letters of an output
 RULE_ROWS = 64
 RULE_COLUMNS = ("row_id", "output", "finish_reason", "error", "prompt_tokens", "completion_tokens", "tries", "seconds")
 
-Mark = Callable[[Outcome], bool | None]  # None: the gate has nothing to say of the row
+Mark = Callable[[Outcome], float | None]  # how bad a row is, from 0 to 1; None: the gate has nothing to say of it
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows after each other of which so many are marked."""
+    """Rows after each other of which so many are marked. Of a mean: the sum of how bad they are."""
 
     rows: int
-    marked: int
+    marked: float
 
 
 @dataclass(frozen=True, slots=True)
 class GateTrip:
-    """A gate that has tripped: `stretch` has more marked rows than its bound allows. `row_ids`: the last of these."""
+    """A gate that has tripped: `stretch` has more marked rows than its bound allows. `row_ids`: the last of these.
+
+    `scale`: the worst and the best value, where a mean is below its bound; `what` names it.
+    """
 
     gate: str
     what: str
     stretch: Stretch
     bound: float
     row_ids: tuple[str, ...]
+    scale: tuple[float, float] | None = None
+
+    @property
+    def rate_and_bound(self) -> tuple[float, float]:
+        """The rate that was seen and the one that is allowed; of a mean both on its scale."""
+        rate = self.stretch.marked / self.stretch.rows
+        if self.scale is None:
+            return rate, self.bound
+        worst, best = self.scale
+        return best - rate * (best - worst), best - self.bound * (best - worst)
 
     def describe(self) -> str:
         """In one sentence, for people, without a word of a prompt or output."""
         seen = self.stretch
-        found = f"{seen.marked:,} of the last {seen.rows:,} rows ({seen.marked / seen.rows:.0%}) {self.what}"
+        if self.scale is not None:
+            mean, least = self.rate_and_bound
+            return (
+                f"gate {self.gate}: {self.what} of the last {seen.rows:,} rows is {mean:.3g}; its bound is {least:.3g}"
+            )
+        found = f"{seen.marked:,.0f} of the last {seen.rows:,} rows ({seen.marked / seen.rows:.0%}) {self.what}"
         return f"gate {self.gate}: {found}; its bound is {100 * self.bound:.3g}%"
 
 
 class RateDetector:
-    """Whether the rate of marked rows is above `bound`, which lies between 0 and 1."""
+    """Whether the rate of marked rows, or the mean of values from 0 to 1, is above `bound`, which lies between them."""
 
     def __init__(self, bound: float, least_rows: int) -> None:
         self._least = least_rows
         self._limit = math.log(len(ODDS) * RUN_LENGTH)
         odds = bound / (1 - bound)
         higher = [factor * odds / (1 + factor * odds) for factor in ODDS]
+        self._bound = bound
+        self._stakes = [(rate - bound) / (bound * (1 - bound)) for rate in higher]
         self._steps = [(math.log(rate / bound), math.log((1 - rate) / (1 - bound))) for rate in higher]
         self._scores = [0.0] * len(ODDS)
-        self._rows, self._marked = [0] * len(ODDS), [0] * len(ODDS)
+        self._rows, self._marked = [0] * len(ODDS), [0.0] * len(ODDS)
         self._quiet = True  # all scores are 0
 
-    def add(self, marked: bool) -> Stretch | None:
+    def add(self, marked: float) -> Stretch | None:
         """Take in the next row; the stretch that passes the bound, if one does."""
         if self._quiet and not marked:
             return None
         found: Stretch | None = None
         for number, (up, down) in enumerate(self._steps):
-            score = self._scores[number] + (up if marked else down)
+            step = up if marked == 1 else down if marked == 0 else self._between(number, marked)
+            score = self._scores[number] + step
             if score <= 0.0:
-                self._scores[number], self._rows[number], self._marked[number] = 0.0, 0, 0
+                self._scores[number], self._rows[number], self._marked[number] = 0.0, 0, 0.0
                 continue
             self._scores[number] = score
             self._rows[number] += 1
@@ -90,20 +119,25 @@ class RateDetector:
         self._quiet = not any(self._scores)
         return found
 
+    def _between(self, number: int, value: float) -> float:
+        return math.log1p(self._stakes[number] * (value - self._bound))
+
 
 class _Gate:
-    def __init__(self, name: str, what: str, bound: float, least_rows: int) -> None:
-        self.name, self._what, self._bound = name, what, bound
+    def __init__(
+        self, name: str, what: str, bound: float, least_rows: int, scale: tuple[float, float] | None = None
+    ) -> None:
+        self.name, self._what, self._bound, self._scale = name, what, bound, scale
         self._detector = RateDetector(bound, least_rows)
         self._marked: deque[str] = deque(maxlen=NAMED_ROWS)
 
-    def add(self, row_id: str, marked: bool) -> GateTrip | None:
-        if marked:
+    def add(self, row_id: str, marked: float) -> GateTrip | None:
+        if marked > self._bound:
             self._marked.append(row_id)
         stretch = self._detector.add(marked)
         if stretch is None:
             return None
-        return GateTrip(self.name, self._what, stretch, self._bound, tuple(self._marked))
+        return GateTrip(self.name, self._what, stretch, self._bound, tuple(self._marked), self._scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +147,16 @@ class Rule:
     name: str
     where: str
     bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBound:
+    """Least mean of the scores that a judge gives: of the fields `names` of its JSON, on a scale from worst to best."""
+
+    names: tuple[str, ...]
+    worst: float
+    best: float
+    least: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +176,7 @@ class GateBounds:
     phrases: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     least_rows: int = 200
+    score: ScoreBound | None = None
 
 
 class QualityGates:
@@ -154,6 +199,10 @@ class QualityGates:
         self._add("refused", "refuse the request", bounds.refused, _refusing(bounds.phrases))
         self._add("repeated", "repeat another output", bounds.repeated, _of_text(self._repeats))
         self._add("length", "are shorter or longer than wanted", bounds.length, _of_text(self._outside))
+        if (score := bounds.score) is not None:
+            scale, bound = (score.worst, score.best), (score.best - score.least) / (score.best - score.worst)
+            gate = _Gate(JUDGE_SCORE, "the mean score", bound, self._least, scale)
+            self._gates[JUDGE_SCORE] = (gate, _of_score(score))
         self._rules = _Rules(bounds.rules, bounds.least_rows, json_schema)
 
     def _add(self, name: str, what: str, bound: float | None, mark: Mark) -> None:
@@ -265,6 +314,25 @@ def _of_text(marks: Callable[[str], bool]) -> Mark:
 
 def _is_cut(one: Outcome) -> bool | None:
     return one.finish_reason == "length" if one.ok and isinstance(one.output, str) else None
+
+
+def _of_score(score: ScoreBound) -> Mark:
+    """How far below the best score a vote is; what is no vote counts neither way."""
+
+    def mark(one: Outcome) -> float | None:
+        if not one.ok or not isinstance(one.output, str):
+            return None
+        try:
+            found = orjson.loads(one.output)
+        except orjson.JSONDecodeError:
+            return None
+        values: list[Any] = [found.get(name) for name in score.names] if isinstance(found, dict) else [None]
+        if not all(type(value) in (int, float) for value in values):
+            return None
+        below = (score.best - sum(values) / len(values)) / (score.best - score.worst)
+        return float(min(max(below, 0.0), 1.0))
+
+    return mark
 
 
 _is_empty = _of_text(lambda text: not text.strip())

@@ -18,7 +18,7 @@ from batch_assets.capacity_planning.workload_estimate import WorkloadEstimator
 from batch_assets.catalog import ledger
 from batch_assets.catalog.catalog_reader import Catalog
 from batch_assets.dagster_internals.run_cancellation import cancellation_in_words
-from batch_assets.gates.quality_gates import GateBounds, QualityGates, Rule
+from batch_assets.gates.quality_gates import GateBounds, QualityGates, Rule, ScoreBound
 from batch_assets.generation.engine_supervisor import DONE, WAITS, EngineSupervisor, StepKind, StepResult, failed
 from batch_assets.generation.loop_thread import LoopThread
 from batch_assets.generation.progress_report import ProgressReport, RunProgress
@@ -26,6 +26,7 @@ from batch_assets.generation.range_run import Intent, RangePlan, RangeRun, RunCl
 from batch_assets.generation.store_reads import StoreReads, silence, while_store_answers
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.gates import GatesSpec
+from batch_assets.spec.judge import JudgeSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, begin_unless_busy, request_of, request_options, simulates
 from batch_assets.tags import BACKFILL_TAG, ENDPOINT_TAG, REFUSED_TAG, REQUEST_TAG, ROWS_TAG
@@ -181,10 +182,12 @@ def _endpoint(context: dg.AssetExecutionContext) -> str | None:
     return context.run.tags.get(ENDPOINT_TAG) or os.environ.get("BATCH_ASSETS_ENDPOINT")
 
 
-def bounds_of(gates: GatesSpec, rows: int, run_rows: int) -> GateBounds:
+def bounds_of(gates: GatesSpec, rows: int, run_rows: int, judge: JudgeSpec | None = None) -> GateBounds:
     """The gates of a dataset of so many rows, for a run that has some of them: the more there are, the longer is the
     stretch of bad rows that trips them."""
-    length = gates.length
+    length, score = gates.length, None
+    if judge is not None and gates.min_judge_score is not None:
+        score = ScoreBound(tuple(judge.scores), *judge.bounds, gates.min_judge_score)
     return GateBounds(
         dead=gates.max_dead_rate,
         empty=gates.max_empty_rate,
@@ -196,12 +199,13 @@ def bounds_of(gates: GatesSpec, rows: int, run_rows: int) -> GateBounds:
         phrases=tuple(gates.refusals),
         rules=tuple(Rule(name, one.where, one.max_rate) for name, one in gates.rules.items()),
         least_rows=max(gates.least_rows, min(rows // 200, run_rows // 10)),
+        score=score,
     )
 
 
 def _gates(spec: GeneratedDatasetSpec, manifest: SnapshotManifest, plan: RangePlan) -> QualityGates:
     settings = manifest.settings()
-    bounds = bounds_of(spec.gates, manifest.rows, sum(work.entry.rows for work in plan.todo))
+    bounds = bounds_of(spec.gates, manifest.rows, sum(work.entry.rows for work in plan.todo), spec.judge)
     return QualityGates(bounds, max_tokens=settings.most_tokens, json_schema=settings.json_schema)
 
 

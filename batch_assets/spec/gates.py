@@ -51,6 +51,9 @@ class GatesSpec(Strict):
     max_repeated_rate: Bound | None = Field(
         default=0.7, description="Most outputs of 80 letters or more that repeat one of the 5,000 before."
     )
+    min_judge_score: float | None = Field(
+        default=None, description="Least mean of the scores, on the scale of the dataset's `judge`. Default: no gate."
+    )
     refusals: list[Words] = Field(
         default=[], max_length=100, description="Beginnings of a refusal, besides those known in eight languages."
     )
@@ -67,14 +70,15 @@ class GatesSpec(Strict):
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
         for name in self.rules:
-            if name in OWN_GATES:
-                raise Unusable(f"names of rules other than {', '.join(OWN_GATES)}", name)
+            if name in self.names[: -len(self.rules)]:
+                raise Unusable(f"names of rules other than {', '.join(self.names[: -len(self.rules)])}", name)
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all gates."""
-        return (*OWN_GATES, *self.rules)
+        return (*OWN_GATES, *(() if self.min_judge_score is None else (JUDGE_SCORE,)), *self.rules)
 
 
+JUDGE_SCORE = "judge_score"
 OWN_GATES = ("dead", "empty", "cut", "refused", "repeated", "length")

@@ -948,7 +948,14 @@ def _check_adapter(spec: GeneratedDatasetSpec) -> None:
 
 
 def _check_judge(spec: GeneratedDatasetSpec) -> None:
-    judge = spec.judge
+    judge, least = spec.judge, spec.gates.min_judge_score
+    if least is not None:
+        if judge is None or judge.pairwise:
+            found = "no judge" if judge is None else "one that compares"
+            raise Unusable("a judge with scores beside it", found, key="gates.min_judge_score")
+        worst, best = judge.bounds
+        if not worst < least < best:
+            raise Unusable(f"a score between {worst:g} and {best:g}", show(least), key="gates.min_judge_score")
     if judge is None:
         return
     for index, name in enumerate(judge.scores):

@@ -1,3 +1,4 @@
+import json
 import random
 from dataclasses import replace
 
@@ -6,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.snapshots import ORIGIN
 
-from batch_assets.gates.quality_gates import GateBounds, GateTrip, QualityGates, RateDetector, Rule, marked_rows
+from batch_assets.catalog.ledger import gate_event
+from batch_assets.gates.quality_gates import (
+    GateBounds,
+    GateTrip,
+    QualityGates,
+    RateDetector,
+    Rule,
+    ScoreBound,
+    marked_rows,
+)
 from batch_assets.gates.refusals import is_refusal
 from gpu_runner.answers import AnswerParts, ToolCall
 from gpu_runner.rows import Outcome
@@ -47,6 +57,49 @@ def test_rows_that_turn_bad_are_seen_within_a_few_hundred() -> None:
 def test_a_rate_at_its_bound_trips_nothing(bound: float) -> None:
     drawn = random.Random(2)
     assert first(bound, 20, [drawn.random() < bound for _ in range(100_000)]) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.booleans(), max_size=300), st.floats(0.01, 0.99))
+def test_a_mean_of_zeros_and_ones_is_a_rate(marks: list[bool], bound: float) -> None:
+    one, other = RateDetector(bound, 20), RateDetector(bound, 20)
+    for marked in marks:
+        assert one.add(marked) == other.add(float(marked))
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.5, 0.9])
+def test_a_mean_at_its_bound_trips_nothing_and_a_worse_one_does(bound: float) -> None:
+    """Of values between 0 and 1, however they are spread."""
+    for shape in (0.3, 5.0, 50.0):
+        drawn, detector = random.Random(3), RateDetector(bound, 20)
+        rows = (drawn.betavariate(bound * shape, (1 - bound) * shape) for _ in range(50_000))
+        assert not any(detector.add(value) for value in rows), shape
+        worse = bound + (1 - bound) / 2
+        values = [drawn.betavariate(worse * shape, (1 - worse) * shape) for _ in range(2000)]
+        trips = (number for number, value in enumerate(values) if detector.add(value))
+        assert next(trips) < 1900, shape
+
+
+def test_the_mean_of_a_judges_scores_has_a_gate() -> None:
+    score = ScoreBound(("clear", "right"), 1, 5, least=3)
+    gates = QualityGates(GateBounds(score=score, least_rows=50))
+    drawn = random.Random(4)
+
+    def votes(first: int, least: int, most: int) -> list[Outcome]:
+        scores = [json.dumps({"reason": "", "clear": 3, "right": drawn.randint(least, most)}) for _ in range(400)]
+        return [row(first + number, text) for number, text in enumerate(scores)]
+
+    assert not trips(gates, votes(0, 2, 5))
+    for output in ("no JSON", "[]", '{"clear": 1}', '{"clear": true, "right": 1}', "5"):
+        assert not trips(gates, [row(number, output) for number in range(400)]), "what is no vote counts neither way"
+    ((number, trip),) = trips(gates, votes(1000, 1, 2))
+    assert trip.gate == "judge_score" and number >= 49
+    mean, bound = trip.rate_and_bound
+    assert bound == 3 and 2.0 <= mean < 2.6
+    assert trip.describe().startswith(f"gate judge_score: the mean score of the last {trip.stretch.rows} rows is 2.")
+    assert len(trip.row_ids) == 10
+    event = gate_event("scores", trip)
+    assert event.metadata["rate"].value == pytest.approx(mean, abs=1e-6) and "marked" not in event.metadata
 
 
 def test_a_bad_place_of_the_source_trips_nothing() -> None:

@@ -217,6 +217,18 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "keep_columns.0: expected a name that no column beside the scores has, found 'v",
     ),
     ({**JUDGE, "rubrik": "x"}, {}, "judge.rubrik: expected a known key, found 'rubrik'. Did you mean 'rubric'?"),
+    (JUDGE, {"gates": {"min_judge_score": 5}}, "gates.min_judge_score: expected a score between 1 and 5, found 5"),
+    (
+        PAIRS,
+        {"gates": {"min_judge_score": 0.5}},
+        "gates.min_judge_score: expected a judge with scores beside it",
+    ),
+    (
+        JUDGE,
+        {"gates": {"min_judge_score": 3, "rules": {"judge_score": {"where": "tries > 1", "max_rate": 0.5}}}},
+        "gates: expected names of rules other than dead, empty, cut, refused, repeated, length, judge_score",
+    ),
+    (JUDGE, {"exports": [{"name": "a", "format": "messages", "passed": True}]}, "exports.0.passed: expected a filter"),
     ({**PAIRS}, {"source": {"dataset": "b"}}, "judge.dataset: expected one of judge.dataset and source, found both"),
 ]
 
