@@ -240,13 +240,15 @@ def expanded(given: Any) -> Any:
         "prompt": _prompt(judge, sections.get("prompt", {})),
         "output": {**sections.get("output", {}), "json_schema": _schema(judge), "columns": True},
         **_samples(judge, sections.get("sampling", {})),
-        "keep_columns": [*_kept(given), *judge.written],
+        "keep_columns": [*_kept(judge, given), *judge.written],
     }
 
 
-def _kept(given: Mapping[str, Any]) -> list[Any]:
+def _kept(judge: JudgeSpec, given: Mapping[str, Any]) -> list[Any]:
+    """What names a group is kept, too: preference pairs are made by it."""
     kept = given.get("keep_columns") or []
-    return kept if isinstance(kept, list) else [kept]
+    kept = kept if isinstance(kept, list) else [kept]
+    return [*kept, *(name for name in judge.groups if name not in kept)]
 
 
 def _check_keys(judge: JudgeSpec, given: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> None:

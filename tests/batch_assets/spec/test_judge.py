@@ -60,6 +60,7 @@ def test_pairs_are_of_a_group_and_in_both_orders() -> None:
     spec = judging({**PAIRS, "max_pairs": 3})
     assert spec.source.group_by == ["topic", "question"]
     assert (spec.source.min_group, spec.source.pairs) == (2, 3)
+    assert judging(PAIRS, keep_columns=["tone", "topic"]).keep_columns[:3] == ["tone", "topic", "question"]
     assert judging({**PAIRS, "group_by": "topic"}).source.group_by == ["topic"]
     asked = prompt(spec, judged_prompt=[ASKED, ASKED], judged_output=["first", "second"])
     assert asked.index("Answer A:\n> first") < asked.index("Answer B:\n> second")
