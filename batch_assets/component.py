@@ -45,6 +45,7 @@ class Attributes(BaseModel):
     def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
         """What `dg check yaml` and an editor check a defs.yaml against."""
         schema: dict[str, Any] = without_null(GeneratedDatasetSpec.model_json_schema())
+        schema["required"] = ["name", "model"]  # `judge` stands for a source and a prompt
         return schema
 
 

@@ -102,22 +102,15 @@ def test_a_chain_with_a_judge_from_plan_to_training_files(site: CommandProject) 
     assert sum(row["wins"] for row in duels) == sum(row["losses"] for row in duels)
 
     to = str(site.folder / "pairs")
-    done(
-        site,
-        "export",
-        "duels",
-        "--judged",
-        "--format",
-        "preference",
-        "--to",
-        to,
-        *("--group-by", "topic", "--rank-by", "score"),
-    )
+    ranked = ("--group-by", "topic", "--rank-by", "score")
+    done(site, "export", "scores", "--judged", "--format", "preference", "--to", to, *ranked)
     lines = [json.loads(line) for file in Path(to).glob("*.jsonl") for line in file.read_text().splitlines()]
-    best = {topic: max(row["score"] for row in duels if row["topic"] == topic) for topic in ("tides", "bread")}
-    texts = {row["output"]: row["score"] for row in duels}
-    assert lines and all(texts[one["chosen"][-1]["content"]] > texts[one["rejected"][-1]["content"]] for one in lines)
-    assert best["tides"] in texts.values()
+    by_topic: dict[str, set[float]] = {}
+    for row in rows(site, "scores", judged=True):
+        by_topic.setdefault(row["topic"], set()).add(row["score"])
+    assert len(lines) == sum(len(scores) > 1 for scores in by_topic.values()), (
+        "a pair of each topic with a better answer"
+    )
 
     # Another condition asks no row, and makes the rows that pass anew.
     judge = {**SCORES["judge"], "accept": "score >= 4"}  # type: ignore[dict-item]
@@ -126,18 +119,6 @@ def test_a_chain_with_a_judge_from_plan_to_training_files(site: CommandProject) 
     done(site, "run", "scores", "--json")
     assert rows(site, "scores") == before
     assert {row["score"] >= 4 for row in rows(site, "scores", passed=True)} <= {True}
-
-
-def test_a_judge_that_finds_nothing_good_pauses_the_chain_below_it(site: CommandProject) -> None:
-    grid = {"topic": [f"topic {i}" for i in range(300)]}
-    answers = {**ANSWERS, "source": {"grid": grid}, "samples": 1, "keep_columns": ["topic"]}
-    answers["prompt"] = {"user": "A sentence about {{ topic }}."}
-    gates = {"min_judge_score": 4.99, "least_rows": 50}
-    below = {**ANSWERS, "name": "below", "source": {"dataset": "scores", "judged": True}, "samples": 1}
-    below |= {"prompt": {"user": "{{ output }}"}, "keep_columns": []}
-    declare(site, answers, {**SCORES, "gates": gates}, below)
-    status, _ = site.ask("run", "below", "--upstream", "--endpoint", site.endpoint())
-    assert status == 3, site.commands[-1].said()
 
 
 @pytest.mark.soak("dagster")
