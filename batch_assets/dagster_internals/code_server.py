@@ -33,16 +33,16 @@ class WaitingServer(Protocol):
         ...
 
 
-def serve_definitions_by(module: str, first: WaitingServer) -> None:
+def serve_definitions_by(module: str, first: WaitingServer | None) -> None:
     """Let the code server of this process start `python -m MODULE` in place of `python -m dagster` as the server that
-    loads the definitions. It gets the same arguments. The first time, `first` gets them."""
+    loads the definitions. It gets the same arguments. The first time, `first` gets them, if there is one."""
     from dagster._grpc import server
 
     start = vars(server)["open_ipc_subprocess"]
 
     def start_server(parts: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
         prefix = [sys.executable, "-m", module]
-        if [*parts[:3]] == prefix and options == {"cwd": None} and first.begin(parts[3:], env):
+        if first and [*parts[:3]] == prefix and options == {"cwd": None} and first.begin(parts[3:], env):
             return first
         return start(parts, env=env, **options)
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from batch_assets.dagster_internals.code_server import serve_definitions_by
 from batch_assets.local_dagster import definitions_server, first_server, worker_template
+from batch_assets.local_dagster.first_server import FirstServer
+from batch_assets.local_dagster.worker_template import TemplateError
 
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 STEP_SECONDS = 1.0
@@ -40,8 +42,12 @@ def main() -> None:
     """Serve until the end."""
     if "-s" in sys.argv:
         tempfile.tempdir = str(Path(sys.argv[sys.argv.index("-s") + 1]).parent)
-    worker_template.import_modules()
-    first = first_server.fork(definitions_server.main)
+    try:
+        worker_template.import_modules()
+        first: FirstServer | None = first_server.fork(definitions_server.main)
+    except TemplateError as error:  # another build of a library starts threads, say: slower, and no reason to stop
+        first = None
+        sys.stderr.write(f"the server of definitions is started from nothing: {error}\n")
     threading.Thread(target=end_with_server, name="code-server-watch", daemon=True).start()
     from batch_assets.dagster_internals import run_code_server_command
 

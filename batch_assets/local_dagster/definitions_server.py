@@ -17,8 +17,11 @@ from batch_assets.local_dagster import worker_template
 def main() -> None:
     """Serve until the end."""
     folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent  # only our user may enter it
-    worker_template.import_modules()
-    start_workers_from(worker_template.start(folder / f"template-{os.getpid()}"))
+    try:
+        worker_template.import_modules()
+        start_workers_from(worker_template.start(folder / f"template-{os.getpid()}"))
+    except worker_template.TemplateError as error:
+        sys.stderr.write(f"run workers are started as Dagster starts them: {error}\n")
     if home := os.environ.get("DAGSTER_HOME"):
         from batch_assets.local_dagster.home import ensure_storage  # not in the template, which holds nothing of ours
 

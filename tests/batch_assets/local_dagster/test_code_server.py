@@ -92,6 +92,32 @@ def test_the_code_server_stays_when_the_server_behind_it_was_replaced():
         assert process.poll() is None
 
 
+@pytest.mark.slow
+def test_a_library_that_starts_threads_makes_the_code_server_slower_and_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    folder = prepare_home()
+    command = [sys.executable, "-m", "batch_assets.local_dagster.code_server", "start", "-s", str(folder / "socket")]
+    command += ["-m", "batch_assets.definitions", "-d", str(settings.PROJECT)]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60 * PATIENCE
+        while not answers(folder / "socket"):
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        said = (tmp_path / "log").read_text()
+        assert "the server of definitions is started from nothing" in said
+        assert "run workers are started as Dagster starts them" in said
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def test_daemon_and_webserver_find_the_code_server_by_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / ("long" * 40)))
     monkeypatch.setenv("BATCH_ASSETS_STORE", str(tmp_path / "store"))
