@@ -156,7 +156,7 @@ class Feed:
         self._wake()
 
     def progress(self) -> FeedProgress:
-        """Where the feed stands; cheap."""
+        """Where the feed stands; cheap. May be called from any thread."""
         counts, work = self._work.counts, self._work
         return FeedProgress(
             rows_done=counts.known + counts.ok + counts.dead,
@@ -182,8 +182,11 @@ class Feed:
 
     @property
     def _turns_to_come(self) -> bool:
-        """Whether a conversation in flight goes on after the turn that is asked now."""
-        return any(item.goes_on for worker in self._workers for item in worker.in_flight)
+        """Whether a conversation in flight goes on after the turn that is asked now.
+
+        Of copies: the feed's own thread changes what is in flight meanwhile.
+        """
+        return any(item.goes_on for worker in list(self._workers) for item in list(worker.in_flight))
 
     def failing(self, before: float) -> FailingRequests | None:
         """What every request meets, since `before` (seconds of the loop's clock) or longer; None while one is answered.

@@ -7,7 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -193,6 +194,24 @@ def test_the_last_rows_are_not_in_flight_while_turns_are_to_come() -> None:
 
     run(main)
     assert seen == {1: False, 2: False, 3: True}
+
+
+def test_where_a_feed_stands_may_be_asked_while_its_thread_changes_what_is_in_flight() -> None:
+    feed = make_feed([], Sink())
+    feed._work.exhausted = True
+    in_flight: dict[object, object] = {}
+
+    class Ending:
+        @property
+        def goes_on(self) -> bool:
+            in_flight.pop(self)  # as the feed's thread does when the answer comes
+            in_flight[object()] = None
+            return False
+
+    in_flight |= {Ending(): None, Ending(): None}
+    worker = SimpleNamespace(in_flight=in_flight, late_rows=0, window=SimpleNamespace(size=2))
+    feed._workers.append(cast(Any, worker))
+    assert feed.progress().last_rows
 
 
 def test_a_lost_engine_costs_the_turns_in_flight_and_no_other() -> None:
