@@ -182,7 +182,7 @@ def chain_jobs(specs: Mapping[str, GeneratedDatasetSpec]) -> list[UnresolvedAsse
                 dg.define_asset_job(
                     f"{name}_refresh_upstream",
                     selection=dg.AssetSelection.assets(ledger.prompts_key(first)),
-                    tags={REFRESH_TAG: first, UPSTREAM_TAG: name},
+                    tags={REFRESH_TAG: first, UPSTREAM_TAG: specs[name].accepted_by},
                     description=f"Refresh {', '.join([first, *others])}, one after the other: each when the table that "
                     "it reads is published. Tags say deadline and budget of the whole.",
                 )

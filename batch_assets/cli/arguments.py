@@ -92,11 +92,27 @@ def declared_dataset(name: str) -> tuple[GeneratedDatasetSpec, Path]:
 
 
 def chain_to(name: str) -> list[str]:
-    """The datasets that are made before one, and it itself. Raises ChainError, and SpecError for a broken file."""
+    """The datasets that are made before one, and it itself; with those that accept its rows, where it wants some.
+
+    Raises ChainError, and SpecError for a broken file.
+    """
     from batch_assets.spec.chain import steps_to
     from batch_assets.spec.discovery import declared_specs
 
-    return steps_to(declared_specs(), name)
+    specs = declared_specs()
+    return steps_to(specs, specs[name].accepted_by if name in specs else name)
+
+
+def round_from(name: str) -> list[str]:
+    """The datasets that are refreshed in each round of one that wants rows which another one accepts; else it alone.
+
+    Raises ChainError.
+    """
+    from batch_assets.spec.chain import round_of
+    from batch_assets.spec.discovery import declared_specs
+
+    specs = declared_specs()
+    return round_of(specs, specs[name]) if name in specs and specs[name].want is not None else [name]
 
 
 def readable(spec: GeneratedDatasetSpec) -> GeneratedDatasetSpec:

@@ -10,6 +10,8 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -38,6 +40,7 @@ from batch_assets.cli.arguments import (
     declared_dataset,
     engine_address,
     known_dataset,
+    round_from,
     token_price,
     usable_endpoint,
     wished_options,
@@ -181,17 +184,19 @@ def run(
             asked = _regenerating(asked, where, endpoint or of_environment, yes=yes)
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
-        end = _with_upstream if upstream else carry_out
+        steps = chain_to(name) if upstream else round_from(name)
+        whole = upstream or (len(steps) > 1 and rows is None and not regenerate)
+        end = partial(_in_row, steps) if whole else carry_out
         raise typer.Exit(end(asked, as_json=as_json, progress=progress))
 
 
-def _with_upstream(asked: Request, *, as_json: bool, progress: bool) -> int:
-    """Run the datasets that the request's one reads, and it itself; returns the exit status."""
+def _in_row(steps: Sequence[str], asked: Request, *, as_json: bool, progress: bool) -> int:
+    """Run datasets one after the other; returns the exit status."""
     if asked.rows is not None or asked.regenerate is not None or asked.model is not None:
         raise CommandError("--upstream: expected without --rows, --regenerate and --model: they are of one dataset")
     from batch_assets.cli.dataset_commands.run_chain import carry_out_chain
 
-    return carry_out_chain(chain_to(asked.dataset), asked, as_json=as_json, progress=progress)
+    return carry_out_chain(steps, asked, as_json=as_json, progress=progress)
 
 
 def _regenerating(asked: Request, where: str | None, address: str | None, *, yes: bool) -> Request:

@@ -7,13 +7,16 @@ that is read twice is the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batch_assets.capacity_planning.acceptance import Expected, Round, Stratum, Stretch, next_round, prior_of, rows_for
 from batch_assets.filtering.passed_table import FilterReport, PassedStore, read_report
 from batch_assets.publishing.published_table import published_table
+from batch_assets.spec.chain import round_of
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.row_rules import SURPLUS, WantSpec, rules_digest
+from batch_assets.spec.source import TABLE, table_read_by
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 from resources.store.snapshot_manifest import WantedRows
@@ -49,21 +52,25 @@ class Standing:
         return f"{missing}, and the source has no more: add rows to it, loosen `filter`, or lower `want.rows`"
 
 
-def standing(spec: GeneratedDatasetSpec, store: DatasetStore) -> Standing | None:
-    """Where the dataset stands; None where it wants no number of rows, or nothing was read yet."""
+Specs = Mapping[str, GeneratedDatasetSpec]
+
+
+def standing(spec: GeneratedDatasetSpec, store: DatasetStore, specs: Specs) -> Standing | None:
+    """Where the dataset stands; None where it wants no number of rows, or nothing was read yet. `specs`: of all
+    datasets, of which another one may accept the rows."""
     want = spec.want
     manifest = _manifest(store)
     if want is None or manifest is None or manifest.wanted is None:
         return None
-    report = _report(spec, store, manifest)
+    report = _report(spec, store, manifest, specs)
     if report is None:
         return Standing(want.rows, 0, 0, None)
     accepted = sum(passed for stretches in (report.accepted or {}).values() for _, passed in stretches)
     made = report.passed + report.fallen
-    return Standing(want.rows, accepted, made, _round(want, spec, manifest, manifest.wanted, report))
+    return Standing(want.rows, accepted, made, _round(want, spec, manifest.wanted, report))
 
 
-def wanted_rows(spec: GeneratedDatasetSpec, store: DatasetStore) -> WantedRows | None:
+def wanted_rows(spec: GeneratedDatasetSpec, store: DatasetStore, specs: Specs) -> WantedRows | None:
     """How much of its source a dataset is to read now; None: all of it."""
     want = spec.want
     if want is None:
@@ -71,26 +78,33 @@ def wanted_rows(spec: GeneratedDatasetSpec, store: DatasetStore) -> WantedRows |
     manifest = _manifest(store)
     if manifest is None or manifest.wanted is None or manifest.wanted.per != want.per:
         return _first(want, spec, store, manifest)
-    found, before = standing(spec, store), manifest.wanted
+    found, before = standing(spec, store, specs), manifest.wanted
     if found is None or found.round is None:
         return before
     if not found.grows:
         return before.model_copy(update={"to_come": (0.0, 0.0, 0.0)})
     limits = found.round.limits
-    asked = _each(manifest) * sum(limit - before.limit(name) for name, limit in limits.items())
-    to_come = _less(found.round.expected, asked)
+    made = manifest.expected_rows / max(1, manifest.source_rows)  # of a row of the source, here
+    asked = made * sum(limit - before.limit(name) for name, limit in limits.items())
+    to_come = _less(_made_here(found.round, found.made, manifest), asked)
     return WantedRows(per=want.per, limits={**before.limits, **limits}, otherwise=before.otherwise, to_come=to_come)
 
 
-def rows_to_come(spec: GeneratedDatasetSpec, store: DatasetStore) -> Expected:
+def _made_here(found: Round, judged: int, manifest: SnapshotManifest) -> Expected:
+    """Rows still to be made, of this dataset, where another one may judge them as fewer rows or more."""
+    times = manifest.expected_rows / judged if judged else 1.0
+    return Expected(*(number * times for number in found.expected))
+
+
+def rows_to_come(spec: GeneratedDatasetSpec, store: DatasetStore, specs: Specs) -> Expected:
     """Rows that are expected to be made after those of the current snapshot: at the upper bound of the rate, in the
     middle, and at its lower bound."""
-    found, manifest = standing(spec, store), _manifest(store)
+    found, manifest = standing(spec, store, specs), _manifest(store)
     if found is None or manifest is None or manifest.wanted is None:
         return Expected()
     if found.round is None:
         return Expected(*manifest.wanted.to_come)
-    return found.round.expected if found.grows else Expected()
+    return _made_here(found.round, found.made, manifest) if found.grows else Expected()
 
 
 def _first(
@@ -124,9 +138,7 @@ def _less(expected: Expected, rows: float) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _round(
-    want: WantSpec, spec: GeneratedDatasetSpec, manifest: SnapshotManifest, asked: WantedRows, report: FilterReport
-) -> Round:
+def _round(want: WantSpec, spec: GeneratedDatasetSpec, asked: WantedRows, report: FilterReport) -> Round:
     stretches = report.accepted or {}
     strata = {
         name: Stratum(
@@ -135,12 +147,8 @@ def _round(
         for name in dict.fromkeys([*asked.read, *stretches])
     }
     prior = prior_of(want.expected_rate)
-    return next_round(strata, want.rows, each=_each(manifest), batch=spec.batch_rows, prior=prior)
-
-
-def _each(manifest: SnapshotManifest) -> float:
-    """Rows that a row of the source has become."""
-    return max(0.01, manifest.expected_rows / max(1, manifest.source_rows))
+    each = max(0.01, (report.passed + report.fallen) / max(1, sum(asked.read.values())))
+    return next_round(strata, want.rows, each=each, batch=spec.batch_rows, prior=prior)
 
 
 def _manifest(store: DatasetStore) -> SnapshotManifest | None:
@@ -151,13 +159,26 @@ def _manifest(store: DatasetStore) -> SnapshotManifest | None:
         return None
 
 
-def _report(spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest) -> FilterReport | None:
-    """What the filter did to the table of this snapshot; None: it is not made yet, or other rules did."""
+def _report(
+    spec: GeneratedDatasetSpec, store: DatasetStore, manifest: SnapshotManifest, specs: Specs
+) -> FilterReport | None:
+    """What the rules that accept rows did to those of this snapshot; None: they did not yet, or other rules did."""
     try:
-        passed = published_table(PassedStore(store))
-        report = None if passed is None else read_report(PassedStore(store), passed.version)
+        for name in round_of({**specs, spec.name: spec}, spec)[1:]:  # each has read what the one before has made
+            place = table_read_by(specs[name].source) or ""
+            read = published_table(DatasetStore(store.objects, place.removesuffix(f"/{TABLE}")))
+            below = _manifest(DatasetStore(store.objects, name))
+            if read is None or below is None or read.snapshot != manifest.snapshot:
+                return None
+            if below.upstream_version != read.version or below.streaming is not None:
+                return None
+            manifest = below
+        target = PassedStore(DatasetStore(store.objects, spec.accepted_by))
+        passed = published_table(target)
+        report = None if passed is None else read_report(target, passed.version)
     except CorruptObject:
         return None
     if passed is None or report is None or passed.snapshot != manifest.snapshot:
         return None
-    return report if spec.rules and report.rules == rules_digest(spec.rules, spec.want) else None
+    rules = specs[spec.accepted_by].rules if spec.accepted_by != spec.name else spec.rules
+    return report if rules and report.rules == rules_digest(rules, spec.want) else None

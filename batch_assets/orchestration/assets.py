@@ -61,6 +61,7 @@ from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot, delete_streamed
 from batch_assets.snapshot.reuse import ReusableRows, find_reusable
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.chain import wanting
 from batch_assets.spec.discovery import Datasets, known_datasets
 from batch_assets.spec.endpoint_limits import endpoint_limits
 from batch_assets.spec.errors import SpecError
@@ -68,7 +69,7 @@ from batch_assets.spec.export_options import ExportError
 from batch_assets.spec.exports import ExportSpec
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import OPTION_TAGS, InvalidTag, begin, begin_unless_busy, simulates
-from batch_assets.spec.row_rules import rules_digest
+from batch_assets.spec.row_rules import WantSpec, rules_digest
 from batch_assets.spec.source import TABLE, SourceSpec
 from batch_assets.tags import CHAIN_TAG, ENDPOINT_TAG, REFRESH_TAG, REGENERATE_TAG, STREAMING_TAG, UPSTREAM_TAG
 from gpu_runner.fleet_database.accounting.bill_split import Split
@@ -182,7 +183,7 @@ def read_source(
             trial_rows(tags)  # refused here, before anything is begun
             endpoint_limits(tags)
             if spec.want is not None:  # its rounds are a chain of their own, where they are not steps of another one
-                tags = {UPSTREAM_TAG: spec.name} | tags
+                tags = {UPSTREAM_TAG: spec.accepted_by} | tags
             if UPSTREAM_TAG in tags:
                 tags |= _share_of_chain(context, {spec.name: (spec, base)}, tags, store, fleet_db)
         known = fleet_db.target(spec.name)
@@ -191,7 +192,7 @@ def read_source(
             busy = request_under_way(context.instance, fleet_db, spec, store, base) is not None
             (begin_unless_busy if busy else begin)(fleet_db, spec, context.run.run_id, tags)
         so_far = None if part is None else part.so_far
-        wanted = wanted_rows(spec, store)
+        wanted = wanted_rows(spec, store, {name: one for name, (one, _) in known_datasets().items()})
         manifest = build_snapshot(spec, store, now=time.time(), workdir=folder, base=base, so_far=so_far, wanted=wanted)
         found = _found_reusable(store, manifest, spec.reuse, folder / "reuse") if spec.reuse else None
         register_batches(context.instance, store, manifest)
@@ -225,9 +226,15 @@ def outdated(store: DatasetStore, spec: GeneratedDatasetSpec, base: Path) -> boo
     if spec.judge is not None and not votes_are_counted(store, spec.judge):
         return True
     rules, rows = spec.rules, rows_store(spec, store)
-    if rules is not None and not is_current(rows, rules, base, PassedStore(store), spec.want):
+    if rules is not None and not is_current(rows, rules, base, PassedStore(store), _want_of(spec)):
         return True
     return not all(is_exported(store, export, base) for export in spec.exports)
+
+
+def _want_of(spec: GeneratedDatasetSpec) -> WantSpec | None:
+    """How many of the rows that pass here are wanted: by the dataset itself, or by one before it."""
+    found = wanting({name: one for name, (one, _) in known_datasets().items()} | {spec.name: spec}, spec.name)
+    return None if found is None else found.want
 
 
 def _publish_again(instance: dg.DagsterInstance, store: DatasetStore, manifest: SnapshotManifest) -> None:
@@ -524,7 +531,7 @@ def passed_asset(spec: GeneratedDatasetSpec, folder: Path) -> dg.AssetsDefinitio
             ):
                 rows, target = rows_store(spec, data), PassedStore(data)
                 table, report = filtered(
-                    rows, rules, base=folder, now=time.time(), workdir=workdir, target=target, want=spec.want
+                    rows, rules, base=folder, now=time.time(), workdir=workdir, target=target, want=_want_of(spec)
                 )
         except BadCondition as error:
             raise dg.Failure(f"{spec.name}: {error}", allow_retries=False) from None

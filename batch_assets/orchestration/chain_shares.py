@@ -18,7 +18,7 @@ from batch_assets.capacity_planning.workload_estimate import PromptLengths, Work
 from batch_assets.orchestration.active_request import same_chain
 from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.snapshot.source.errors import SourceError
-from batch_assets.spec.chain import ChainError, steps_to
+from batch_assets.spec.chain import ChainError, round_of, steps_to
 from batch_assets.spec.discovery import Datasets
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.request_options import InvalidTag, request_options
@@ -121,9 +121,34 @@ def step_tags(
     if chain.deadline_at is not None:
         before = state[steps[at - 1]].deadline_at if streams else None
         begins = now if before is None else min(max(now, before), chain.deadline_at)
-        due = begins + share(chain.deadline_at - begins, weights[at:])
+        due = begins + share(
+            chain.deadline_at - begins, [*weights[at:], _later_rounds(specs, name, weights, steps, store_of)]
+        )
         found[DEADLINE_TAG] = moment(min(due, own.deadline.at(now)) if own.deadline is not None else due)
     return found
+
+
+def _later_rounds(
+    specs: Mapping[str, GeneratedDatasetSpec],
+    name: str,
+    weights: Sequence[float],
+    steps: Sequence[str],
+    store_of: Callable[[str], DatasetStore],
+) -> float:
+    """Tokens of the rounds after this one, of all of their steps, for a step after the first one of a round: that one
+    counts its own rows to come in its work, as it is asked for all of them."""
+    for wants in specs.values():
+        rounds = round_of(specs, wants) if wants.want is not None else []
+        if name not in rounds[1:] or wants.name not in steps:
+            continue
+        store = store_of(wants.name)
+        snapshot = store.current_snapshot()
+        manifest = None if snapshot is None else store.manifest(snapshot)
+        if manifest is None or manifest.wanted is None:
+            continue
+        each_round = math.fsum(weight for step, weight in zip(steps, weights, strict=True) if step in rounds)
+        return each_round * manifest.wanted.to_come[1] / max(1, manifest.rows)
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)

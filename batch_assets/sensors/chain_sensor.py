@@ -24,7 +24,7 @@ from batch_assets.orchestration.trial import wanted_entries
 from batch_assets.sensors.instance import SECONDS, instance_of
 from batch_assets.sensors.many_datasets import Rounds, TickOutcome
 from batch_assets.snapshot.cache import SnapshotCache
-from batch_assets.spec.chain import steps_to
+from batch_assets.spec.chain import round_of, steps_to, wanting
 from batch_assets.spec.endpoint_limits import LIMIT_TAGS
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.tags import (
@@ -96,8 +96,8 @@ def _look(
     caches: Mapping[str, SnapshotCache],
 ) -> TickOutcome:
     """Whether the step after one dataset is to be started now."""
-    if specs[name].want is not None:
-        more = _one_more_round(instance, specs[name], store, caches[name])
+    if (wants := wanting(specs, name)) is not None:
+        more = _one_more_round(instance, name, wants, specs, store, caches[name])
         if more is not None:
             return more
     request = newest_refresh(instance, name)
@@ -110,6 +110,11 @@ def _look(
     following = steps[steps.index(name) + 1]
     chain = request.tags[CHAIN_TAG]
     asked = instance.get_run_records(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: following}))
+    key = f"{chain}:{following}"
+    if _in_rounds(specs, name, following):  # each round refreshes it anew
+        since = instance.get_run_record_by_id(request.run_id)
+        asked = [one for one in asked if since is None or one.create_timestamp >= since.create_timestamp]
+        key += f":{request.run_id}"
     if any(STREAMING_TAG not in one.dagster_run.tags for one in asked):
         return TickOutcome(f"{following} was started")
     if CANCELED_TAG in request.tags:
@@ -124,25 +129,32 @@ def _look(
     if errors := failed_checks(instance, published)[0]:
         return TickOutcome(f"failed checks: {'; '.join(errors)}: {following} is not started", "blocked")
     tags = {tag: request.tags[tag] for tag in HANDED_ON if tag in request.tags}
-    started = dg.RunRequest(run_key=f"{chain}:{following}", job_name=f"{following}_refresh", tags=tags)
+    started = dg.RunRequest(run_key=key, job_name=f"{following}_refresh", tags=tags)
     return TickOutcome(f"its table is published: refreshing {following}", "open", [started])
 
 
 def _one_more_round(
-    instance: dg.DagsterInstance, spec: GeneratedDatasetSpec, store: BatchStore, cache: SnapshotCache
+    instance: dg.DagsterInstance,
+    name: str,
+    wants: GeneratedDatasetSpec,
+    specs: Mapping[str, GeneratedDatasetSpec],
+    store: BatchStore,
+    cache: SnapshotCache,
 ) -> TickOutcome | None:
-    """Whether a dataset that wants accepted rows is to be refreshed once more; None where that is not the question:
-    its table is awaited, or it has them."""
-    request = newest_refresh(instance, spec.name, automatic=True)
+    """Whether a dataset that wants rows which `name` accepts is to be refreshed once more; None where that is not the
+    question: a table is awaited, or it has them."""
+    request = newest_refresh(instance, name, automatic=True)
     if request is None or CHAIN_TAG not in request.tags or CANCELED_TAG in request.tags:
         return None
-    published = published_by(instance, spec.name, store, cache)
+    published = published_by(instance, name, store, cache)
     if published is None:
         return None
-    data, chain = store.for_sensor(spec.name), request.tags[CHAIN_TAG]
-    found = standing(spec, data)
-    if found is None or found.round is None:
-        return TickOutcome("its rows are filtered first", "open")
+    chain = request.tags[CHAIN_TAG]
+    found = standing(wants, store.for_sensor(wants.name), specs)
+    if found is None:
+        return None
+    if found.round is None:
+        return TickOutcome("its rows are not all judged", "open")
     if said := found.said():
         return TickOutcome(said, "blocked")
     if not found.grows:
@@ -153,12 +165,18 @@ def _one_more_round(
         return TickOutcome(f"failed checks: {'; '.join(errors)}: no more rows are asked", "blocked")
     tags = {tag: request.tags[tag] for tag in TO_NEXT_ROUND if tag in request.tags}
     more = dg.RunRequest(
-        run_key=f"{chain}:{spec.name}:{sum(found.round.limits.values())}",
-        job_name=f"{spec.name}_refresh",
+        run_key=f"{chain}:{wants.name}:{sum(found.round.limits.values())}",
+        job_name=f"{wants.name}_refresh",
         tags=tags,
-        run_config=request.run_config,
+        run_config=request.run_config if name == wants.name else None,
     )
     return TickOutcome(f"{found.accepted:,} of {found.made:,} rows were accepted: reading more", "open", [more])
+
+
+def _in_rounds(specs: Mapping[str, GeneratedDatasetSpec], name: str, following: str) -> bool:
+    """Whether one step follows another in each round of a dataset that wants accepted rows."""
+    rounds = (round_of(specs, one) for one in specs.values() if one.want is not None)
+    return any(name in steps and following in steps for steps in rounds)
 
 
 def _under_way(instance: dg.DagsterInstance, chain: str) -> bool:

@@ -36,6 +36,18 @@ def in_tree(specs: Mapping[str, GeneratedDatasetSpec]) -> list[tuple[str, int]]:
     return found + [(name, 0) for name in sorted(specs) if name not in placed]
 
 
+def wanting(specs: Mapping[str, GeneratedDatasetSpec], name: str) -> GeneratedDatasetSpec | None:
+    """The dataset that wants rows which the rules of one accept: itself, or one before it; None: none does."""
+    return next((spec for spec in specs.values() if spec.want is not None and spec.accepted_by == name), None)
+
+
+def round_of(specs: Mapping[str, GeneratedDatasetSpec], wants: GeneratedDatasetSpec) -> list[str]:
+    """The datasets that a round takes, in their order: from the one that wants rows to the one that accepts them; none
+    where these are in no row. Raises ChainError."""
+    steps = steps_to(specs, wants.accepted_by) if wants.accepted_by in specs else []
+    return steps[steps.index(wants.name) :] if wants.name in steps else []
+
+
 def steps_to(specs: Mapping[str, GeneratedDatasetSpec], name: str) -> list[str]:
     """The datasets that are made before one, the first of all first, and it itself last. Raises ChainError."""
     found = [name]

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from batch_assets import settings
+from batch_assets.spec.chain import ChainError, round_of
 from batch_assets.spec.defs_files import YAML_FILES, defs_files, read_documents, said
 from batch_assets.spec.errors import Problem, SpecError, near_miss, nearest, show
 from batch_assets.spec.last_known import copy_of
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from batch_assets.spec.plain_words import ambiguous_words
+from batch_assets.spec.row_rules import SURPLUS, WantSpec
 from batch_assets.spec.source import SourceSpec, circle_from, dataset_read_by
 from resources.yaml_files import Document, YamlProblem, read_text
 
@@ -123,7 +125,7 @@ def declarations(root: Path | None = None) -> Declarations:
     sources = {spec.name: (spec.source, path) for path, one in going.items() for spec in one.specs}
     known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
     specs = {spec.name: (spec, path) for path, one in read.items() for spec in one.specs}
-    wrong = dict(_misread(sources, known)) | dict(_without_columns(specs)) | wrong
+    wrong = dict(_misread(sources, known)) | dict(_unaccepted(specs)) | dict(_without_columns(specs)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
     datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
@@ -172,6 +174,40 @@ def _misread(
             continue
         if circle := circle_from(name, reads):
             yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join(circle))])
+
+
+def _unaccepted(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a dataset that wants rows which another one accepts, that cannot."""
+    known = {name: spec for name, (spec, _) in specs.items()}
+    for name, (spec, path) in specs.items():
+        other = spec.want if spec.accepted_by != name else None
+        if other is not None and (problem := _no_judge(known, spec, other)) is not None:
+            expected, found, hint = problem
+            yield path, SpecError(path, [Problem(f"{name}: want.accepted_by", expected, found, hint)])
+
+
+def _no_judge(
+    known: Mapping[str, GeneratedDatasetSpec], spec: GeneratedDatasetSpec, want: WantSpec
+) -> tuple[str, str, str] | None:
+    """What was expected of the dataset that is to accept rows, what was found, and a hint."""
+    judge, of = known.get(want.accepted_by), show(want.accepted_by)
+    if judge is None:
+        return "passed, or the name of a declared dataset", of, nearest(want.accepted_by, sorted(known))
+    try:
+        steps = round_of(known, spec)
+    except ChainError:
+        steps = []
+    if not steps or any(known[one].source.dataset is None for one in steps[1:]):
+        return f"a dataset that reads {spec.name} or what is made of it (source.dataset)", f"{of}, which does not", ""
+    if not any(rule.remove for rule in (judge.rules or {}).values()):
+        return "a dataset with `judge.accept`, or a filter with a rule that removes", f"{of}, which has neither", ""
+    if judge.want is not None or SURPLUS in (judge.rules or {}):
+        return f"a dataset without `want`, and without a rule {SURPLUS}", f"{of}, which has one", ""
+    if sum(one.accepted_by == judge.name and one.want is not None for one in known.values()) > 1:
+        return "another dataset than others that want rows", of, "One number of rows is counted where they pass."
+    if want.per is not None and want.per not in judge.keep_columns:
+        return f"a dataset that keeps {show(want.per)} (keep_columns)", f"{of}, which does not", ""
+    return None
 
 
 def _without_columns(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:

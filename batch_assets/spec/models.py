@@ -46,7 +46,7 @@ from batch_assets.spec.gates import GatesSpec
 from batch_assets.spec.hardware import HardwareSpec
 from batch_assets.spec.judge import ACCEPT, WRITTEN, JudgeSpec, expanded
 from batch_assets.spec.media import MOST_IMAGES, MOST_SOUNDS, Audio, AudioSpec, Images, ImagesSpec, MediaSpec
-from batch_assets.spec.row_rules import SURPLUS, RowRule, RowRules, WantSpec
+from batch_assets.spec.row_rules import OWN_RULES, SURPLUS, RowRule, RowRules, WantSpec
 from batch_assets.spec.sampling import check_parts, check_said_once, extra_fields
 from batch_assets.spec.sampling_values import MAX_TURNS, NUMBERS
 from batch_assets.spec.source import SourceSpec, table_read_by
@@ -579,6 +579,12 @@ class GeneratedDatasetSpec(Strict):
         return self
 
     @property
+    def accepted_by(self) -> str:
+        """The dataset whose rules say which rows are accepted, where it has `want`."""
+        other = self.want is not None and self.want.accepted_by != OWN_RULES
+        return self.want.accepted_by if self.want is not None and other else self.name
+
+    @property
     def rules(self) -> dict[str, RowRule] | None:
         """The rules that decide which rows pass, of the table or, with a judge, of the judged rows; None: there are
         none."""
@@ -1016,14 +1022,18 @@ def _check_want(spec: GeneratedDatasetSpec) -> None:
     want = spec.want
     if want is None:
         return
-    if spec.rules is None:
-        raise Unusable("a filter beside it, which says what is accepted", "none", key="want.accepted_by")
-    if not any(rule.remove for rule in spec.rules.values()):
-        hint = "Rules without it only mark rows, and all of them pass."
-        raise Unusable("a rule with `remove: true`", "none", hint, key="filter")
-    if SURPLUS in spec.rules:
-        hint = "It is the flag of rows that pass beyond those wanted."
-        raise Unusable("another name for a rule beside want", show(SURPLUS), hint, key="filter")
+    if want.accepted_by == spec.name:
+        hint = "Its own filter is `passed`."
+        raise Unusable("passed, or the name of a dataset below", "the dataset itself", hint, key="want.accepted_by")
+    if want.accepted_by == OWN_RULES:
+        if spec.rules is None:
+            raise Unusable("a filter beside it, which says what is accepted", "none", key="want.accepted_by")
+        if not any(rule.remove for rule in spec.rules.values()):
+            hint = "Rules without it only mark rows, and all of them pass."
+            raise Unusable("a rule with `remove: true`", "none", hint, key="filter")
+        if SURPLUS in spec.rules:
+            hint = "It is the flag of rows that pass beyond those wanted."
+            raise Unusable("another name for a rule beside want", show(SURPLUS), hint, key="filter")
     if spec.source.limit is not None:
         hint = "want says itself how much of the source is asked. Leave limit out, or want."
         raise Unusable("no limit beside want", show(spec.source.limit), hint, key="source.limit")

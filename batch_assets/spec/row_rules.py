@@ -12,6 +12,7 @@ from batch_assets.spec.errors import Unusable, show
 from batch_assets.spec.fields import Column, Condition, Flag, Name, SourcePath, Strict
 
 NO_ANSWER = "error"  # the flag of rows without a completion, which never pass
+OWN_RULES = "passed"  # who accepts, where it is the dataset itself
 SURPLUS = "surplus"  # of rows that pass, after as many as are wanted
 MOST_RULES = 50
 COLUMN_KEYS = ("column", "over")
@@ -170,8 +171,10 @@ class WantSpec(Strict):
     """How many rows are to be accepted. Rows of the source are asked until they are."""
 
     rows: int = Field(ge=1, le=1 << 40, description="Accepted rows; with `per`, of each of its values.")
-    accepted_by: Literal["passed"] = Field(
-        default="passed", description="passed: rows that pass the dataset's own `filter` are accepted."
+    accepted_by: Name = Field(
+        default=OWN_RULES,
+        description="passed: rows that pass the dataset's own `filter` are accepted. Or the name of a dataset below, "
+        "which reads it or what is made of it: those that pass its `filter`, or its `judge.accept`.",
     )
     per: Column | None = Field(
         default=None, description="One of `keep_columns`: so many rows of each of its values, of which 1,000 may be."

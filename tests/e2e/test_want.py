@@ -11,12 +11,14 @@ from typing import Any
 import dagster as dg
 import polars as pl
 import pytest
+import yaml
 
 from batch_assets.filtering.passed_table import PassedStore
 from batch_assets.publishing.published_table import published_table
 from batch_assets.tags import CHAIN_TAG, REFRESH_TAG
 from e2e.command_line import NAME, SPEC, CommandProject
 from e2e.command_line import site as new_site
+from resources.store.dataset_store import DatasetStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WANTED, ONE_IN, SOURCE = 400, 3, 6000
@@ -81,3 +83,27 @@ def test_rounds_go_on_until_enough_rows_are_accepted_also_after_a_kill(site: Com
     runs = [run for run in refreshes(site) if CHAIN_TAG in run.tags]
     assert len({run.tags[CHAIN_TAG] for run in runs}) <= 2 <= len(runs)  # one for each command
     assert site.ask("export", NAME, "--passed", "--format", "jsonl", "--to", str(tmp_path / "out"))[0] == 0
+
+
+def test_rows_are_wanted_that_a_dataset_below_accepts(site: CommandProject) -> None:
+    declare(site, want={"rows": 150, "accepted_by": "scores"}, filter=None)
+    own = site.folder / "defs" / NAME / "defs.yaml"
+    scores = {key: SPEC[key] for key in ("sampling", "model", "batch_rows", "batches_per_run")} | {
+        "name": "scores",
+        "source": {"dataset": NAME},
+        "prompt": {"user": "Is it good? {{ output }}"},
+        "keep_columns": ["word", "good"],
+        "filter": {"good": {"where": "good = 1", "remove": True}},
+    }
+    documents = [yaml.safe_load(own.read_text()), {"type": "batch_assets.GeneratedDataset", "attributes": scores}]
+    own.write_text(yaml.safe_dump_all(documents))
+    status, output = site.ask("run", NAME, "--json")
+    assert status == 0, site.commands[-1].said()
+    assert [one["dataset"] for one in json.loads(output)["steps"]] == [NAME, "scores"]
+    table = published_table(PassedStore(DatasetStore(site.store.objects, "scores")))
+    assert table is not None and table.rows == 150
+    made = published_table(site.store)
+    least = least_rows(150)
+    assert made is not None and least <= made.rows <= 1.03 * least + SPEC["batch_rows"]
+    runs = refreshes(site)
+    assert len(runs) >= 2 and len({run.tags[CHAIN_TAG] for run in runs}) == 1

@@ -30,6 +30,7 @@ from batch_assets.orchestration.source_place import at_its_place
 from batch_assets.request_status.dataset_status import observing
 from batch_assets.snapshot.source.errors import SourceError
 from batch_assets.spec.deadline import Deadline
+from batch_assets.spec.discovery import declared_specs
 from batch_assets.spec.models import GeneratedDatasetSpec
 from gpu_runner.money import format_usd, round_up_usd
 from gpu_runner.offers.workload import Assumption, Subject, Workload
@@ -114,8 +115,9 @@ def _with_changes(work: Workload, changed: DeclaredChanges, dataset: str) -> Wor
 
 def _until_accepted(work: Workload, spec: GeneratedDatasetSpec, store: DatasetStore) -> Workload:
     """The work with the rows of later rounds, until enough are accepted."""
-    low, middle, high = (round(number) for number in rows_to_come(spec, store))
-    found = standing(spec, store)
+    specs = declared_specs()
+    low, middle, high = (round(number) for number in rows_to_come(spec, store, specs))
+    found = standing(spec, store, specs)
     if spec.want is None or found is None or not middle:
         return work
     made = f"{found.accepted:,} of {found.made:,} rows are accepted so far" if found.round is not None else ""

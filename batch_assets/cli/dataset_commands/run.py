@@ -20,6 +20,7 @@ from batch_assets.tags import ENDPOINT_TAG, LAUNCH_TAG
 from gpu_runner.request_limits import NO_LIMITS, RequestLimits
 
 if TYPE_CHECKING:
+    from batch_assets.filtering.wanted_rows import Standing
     from batch_assets.local_dagster.dagster_client import DagsterClient
     from batch_assets.request_status.dataset_status import Observer
     from batch_assets.request_status.request_monitor import ProgressUpdate, RequestMonitor, RunResult
@@ -137,38 +138,10 @@ class Runner:
 
     def _next_round(self, seen: Observer, ending: RunResult) -> RunResult | str:
         """The refresh that the sensor `chain` starts where the dataset wants more accepted rows; else how it ended."""
-        import dataclasses
-
-        import dagster as dg
-
-        from batch_assets.filtering.wanted_rows import standing
-        from batch_assets.request_status.request_monitor import RunResult
-        from batch_assets.spec.discovery import known_datasets
-        from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REFRESH_TAG
-
-        name, asked = self.request.dataset, seen.instance.get_run_by_id(self.run_id or "")
-        known = known_datasets().get(name)
-        found = None if known is None else standing(known[0], seen.store)
-        if found is None or asked is None:
+        found = next_round_of(self.request.dataset, seen)
+        if found is None or found[0] != self.request.dataset:  # rounds of several datasets are those of a chain
             return ending
-        if not found.grows:
-            return dataclasses.replace(ending, short=found.said())
-        made = f"{found.accepted:,} of {found.made:,} rows were accepted, {found.wanted:,} are wanted"
-        self.display.say(f"{name}: {made}: more of the source is asked")
-        of_chain = dg.RunsFilter(tags={REFRESH_TAG: name, CHAIN_TAG: asked.tags.get(CHAIN_TAG, "")})
-        began = time.monotonic()
-        while time.monotonic() - began < SILENT_SECONDS:
-            newest = seen.instance.get_runs(of_chain, limit=1)
-            if newest and newest[0].run_id != self.run_id:
-                return newest[0].run_id
-            if self.signals.asked:
-                seen.instance.add_run_tags(asked.run_id, {CANCELED_TAG: "true"})
-                raise Interrupted
-            self._pause(LOOK_SECONDS)
-        problem = (
-            f"{made}, but nothing was started for {SILENT_SECONDS:.0f} s: is the sensor `chain` on (UI: Automation)?"
-        )
-        return RunResult(False, problem)
+        return await_round(self, seen, found, ending)
 
     def _carry_out(self, address: StackAddress, seen: Observer) -> RunResult | None:
         """Launch unless that is done, then follow. None when a Dagster that is not ours has ended."""
@@ -332,6 +305,54 @@ def _machines_left(seen: Observer, *, own: bool) -> list[str]:
         ends_now=lambda one: own and (not shared or one.provider in here),
         now=time.time(),
     )
+
+
+def next_round_of(accepts: str, seen: Observer) -> tuple[str, Standing] | None:
+    """The dataset that wants rows which one accepts, and where it stands; None where none does."""
+    from batch_assets.filtering.wanted_rows import standing
+    from batch_assets.spec.chain import wanting
+    from batch_assets.spec.discovery import declared_specs
+    from resources.store.dataset_store import DatasetStore
+
+    specs = declared_specs()
+    wants = wanting(specs, accepts)
+    found = None if wants is None else standing(wants, DatasetStore(seen.store.objects, wants.name), specs)
+    return None if found is None or wants is None else (wants.name, found)
+
+
+def await_round(runner: Runner, seen: Observer, wants: tuple[str, Standing], ending: RunResult) -> RunResult | str:
+    """The run that the sensor `chain` starts for the next round, in the chain of the runner's run; else how it ended.
+
+    Raises Interrupted after a signal.
+    """
+    import dataclasses
+
+    import dagster as dg
+
+    from batch_assets.request_status.request_monitor import RunResult
+    from batch_assets.tags import CANCELED_TAG, CHAIN_TAG, REFRESH_TAG
+
+    (name, found), asked = wants, seen.instance.get_run_by_id(runner.run_id or "")
+    chain = None if asked is None else asked.tags.get(CHAIN_TAG)
+    if asked is None or chain is None:
+        return ending
+    if not found.grows:
+        return dataclasses.replace(ending, short=found.said())
+    made = f"{found.accepted:,} of {found.made:,} rows were accepted, {found.wanted:,} are wanted"
+    runner.display.say(f"{name}: {made}: more of the source is asked")
+    since = seen.instance.get_run_records(dg.RunsFilter(run_ids=[asked.run_id]), limit=1)[0].create_timestamp
+    began = time.monotonic()
+    while time.monotonic() - began < SILENT_SECONDS:
+        rounds = dg.RunsFilter(tags={REFRESH_TAG: name, CHAIN_TAG: chain}, created_after=since)
+        newest = [run for run in seen.instance.get_runs(rounds, limit=1) if run.run_id != asked.run_id]
+        if newest:
+            return newest[0].run_id
+        if runner.signals.asked:
+            seen.instance.add_run_tags(asked.run_id, {CANCELED_TAG: "true"})
+            raise Interrupted
+        time.sleep(LOOK_SECONDS)
+    silent = f"nothing was started for {SILENT_SECONDS:.0f} s"
+    return RunResult(False, f"{made}, but {silent}: is the sensor `chain` on (UI: Automation)?")
 
 
 def import_the_rest() -> None:

@@ -18,7 +18,9 @@ from batch_assets.cli.dataset_commands.run import (
     TAKEOVERS,
     Request,
     Runner,
+    await_round,
     import_the_rest,
+    next_round_of,
     observing_one,
     starting,
 )
@@ -51,6 +53,8 @@ class ChainRun:
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: str | None = None
     _run_ids: dict[str, str] = field(default_factory=dict)
+    _past: set[str] = field(default_factory=set)  # refreshes of rounds that are over
+    _back: int | None = None  # the step with which the next round begins
 
     def run(self) -> int:
         """From the first step to the last, or to one that does not end well; returns the exit status.
@@ -69,7 +73,7 @@ class ChainRun:
                         self.failed = self.steps[number]
                         self._cancel_following(number, own)
                         return status
-                    number += 1
+                    number, self._back = number + 1 if self._back is None else self._back, None
                 else:
                     return 0
             self.console.print(TAKEN_OVER, markup=False, highlight=False, soft_wrap=True)
@@ -99,15 +103,34 @@ class ChainRun:
             runner = Runner(request, shown, self.signals, self._run_ids.get(name))
             try:
                 ending = runner.run_in(address, own)
+                if ending is not None and ending.ok:
+                    ending = self._one_more_round(number, runner, ending)
             except Interrupted:
                 self._cancel_following(number, own)
                 raise
             finally:
-                if runner.run_id is not None:
+                if runner.run_id is not None and self._back is None:
                     self._run_ids[name] = runner.run_id
         if ending is None:
             return None
         return self._said(request, runner, ending)
+
+    def _one_more_round(self, number: int, runner: Runner, ending: RunResult) -> RunResult:
+        """Where the step accepts rows that one before it wants, and more are to be made: go back to that one."""
+        name = self.steps[number]
+        with observing_one(name) as seen:
+            found = next_round_of(name, seen)
+            if found is None or found[0] not in self.steps[:number]:
+                return ending
+            more = await_round(runner, seen, found, ending)
+        if not isinstance(more, str):
+            return more
+        self._back = self.steps.index(found[0])
+        for one in self.steps[self._back : number + 1]:
+            self._past.add(self._run_ids.pop(one, ""))
+        self._past.add(runner.run_id or "")
+        self._run_ids[found[0]] = more
+        return ending
 
     def _said(self, request: Request, runner: Runner, ending: RunResult) -> int:
         status, found = summary(request, runner, ending, self.console, as_json=self.as_json)
@@ -156,7 +179,8 @@ class ChainRun:
         if chain is None:
             return None
         runs = seen.instance.get_runs(dg.RunsFilter(tags={CHAIN_TAG: chain, REFRESH_TAG: name}))
-        return next((run.run_id for run in runs if STREAMING_TAG not in run.tags), None)
+        new = (run.run_id for run in runs if STREAMING_TAG not in run.tags and run.run_id not in self._past)
+        return next(new, None)
 
     def _cancel_following(self, number: int, own: Stack | None) -> None:
         """Steps below may be at work: on rows that were read so far, or as the sensor has gone on while the table of
