@@ -125,7 +125,7 @@ def declarations(root: Path | None = None) -> Declarations:
     sources = {spec.name: (spec.source, path) for path, one in going.items() for spec in one.specs}
     known = {name for names in claimed.values() for name in names} if root is None or root.is_dir() else None
     specs = {spec.name: (spec, path) for path, one in read.items() for spec in one.specs}
-    wrong = dict(_misread(sources, known)) | dict(_unaccepted(specs)) | dict(_without_columns(specs)) | wrong
+    wrong = dict(_misread(sources, known)) | dict(_unaccepted(specs, known)) | dict(_without_columns(specs)) | wrong
     files = tuple(path for path, found in read.items() if found.specs and path not in wrong)
     datasets = {spec.name: (spec, path.parent) for path in files for spec in read[path].specs}
     broken: list[BrokenFile] = []
@@ -176,11 +176,16 @@ def _misread(
             yield path, SpecError(path, [Problem(key, "datasets that are no circle", " → ".join(circle))])
 
 
-def _unaccepted(specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]]) -> Iterator[tuple[Path, SpecError]]:
-    """Files with a dataset that wants rows which another one accepts, that cannot."""
+def _unaccepted(
+    specs: Mapping[str, tuple[GeneratedDatasetSpec, Path]], all_known: Collection[str] | None
+) -> Iterator[tuple[Path, SpecError]]:
+    """Files with a dataset that wants rows which another one accepts, that cannot. `all_known`: as in `_misread`; a
+    dataset that stands in none of `specs` is another file's."""
     known = {name: spec for name, (spec, _) in specs.items()}
     for name, (spec, path) in specs.items():
         other = spec.want if spec.accepted_by != name else None
+        if spec.accepted_by not in known and (all_known is None or spec.accepted_by in all_known):
+            continue  # in a file that is not read now, or is broken
         if other is not None and (problem := _no_judge(known, spec, other)) is not None:
             expected, found, hint = problem
             yield path, SpecError(path, [Problem(f"{name}: want.accepted_by", expected, found, hint)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+import yaml
 from support.snapshots import commit
 
 from batch_assets.component import spec_version
@@ -19,6 +20,7 @@ from batch_assets.publishing.publish import publish
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.builder import build_snapshot, changed_rows
 from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.discovery import declarations
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
 from resources.objects.opening import open_objects
@@ -53,7 +55,7 @@ class Rounds:
         return folder
 
     def read(self, spec: GeneratedDatasetSpec) -> SnapshotManifest:
-        wanted = wanted_rows(spec, self.store)
+        wanted = wanted_rows(spec, self.store, {})
         return build_snapshot(spec, self.store, now=1.0, workdir=self.workdir(), base=self.folder, wanted=wanted)
 
     def make(self, spec: GeneratedDatasetSpec) -> Standing:
@@ -66,7 +68,7 @@ class Rounds:
         publish(self.store, manifest, card=Card(), now=1.0, workdir=self.workdir())
         assert spec.filter is not None
         filtered(self.store, spec.filter, base=self.folder, now=2.0, workdir=self.workdir(), want=spec.want)
-        found = standing(spec, self.store)
+        found = standing(spec, self.store, {})
         assert found is not None
         return found
 
@@ -112,7 +114,7 @@ def test_a_round_that_is_read_twice_or_was_interrupted_is_the_same_and_no_finish
     spec = declared()
     first = rounds.read(spec)
     assert rounds.read(spec) == first
-    assert standing(spec, rounds.store) == Standing(50, 0, 0, None)
+    assert standing(spec, rounds.store, {}) == Standing(50, 0, 0, None)
     before = rounds.store.current_objects(rounds.store.entries(first.snapshot))
     rounds.make(spec)
     second = rounds.read(spec)
@@ -145,7 +147,7 @@ def test_where_the_source_ends_too_few_rows_are_said_and_new_ones_are_asked_late
         "20 accepted rows are missing: 30 of 90 rows passed, and the source has no more: "
         "add rows to it, loosen `filter`, or lower `want.rows`"
     )
-    assert rows_to_come(spec, rounds.store).middle == 0
+    assert rows_to_come(spec, rounds.store, {}).middle == 0
     rounds.write(400, lambda n: n % 3 == 0)
     made, found = rounds.until_done(spec)
     assert found.said() == "" and len(rounds.passed()) == 50
@@ -187,11 +189,11 @@ def test_what_is_to_come_is_known_in_each_round(rounds: Rounds) -> None:
     spec = declared(want={"rows": 50, "expected_rate": 0.2})
     first = rounds.read(spec)
     assert first.wanted is not None and first.wanted.to_come[1] == pytest.approx(200)
-    assert rows_to_come(spec, rounds.store).middle == pytest.approx(200)
+    assert rows_to_come(spec, rounds.store, {}).middle == pytest.approx(200)
     rounds.make(spec)
-    assert 120 < rows_to_come(spec, rounds.store).middle < 200
+    assert 120 < rows_to_come(spec, rounds.store, {}).middle < 200
     rounds.until_done(spec)
-    assert rows_to_come(spec, rounds.store).middle == 0
+    assert rows_to_come(spec, rounds.store, {}).middle == 0
 
 
 def test_too_many_values_of_a_column_are_refused(rounds: Rounds) -> None:
@@ -208,7 +210,8 @@ def test_a_file_without_want_keeps_its_version() -> None:
     ("keys", "said"),
     [
         ({"want": {"rows": 0}}, "want.rows"),
-        ({"want": {"rows": 5, "accepted_by": "nobody"}}, "want.accepted_by"),
+        ({"want": {"rows": 5, "accepted_by": "Nobody!"}}, "want.accepted_by"),
+        ({"want": {"rows": 5, "accepted_by": "sums"}}, "want.accepted_by: expected passed, or the name of a dataset"),
         ({"want": {"rows": 5}, "filter": None}, "want.accepted_by: expected a filter beside it"),
         ({"filter": {"mark": {"where": "good"}}}, "filter: expected a rule with `remove: true`"),
         ({"filter": {SURPLUS: {"where": "good", "remove": True}}}, "filter: expected another name"),
@@ -222,3 +225,36 @@ def test_what_cannot_be_wanted_is_one_clear_error(keys: dict[str, Any], said: st
     with pytest.raises(SpecError) as error:
         declared(**keys)
     assert said in str(error.value) and "1 problem" in str(error.value)
+
+
+def chained(folder: Path, **scores: Any) -> list[str]:
+    """What is wrong with two datasets, of which the second one is to accept the rows of the first."""
+    first = {"name": "sums", "source": {"path": "rows.jsonl"}, "prompt": {"user": "{{ q }}"}, "model": "m"}
+    first |= {"keep_columns": ["topic"], "want": {"rows": 5, "accepted_by": "scores", "per": "topic"}}
+    second = {"name": "scores", "source": {"dataset": "sums"}, "prompt": {"user": "{{ output }}"}, "model": "m"}
+    second |= {"keep_columns": ["topic"], "filter": {"long": {"where": "completion_tokens > 9", "remove": True}}}
+    documents = [{"type": "batch_assets.GeneratedDataset", "attributes": one} for one in (first, second | scores)]
+    (folder / "sums").mkdir(parents=True, exist_ok=True)
+    (folder / "sums" / "defs.yaml").write_text(yaml.safe_dump_all(documents))
+    return [str(one.error) for one in declarations(folder).broken]
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ({"name": "scorers"}, "expected passed, or the name of a declared dataset, found 'scores'"),
+        ({"source": {"path": "x.csv"}}, "expected a dataset that reads sums or what is made of it"),
+        (
+            {"filter": {"long": {"where": "completion_tokens > 9"}}},
+            "expected a dataset with `judge.accept`, or a filter",
+        ),
+        ({"keep_columns": []}, "expected a dataset that keeps 'topic' (keep_columns)"),
+        ({"want": {"rows": 3}}, "expected a dataset without `want`"),
+    ],
+)
+def test_a_dataset_that_cannot_accept_the_rows_is_one_clear_error(
+    tmp_path: Path, scores: dict[str, Any], said: str
+) -> None:
+    assert chained(tmp_path) == []
+    (found,) = chained(tmp_path, **scores)
+    assert f"sums: want.accepted_by: {said}" in found and "1 problem" in found
