@@ -597,10 +597,11 @@ class GeneratedDatasetSpec(Strict):
         """Columns of the published table."""
         properties = (self.output.json_schema or {}).get("properties") or {} if self.output.columns else {}
         hidden = {"row_key", "of_row_id", REPEATS} | (set() if self.include_prompt else {"prompt"})
-        hidden |= set() if self.prompt.has_turns else {TURNS}
         pooled = SCHEMAS[self.task]["properties"] if self.task in SCHEMAS else {}
         sampled = [SAMPLE_INDEX] if self.samples > 1 else []
-        return {*(OWN_COLUMNS - hidden), *self.keep_columns, *properties, *pooled, *sampled}
+        said = [TURNS] if self.prompt.has_turns else []
+        said += [WRITTEN_TURNS] if self.prompt.user_model is not None else []
+        return {*(OWN_COLUMNS - hidden), *self.keep_columns, *properties, *pooled, *sampled, *said}
 
     @property
     def judged_columns(self) -> set[str]:

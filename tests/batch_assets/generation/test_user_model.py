@@ -211,6 +211,14 @@ def test_what_a_users_model_cannot_be_is_refused(attributes: dict[str, Any], wor
         spec(**attributes)
 
 
+def test_the_columns_of_conversations_can_be_filtered_and_exported() -> None:
+    rule = {"long": {"where": "turns IS NULL OR user_turns IS NULL"}}
+    made = spec(prompt=PROMPT, filter=rule)
+    assert {"turns", "user_turns"} <= made.table_columns
+    assert "user_turns" not in spec(prompt={"turns": ["{{ q }}"]}).table_columns
+    assert not {"turns", "user_turns"} & spec(prompt={"user": "{{ q }}"}).table_columns
+
+
 def test_a_user_without_a_system_message_is_a_bad_row(tmp_path: Path) -> None:
     write(tmp_path, {"id": "a", "q": "q", "who": ""}, {"id": "b", "q": "q", "who": "me"})
     made = spec(prompt={**PROMPT, "user_model": {**USER, "system": "{{ who or '' }}"}}, id="id")
