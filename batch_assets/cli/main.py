@@ -540,6 +540,28 @@ def backup(
 
 
 @app.command()
+def restore(
+    backup_id: Annotated[str | None, typer.Option("--backup", help="Its id; the newest one without.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Show the backups that there are.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and compare all of it, and change nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also where the databases hold something: that is lost then.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring the databases back from a backup, and add what the store and the providers know since. Asks no engine."""
+    with user_errors():
+        if listed:
+            from batch_assets.cli.backup_commands.backup_command import show_backups
+
+            show_backups(as_json=as_json)
+            return
+        from batch_assets.cli.backup_commands.restore_command import restore_databases
+
+        raise typer.Exit(restore_databases(backup_id, dry_run=dry_run, overwrite=overwrite, as_json=as_json))
+
+
+@app.command()
 def demo() -> None:
     """Have a real model on this machine generate a small dataset, verify it, and show some rows of its table."""
     with user_errors():

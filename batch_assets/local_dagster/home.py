@@ -38,6 +38,19 @@ class StackAddress:
     pid: int
 
 
+UNFINISHED_RESTORE = "restore.unfinished"  # while the databases of a home are being put back
+
+
+def refuse_unfinished_restore(home: Path) -> None:
+    """Raise StackError when a restore of this home was begun and has not come to its end."""
+    with contextlib.suppress(FileNotFoundError):
+        backup = (home / UNFINISHED_RESTORE).read_text(errors="replace").strip()
+        raise StackError(
+            f"{home}: expected whole databases, found that the restore of backup {backup:.60} has not come to its end: "
+            f"`batch-assets restore --backup {backup:.60}` does it again"
+        )
+
+
 def prepare_home() -> Path:
     """DAGSTER_HOME with a dagster.yaml in it; a file that is there already is left as it is. Raises AccessError."""
     home = settings.dagster_home()
@@ -72,6 +85,7 @@ def ensure_storage(home: Path) -> None:
 
     Processes that open a new home at the same moment leave it unusable ("alembic_version has more than one head").
     """
+    refuse_unfinished_restore(home)
     mark = home / "storage.ready"
     with (home / "storage.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from gpu_runner.cost_meter import LeaseUsage
 from gpu_runner.fleet_database.accounting.bill_split import InstanceCost, Split
 from gpu_runner.fleet_database.accounting.request_budget import BudgetReached, Spend
+from gpu_runner.fleet_database.after_restore import AfterRestore
 from gpu_runner.fleet_database.claims import Claim, Claims
 from gpu_runner.fleet_database.connection import CLAIMS, LEASES, RUNS, database_now
 from gpu_runner.fleet_database.grants import Grants
@@ -90,7 +91,7 @@ class RunBeat:
     wait: WaitReason | None = None
 
 
-class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Grants, BackupNotes):
+class FleetDatabase(Instances, Targets, Reports, Claims, Figures, Services, Grants, BackupNotes, AfterRestore):
     """The tables, and the few transactions that are allowed on them. Safe to use from several threads."""
 
     # runs

@@ -31,7 +31,7 @@ BLOCK_BYTES = 1 << 20
 LARGEST_MEMBERS = 256 << 20  # some 200 bytes for each file: a million runs
 _ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 _NAME = re.compile(r"(?:(?!\.{1,2}(?:/|$))[A-Za-z0-9_.-]+(?:/(?!$)|$))+")
-_OTHER = "take another one: `batch-assets backup --list`"
+_OTHER = "take another one: `batch-assets restore --list`"
 
 
 class BackupError(UserFacingError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 HOUR, DAY = 3600.0, 86400.0
+NEWEST = 3  # one that is damaged is not the only one, also where several are made in an hour
 UNFINISHED_SECONDS = DAY  # a backup without a manifest may still be made for so long
 _TEXT = re.compile(r"hourly=(\d{1,4}),daily=(\d{1,4})")
 
@@ -30,10 +31,10 @@ class Keep:
 def expired(made: Iterable[tuple[str, float]], keep: Keep) -> list[str]:
     """Ids of the backups that are not kept, oldest first. `made`: ids, and when each was begun (Unix seconds).
 
-    The newest backup is always kept, and no clock is asked: what stops being made is not forgotten meanwhile.
+    The newest NEWEST backups are always kept, and no clock is asked: what stops being made is not forgotten meanwhile.
     """
     newest_first = sorted(made, key=lambda one: one[1], reverse=True)
-    kept = {newest_first[0][0]} if newest_first else set()
+    kept = {backup for backup, _ in newest_first[:NEWEST]}
     for seconds, count in ((HOUR, keep.hourly), (DAY, keep.daily)):
         stretches: dict[int, str] = {}
         for backup, began in newest_first:

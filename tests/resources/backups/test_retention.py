@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resources.backups.retention import DAY, HOUR, Keep, expired
+from resources.backups.retention import DAY, HOUR, NEWEST, Keep, expired
 
 
 def test_the_newest_of_each_hour_and_day_is_kept() -> None:
     made = [(f"{day}-{hour}", day * DAY + hour * HOUR) for day in range(4) for hour in range(24)]
-    gone = expired(made, Keep(hourly=3, daily=2))
+    assert expired(made[:NEWEST], Keep(hourly=1, daily=0)) == []
+    gone = expired(made, Keep(hourly=4, daily=2))
     kept = [name for name, _ in made if name not in gone]
-    assert kept == ["2-23", "3-21", "3-22", "3-23"]
+    assert kept == ["2-23", "3-20", "3-21", "3-22", "3-23"]
 
 
 def test_backups_that_are_not_made_any_more_stay() -> None:
@@ -28,7 +29,7 @@ def test_a_second_look_deletes_nothing_more(times: list[float], hourly: int, dai
     gone = expired(made, Keep(hourly, daily))
     left = [one for one in made if one[0] not in gone]
     assert expired(left, Keep(hourly, daily)) == []
-    assert len(left) <= hourly + daily + 1
+    assert len(left) <= hourly + daily + NEWEST
     if made:
         assert max(made, key=lambda one: one[1]) in left
 
