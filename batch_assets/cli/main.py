@@ -562,6 +562,23 @@ def restore(
 
 
 @app.command()
+def gc(
+    name: Annotated[str | None, typer.Argument(help="Name of the dataset; all of them without.")] = None,
+    keep_versions: Annotated[int, typer.Option(min=1, help="Published versions of each table that stay.")] = 2,
+    older_than: Annotated[str, typer.Option(help="Only what was superseded so long ago: 7d, 36h; at least 1h.")] = "7d",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete it; without, it is only counted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What nobody needs any more in the store: old versions, snapshots, generations, journals and backups."""
+    with user_errors():
+        if name is not None:
+            known_dataset(name)
+        from batch_assets.cli.backup_commands.gc_command import collect_garbage
+
+        collect_garbage(name, keep_versions, older_than, delete=delete, as_json=as_json)
+
+
+@app.command()
 def demo() -> None:
     """Have a real model on this machine generate a small dataset, verify it, and show some rows of its table."""
     with user_errors():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -48,6 +48,11 @@ class _Place:
         """Give it its name, in place of what had it."""
         os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
         os.fsync(self.folder)
+
+
+def _described(path: str, found: os.stat_result) -> ObjectInfo:
+    etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}"
+    return ObjectInfo(path, found.st_size, etag, found.st_mtime)
 
 
 class LocalObjects:
@@ -158,7 +163,17 @@ class LocalObjects:
             elif path > start_after and not entry.name.startswith((_TEMPORARY, MARKER)):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat()
-                    yield ObjectInfo(path, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}")
+                    yield _described(path, found)
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        self.delete(paths)
+
+    def abandoned(self, before: float) -> Iterator[ObjectInfo]:
+        for file in self.folder.rglob(f"{_TEMPORARY}*"):
+            with contextlib.suppress(FileNotFoundError):
+                found = _described(str(file.relative_to(self.folder)), file.stat())
+                if found.modified_at < before:
+                    yield found
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:

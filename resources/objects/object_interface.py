@@ -6,8 +6,8 @@ level of the store itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
@@ -32,11 +32,13 @@ class ObjectInfo:
     """One object of a listing: its path below the root and its size in bytes.
 
     `etag` changes whenever the object is written again; a change of bytes that goes past the store may leave it.
+    `modified_at`: when it was written, in Unix seconds by the store's clock; 0.0: it is not known.
     """
 
     path: str
     size: int
     etag: str = ""
+    modified_at: float = field(default=0.0, compare=False)
 
 
 class Objects(Protocol):
@@ -67,7 +69,16 @@ class Objects(Protocol):
         """Objects below `prefix` (a folder, ending in `/`) whose path sorts after `start_after`, in order."""
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete objects; one that is not there is no error."""
+        """Delete objects in this order; one that is not there is no error."""
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """Delete up to a thousand objects in no order, in one request where the store can."""
+
+    def abandoned(self, before: float) -> Iterator[ObjectInfo]:
+        """What uploads have left that broke off, begun before a Unix time; `delete` takes these paths, too.
+
+        None where the store does not show them: there, a rule of the bucket removes them.
+        """
 
     def open(self, path: str) -> BinaryIO:
         """The object as a seekable binary file, read in ranges. Raises FileNotFoundError."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,10 +37,20 @@ class ObjectsBelow:
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         for info in self._of.list(self._path(prefix), self._path(start_after) if start_after else ""):
-            yield ObjectInfo(info.path.removeprefix(f"{self._folder}/"), info.size, info.etag)
+            yield self._own(info)
 
     def delete(self, paths: Iterable[str]) -> None:
         self._of.delete(self._path(path) for path in paths)
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        self._of.delete_many([self._path(path) for path in paths])
+
+    def abandoned(self, before: float) -> Iterator[ObjectInfo]:
+        own = (info for info in self._of.abandoned(before) if info.path.startswith(f"{self._folder}/"))
+        return map(self._own, own)
+
+    def _own(self, info: ObjectInfo) -> ObjectInfo:
+        return replace(info, path=info.path.removeprefix(f"{self._folder}/"))
 
     def open(self, path: str) -> BinaryIO:
         return self._of.open(self._path(path))

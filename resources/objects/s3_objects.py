@@ -11,7 +11,7 @@ import datetime
 import io
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -100,7 +100,11 @@ class S3Objects:
 
         for page in obstore.list(self._store, prefix.rstrip("/") or None, offset=start_after or None, chunk_size=1000):
             for meta in page:
-                yield ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "")
+                modified = meta["last_modified"].timestamp()
+                yield ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "", modified)
+
+    def abandoned(self, before: float) -> Iterator[ObjectInfo]:
+        return iter(())  # of multipart uploads the bucket's rule AbortIncompleteMultipartUpload takes care
 
     def delete(self, paths: Iterable[str]) -> None:
         import obstore
@@ -108,6 +112,12 @@ class S3Objects:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, path)
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, list(paths))
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_Ranges(self, path), buffer_size=1 << 16))

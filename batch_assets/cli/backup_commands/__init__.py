@@ -1,3 +1,3 @@
-"""What `batch-assets backup` and `restore` do and print."""
+"""What `batch-assets backup`, `restore` and `gc` do and print."""
 
-__all__ = ["backup_command", "restore_command"]
+__all__ = ["backup_command", "gc_command", "restore_command"]
