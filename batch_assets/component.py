@@ -126,7 +126,7 @@ def dataset_definitions(spec: GeneratedDatasetSpec, folder: Path, broken: SpecEr
     `broken`: what is wrong with that file now, when `spec` is what was last known: then the source is not read again.
     """
     prompts, rows = prompts_asset(spec, spec_version(spec), folder, broken), rows_asset(spec, folder)
-    table, dead = table_asset(spec), dead_letters_asset(spec)
+    table, dead = table_asset(spec, folder), dead_letters_asset(spec)
     made = [judged_asset(spec)] if spec.judge is not None else []
     made += [passed_asset(spec, folder)] if spec.rules is not None else []
     made += [export_asset(spec, export, folder) for export in spec.exports]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +28,20 @@ def dagster_home() -> Path:
 def store_root() -> str:
     """Root of the store: BATCH_ASSETS_STORE (a folder or s3://bucket/prefix), else `data` in the project."""
     return os.environ.get("BATCH_ASSETS_STORE") or str(PROJECT / "data")
+
+
+def viewer_url() -> str:
+    """Where people reach `batch-assets view`: BATCH_ASSETS_VIEWER_URL, without a slash at its end; "": nowhere.
+
+    Raises SettingError.
+    """
+    named = (os.environ.get("BATCH_ASSETS_VIEWER_URL") or "").rstrip("/")
+    if named and not re.fullmatch(r"https?://[^\s/?#@]+", named):
+        raise SettingError(
+            "BATCH_ASSETS_VIEWER_URL: expected http://host:port or https://host, as http://127.0.0.1:3002, "
+            f"found {named[:80]!r}"
+        )
+    return named
 
 
 def fleet_is_shared() -> bool:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import dagster as dg
 
-from batch_assets.asset_metadata.distributions import table_distributions
+from batch_assets.asset_metadata.distributions import NO_COMPLETION, table_distributions
 from batch_assets.asset_metadata.histogram import distributions_markdown
 from batch_assets.asset_metadata.sample_rows import first_rows_markdown, sample_markdown
 from batch_assets.exports.declared_export import WrittenExport
 from batch_assets.exports.hub_push import Pushed
 from batch_assets.filtering.passed_table import FilterReport
 from batch_assets.judging.judged_table import JudgeReport
+from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.dataset_card import MEANING
+from batch_assets.publishing.prompt_column import PROMPT
 from batch_assets.publishing.published_table import PublishedTable
+from batch_assets.settings import SettingError, viewer_url
+from batch_assets.snapshot.prompts.rendering import Prompts
 from batch_assets.snapshot.reuse import ReusableRows
+from batch_assets.snapshot.source.errors import SourceError
+from batch_assets.spec.models import GeneratedDatasetSpec
+from batch_assets.spec.source import table_read_by
 from gpu_runner.fleet_database.accounting.bill_split import Split
 from resources.store.dataset_store import DatasetStore, SnapshotManifest
 
@@ -150,11 +160,57 @@ def short_type(name: str) -> str:
     return name if len(name) <= TYPE_LETTERS else f"{name.partition('<')[0]}<…>"
 
 
+def view_link(table: PublishedTable) -> dict[str, Any]:
+    """Where `batch-assets view` shows the table, where BATCH_ASSETS_VIEWER_URL says that it is served.
+
+    A wrong one is refused when Dagster starts; here it only leaves the link out.
+    """
+    try:
+        base = viewer_url()
+    except SettingError:
+        base = ""
+    if not base:
+        return {}
+    query = urlencode({"dataset": table.dataset, "version": table.version})
+    return {"view": dg.MetadataValue.url(f"{base}/?{query}")}
+
+
+def column_lineage(spec: GeneratedDatasetSpec, base: Path, table: PublishedTable) -> dict[str, Any]:
+    """Of which columns of what the dataset reads its prompts, outputs and kept columns are made.
+
+    `base`: where files of the prompt lie; without them there is no lineage.
+    """
+    try:
+        asked = Prompts(spec, base).columns
+    except SourceError:
+        return {}
+    read = table_read_by(spec.source)
+    source = dg.AssetKey([spec.name, "source"]) if read is None else dg.AssetKey.from_user_string(read)
+    before = {new: old for old, new in (spec.source.rename or {}).items()}
+
+    def made_of(names: Iterable[str]) -> list[dg.TableColumnDep]:
+        return [dg.TableColumnDep(source, before.get(name, name)) for name in names]
+
+    kept = {table_name(name): made_of([name]) for name in spec.keep_columns}
+    of_output = [column.name for column in table.columns if column.description is not None]
+    there = {column.name for column in table.columns}
+    found = kept | {name: made_of(asked) for name in (PROMPT, "output", *of_output) if name in there}
+    return {"dagster/column_lineage": dg.MetadataValue.column_lineage(dg.TableColumnLineage(found))}
+
+
 def shown_rows(store: DatasetStore, table: PublishedTable, *, samples: bool) -> dict[str, Any]:
-    """What people look at first: pictures of lengths, finish reasons and latency and, with `samples`, some rows."""
-    pictures = distributions_markdown(table_distributions(store, table))
+    """What people look at first: pictures of lengths, finish reasons and latency and, with `samples`, some rows.
+
+    Then the shares of rows without an answer, and of cut ones, which Dagster plots over the versions.
+    """
+    counted = table_distributions(store, table)
+    pictures = distributions_markdown(counted)
     found: dict[str, Any] = {}
     if samples:
         found["first_rows"] = dg.MetadataValue.md(first_rows_markdown(store, table))
         found["sample_rows"] = dg.MetadataValue.md(sample_markdown(store, table))
-    return found | ({"histograms": dg.MetadataValue.md(pictures)} if pictures else {})
+    found |= {"histograms": dg.MetadataValue.md(pictures)} if pictures else {}
+    if asked := counted.reasons.total():
+        rates = {"dead_rate": counted.reasons[NO_COMPLETION], "cut_rate": counted.reasons["length"]}
+        found |= {name: dg.MetadataValue.float(round(count / asked, 6)) for name, count in rates.items()}
+    return found

@@ -257,9 +257,18 @@ def gate_event(dataset: str, trip: GateTrip) -> dg.AssetObservation:
 
 
 def progress_event(
-    dataset: str, rows_done: int, rows: int, rows_per_second: float, sentence: str
+    dataset: str,
+    rows_done: int,
+    rows: int,
+    rows_per_second: float,
+    sentence: str,
+    seconds_left: float | None = None,
+    usd_spent: float | None = None,
 ) -> dg.AssetObservation:
-    """How far a run is, for its page; an observation, because a batch that is not committed is no data yet."""
+    """How far a run is, for its page; an observation, because a batch that is not committed is no data yet.
+
+    `usd_spent`: US dollars of its whole request.
+    """
     return dg.AssetObservation(
         asset_key=rows_key(dataset),
         description=sentence,
@@ -268,6 +277,8 @@ def progress_event(
             "rows_done": dg.MetadataValue.int(rows_done),
             "rows": dg.MetadataValue.int(rows),
             "rows_per_second": dg.MetadataValue.float(round(rows_per_second, 2)),
+            **({} if seconds_left is None else {"seconds_left": dg.MetadataValue.float(round(seconds_left, 1))}),
+            **({} if usd_spent is None else {"usd_spent": dg.MetadataValue.float(round(usd_spent, 6))}),
             "reason": dg.MetadataValue.text(sentence),
         },
     )

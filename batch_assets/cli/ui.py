@@ -13,6 +13,7 @@ from batch_assets.cli.interrupts import EXIT_STATUS, Interrupted, Signals
 from batch_assets.cli.user_errors import CommandError
 from batch_assets.local_dagster.home import prepare_home, running_stack
 from batch_assets.local_dagster.stack import Stack, port_taken
+from batch_assets.settings import viewer_url
 from batch_assets.spec.discovery import declarations
 
 
@@ -20,6 +21,7 @@ def serve_ui(port: int, api_port: int | None) -> None:
     """Serve Dagster's UI on `port` of 127.0.0.1, and OpenAI's Batch API on `api_port`. Raises CommandError, Exit."""
     for one in declarations().broken:
         sys.stderr.write(f"{one.error}\n")
+    viewer_url()  # what is wrong with it is said here, not on the page of a table
     home = prepare_home()
     if found := running_stack(home):
         raise CommandError(f"Dagster already runs on {home}: {found.url} (process {found.pid})")

@@ -256,7 +256,7 @@ def _generate(
         try:
             if _needs_engine(context, loop, run, heartbeat):
                 supervisor = _supervisor(context, fleet, fleet_db, heartbeat, need, run, loop)
-                result = _serve(context, run, supervisor, ProgressReport(run.rows, time.monotonic))
+                result = _serve(context, run, supervisor, ProgressReport(run.rows, time.monotonic), fleet_db)
         except (FleetConfigError, PricingError, RunEnded, StoreAway) as error:
             result = failed(error)
         finally:
@@ -401,14 +401,22 @@ def _supervisor(
 
 
 def _serve(
-    context: dg.AssetExecutionContext, run: RangeRun, supervisor: EngineSupervisor, progress: ProgressReport
+    context: dg.AssetExecutionContext,
+    run: RangeRun,
+    supervisor: EngineSupervisor,
+    progress: ProgressReport,
+    fleet_db: FleetDatabase,
 ) -> StepResult:
     """Until nothing is missing, or the run cannot go on: the result says why. Leaves no request in flight, no lease."""
+    dataset = run.store.dataset
 
-    def tell(found: RunProgress) -> None:
-        words = found.sentence()
+    def tell(report: RunProgress) -> None:
+        found = replace(report, usd_spent=_spent(fleet_db, dataset))
+        words, rate = found.sentence(), found.rows_per_second
         context.log_event(
-            ledger.progress_event(run.store.dataset, found.rows_done, found.rows, found.rows_per_second, words)
+            ledger.progress_event(
+                dataset, found.rows_done, found.rows, rate, words, found.seconds_left, found.usd_spent
+            )
         )
 
     try:
@@ -421,6 +429,15 @@ def _serve(
         return result
     finally:
         supervisor.end()
+
+
+def _spent(fleet_db: FleetDatabase, dataset: str) -> float | None:
+    """US dollars that the request under way has cost by its last plan; None without one."""
+    try:
+        target = fleet_db.target(dataset)
+    except FleetDatabaseError:
+        return None
+    return None if target is None or target.plan is None else target.plan.usd_spent
 
 
 @contextlib.contextmanager

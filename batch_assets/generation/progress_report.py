@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from batch_assets.catalog.progress import eta_seconds
 from batch_assets.durations import duration
+from gpu_runner.money import format_usd
 
 FIRST_SECONDS = 5.0
 LONGEST_SECONDS = 300.0
@@ -19,7 +20,8 @@ LONGEST_SECONDS = 300.0
 class RunProgress:
     """Where a run stands. `rows_per_second` since the last report; `seconds_left`: None while nothing moves.
 
-    `note`: what the run does or waits for, as it says itself.
+    `note`: what the run does or waits for, as it says itself. `usd_spent`: US dollars of its whole request so far, on
+    all of its instances; None: not known.
     """
 
     rows_done: int
@@ -27,9 +29,13 @@ class RunProgress:
     rows_per_second: float
     seconds_left: float | None
     note: str = ""
+    usd_spent: float | None = None
 
     def sentence(self) -> str:
         """In one line, for people."""
+        return self._figures() + (f"; {format_usd(self.usd_spent)} $ spent by its request" if self.usd_spent else "")
+
+    def _figures(self) -> str:
         said = f"{self.rows_done:,} of {self.rows:,} rows"
         if self.rows_done >= self.rows:
             return f"{said}, {self.rows_per_second:,.1f} rows/s"

@@ -16,6 +16,7 @@ import dagster as dg
 
 from batch_assets import settings
 from batch_assets.asset_metadata.materialization import (
+    column_lineage,
     export_metadata,
     judged_metadata,
     passed_metadata,
@@ -23,6 +24,7 @@ from batch_assets.asset_metadata.materialization import (
     shown_rows,
     snapshot_metadata,
     table_metadata,
+    view_link,
 )
 from batch_assets.capacity_planning.clock_scale import scale_words
 from batch_assets.capacity_planning.cost_curve import curve_markdown
@@ -425,8 +427,8 @@ def _rows_text(spec: GeneratedDatasetSpec) -> str:
     )
 
 
-def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
-    """The published table, with its checks."""
+def table_asset(spec: GeneratedDatasetSpec, base: Path) -> dg.AssetsDefinition:
+    """The published table, with its checks. Files of the prompt start at `base`."""
     key = ledger.table_key(spec.name)
 
     @_asset(
@@ -472,7 +474,8 @@ def table_asset(spec: GeneratedDatasetSpec) -> dg.AssetsDefinition:
                     if spec.source.streaming:
                         delete_streamed(data)
                 shown = shown_rows(data, table, samples=spec.show_samples)
-                shown |= table_metadata(data, table, bill, final=not standing)
+                shown |= view_link(table) | table_metadata(data, table, bill, final=not standing)
+                shown |= column_lineage(spec, base, table)
         except IncompleteSnapshot as error:
             raise dg.Failure(str(error), allow_retries=False) from None
         return dg.MaterializeResult(

@@ -67,3 +67,9 @@ def test_the_end_has_the_rate_of_the_whole_run() -> None:
     assert report.due(20) is None
     clock.now += 4
     assert report.last(100).sentence() == "100 of 100 rows, 20.0 rows/s"
+
+
+def test_the_dollars_of_the_request_are_said_once_there_are_some() -> None:
+    running = RunProgress(50, 100, 10.0, 5.0, "", 1.25)
+    assert running.sentence() == "50 of 100 rows, 10.0 rows/s, about 5 s left; 1.25 $ spent by its request"
+    assert RunProgress(50, 100, 10.0, 5.0, "", 0.0).sentence() == "50 of 100 rows, 10.0 rows/s, about 5 s left"
