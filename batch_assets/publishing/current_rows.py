@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from batch_assets.publishing.batch_reader import table_name
 from batch_assets.publishing.prompt_column import last_request
+from batch_assets.snapshot.prompts.messages import without_media_bytes
 from gpu_runner.rows import Outcome
 from resources.objects.opening import CorruptObject
 from resources.store.dataset_store import BatchEntry, BatchObject, DatasetStore, SnapshotManifest
@@ -52,8 +53,8 @@ class RowState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CurrentRow:
-    """One row. `prompt`: messages or a text; of a conversation, its last request so far. `kept`: the source's columns,
-    by their names in a table.
+    """One row. `prompt`: messages or a text; of a conversation, its last request so far, and images and sounds by their
+    digests. `kept`: the source's columns, by their names in a table.
 
     `outcome`: None while the row waits.
     """
@@ -212,6 +213,7 @@ class _Reader:
             prompt = orjson.loads(line["prompt"])
             if known is not None and (said := line.get(USER_TURNS)):
                 prompt = last_request(prompt, orjson.loads(said), [(turn.user, turn.output) for turn in known.turns])
+            prompt = without_media_bytes(prompt) if self._manifest.images else prompt
             known = None if known is None or known.begun else known
             found.append(CurrentRow(entry.key, line["row_id"], prompt, kept, known, committed))
         return found

@@ -23,6 +23,7 @@ from support.plain_engine import plain_engine
 from batch_assets.asset_metadata.sample_rows import sample_markdown
 from batch_assets.capacity_planning.workload_estimate import prompt_tokens
 from batch_assets.component import spec_version
+from batch_assets.publishing.current_rows import find_rows
 from batch_assets.publishing.published_table import published_table
 from batch_assets.snapshot.prompts.audio import RowAudio
 from batch_assets.snapshot.prompts.row_media import RowMedium
@@ -95,6 +96,9 @@ def test_rows_ask_with_their_sounds_and_the_table_has_only_their_digests(tmp_pat
         }
         users = [one for one in asked if one[0]["role"] == "system"]
         assert len(users) == 2 and all(one[2]["content"] == "What is said?" for one in users)
+        manifest = site.store.manifest(site.store.current_snapshot() or "")
+        seen = find_rows(site.store, manifest, site.store.entries(manifest.snapshot), lambda rows: rows, 9).rows
+        assert len(seen) == 2 and base64.b64encode(one).decode()[-60:] not in str(seen)
         assert site.materialize("dataset").success
         table = published_table(site.store)
         assert table is not None
