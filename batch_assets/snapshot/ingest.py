@@ -435,8 +435,8 @@ def source_name(spec: GeneratedDatasetSpec) -> str:
     source = spec.source
     if source.dataset is not None:
         version = source.table_version
-        passed = ", the rows that pass" if source.passed else ""
-        return f"dataset {source.dataset}{passed}" + (f", version {version}" if version else "")
+        part = ", the rows that pass" if source.passed else ", the judged rows" if source.judged else ""
+        return f"dataset {source.dataset}{part}" + (f", version {version}" if version else "")
     return source.path or source.asset or f"grid of {' × '.join(spec.source.grid or {})}"
 
 

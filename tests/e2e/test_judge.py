@@ -128,7 +128,8 @@ def test_a_small_real_model_judges_what_it_wrote(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{engine.port}"
         entry = {"name": "cpu", "kind": "endpoint", "url": url, "max_num_seqs": 8}
         (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"engines": [entry]}))
-        declare(site, ANSWERS, SCORES, model=model)
+        fewer = {"source": {"grid": {"topic": ["tides", "bread"], "tone": ["short"]}}}
+        declare(site, ANSWERS | fewer, SCORES, model=model)
         done(site, "run", "scores", "--upstream", "--json")
         check_counts(site)
         reasons = [row["reason"] for row in rows(site, "scores") if row["error"] is None]

@@ -130,7 +130,8 @@ def test_judged_rows_and_those_that_pass_are_read_by_other_datasets(steps: Steps
     steps.step(SCORES)
     _, asked = steps.step(BEST)
     assert asked == {"sun?~2": "answer 0 2 4.0", "moon?~2": "answer 0 2 4.0"}, "named as the judged rows are"
-    _, every = steps.step(ALL)
+    manifest, every = steps.step(ALL)
+    assert manifest.source.startswith("dataset scores, the judged rows, version ")
     assert set(every) == set(steps.table("answers")["row_id"]) and "answer 0 1 3.0" in every.values()
 
 

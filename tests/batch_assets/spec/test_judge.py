@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from batch_assets.component import spec_version
+from batch_assets.gates.quality_gates import ScoreBound
+from batch_assets.generation.op import bounds_of
 from batch_assets.spec.discovery import declarations
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.models import GeneratedDatasetSpec, load_spec
@@ -102,6 +104,13 @@ def test_accept_is_a_rule_of_the_filter_and_changes_no_row() -> None:
     assert spec.rules["accept"].remove
     assert judging().rules is None
     assert spec_version(spec) == spec_version(judging({**JUDGE, "votes": 2}))
+
+
+def test_the_gate_on_its_scores_is_on_their_scale() -> None:
+    spec = judging({**JUDGE, "rubric": CRITERIA, "scale": [0, 10]}, gates={"min_judge_score": 6})
+    score = bounds_of(spec.gates, 1000, 1000, spec.judge).score
+    assert score == ScoreBound(("clear", "correct"), 0, 10, 6) and "judge_score" in spec.gates.names
+    assert bounds_of(judging().gates, 1000, 1000, judging().judge).score is None
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
