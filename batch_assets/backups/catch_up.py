@@ -81,9 +81,9 @@ def settle_fleet(
         f"{unknown} machines were rented after it and are being ended"
     )
     for _ in range(SWEEPS):
-        done = fleet.sweep(fleet_db)
-        said += [sentence for sentence in done if sentence not in said]
-        if not done:
+        new = [sentence for sentence in fleet.sweep(fleet_db) if sentence not in said]
+        said += new
+        if not new:  # what is still ending, the platform's own reaper ends
             break
         pause(1.0)
     return said, billed

@@ -37,7 +37,7 @@ from resources.store.dataset_store import DatasetStore
 
 ON_BOTH = pytest.mark.parametrize("home", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
 ROWS = 4 * BATCH
-STEPS = ("begin", "_put", "end_runs", "settle_fleet", "catch_up")
+STEPS = ("begin", "install", "_put", "end_runs", "settle_fleet", "catch_up")
 
 
 @dataclass
@@ -159,6 +159,7 @@ def test_everything_is_lost_and_goes_on_and_nothing_is_asked_again(lost: Lost) -
     site.instance.report_runless_asset_event(dg.AssetMaterialization("more"))  # numbers of events go on
 
 
+@pytest.mark.slow
 def test_runs_that_were_under_way_have_ended_and_their_leases_with_them(lost: Lost) -> None:
     site = half_done(lost)
     going = create_run_for_test(site.instance, "j", status=dg.DagsterRunStatus.STARTED).run_id
@@ -175,6 +176,7 @@ def test_runs_that_were_under_way_have_ended_and_their_leases_with_them(lost: Lo
     assert site.fleet_db.runs() == []
 
 
+@pytest.mark.slow
 @ON_BOTH
 def test_a_home_that_lives_is_refused_unless_told(lost: Lost) -> None:
     site = half_done(lost)
@@ -210,7 +212,8 @@ def test_a_damaged_backup_is_refused_and_the_one_before_is_offered(lost: Lost) -
 
 
 @ON_BOTH
-@pytest.mark.parametrize("step", ["install", *(pytest.param(step, marks=pytest.mark.slow) for step in STEPS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
 def test_a_restore_that_is_killed_is_done_again(lost: Lost, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """What `kill -9` leaves at a step is what an error there leaves: nothing is cleaned up."""
     if step == "_put" and settings.fleet_is_shared():
@@ -243,6 +246,7 @@ def test_a_restore_that_is_killed_is_done_again(lost: Lost, monkeypatch: pytest.
     assert lost.asked() == 3 * BATCH
 
 
+@pytest.mark.slow
 def test_a_backup_of_another_kind_of_database_is_refused(lost: Lost, monkeypatch: pytest.MonkeyPatch) -> None:
     half_done(lost)
     command("backup")
@@ -253,6 +257,7 @@ def test_a_backup_of_another_kind_of_database_is_refused(lost: Lost, monkeypatch
     assert "secret" not in said
 
 
+@pytest.mark.slow
 def test_which_backup_is_meant_must_be_clear(lost: Lost) -> None:
     assert "expected a backup, found none" in command("restore", status=2).stderr
     half_done(lost)
