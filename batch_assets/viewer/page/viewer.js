@@ -10,6 +10,10 @@ const state = {table: null, about: null, columns: [], query: emptyQuery(), first
 const boxes = new Map(), asking = {};
 let lines = [];
 
+// What is read first stands first.
+const ordered = names => ["row_id", "prompt", "output", ...names].filter((name, place, all) =>
+  names.includes(name) && all.indexOf(name) === place);
+
 function emptyQuery() { return {search: "", conditions: [], sort: null, descending: false}; }
 
 function made(tag, properties = {}, ...children) {
@@ -70,7 +74,7 @@ async function openTable(table, view = {}) {
   const names = about.columns.map(one => one.name);
   const first = names.filter(name => FIRST_COLUMNS.includes(name) || !NOT_FIRST.has(name));
   const known = (view.columns ?? []).filter(name => names.includes(name));
-  Object.assign(state, {columns: known.length ? known : first.slice(0, 12), query: {...emptyQuery(), ...view.query},
+  Object.assign(state, {columns: known.length ? known : ordered(first).slice(0, 12), query: {...emptyQuery(), ...view.query},
     first: Number.isInteger(view.first) ? view.first : 0, line: view.line ?? null, older: null, change: ""});
   if (!Array.isArray(state.query.conditions)) state.query = emptyQuery();
   at("search").value = state.query.search;
@@ -94,7 +98,7 @@ function fillChoices() {
       const names = columns.map(column => column.name);
       const wanted = new Set(state.columns);
       if (event.target.checked) wanted.add(one.name); else wanted.delete(one.name);
-      state.columns = names.filter(name => wanted.has(name));
+      state.columns = ordered(names.filter(name => wanted.has(name)));
       refresh({});
     }}), ` ${one.name}`)));
 }
@@ -134,7 +138,7 @@ function cell(name, value) {
   const long = name === "prompt" || name === "output";
   const short = !long && `${value}`.length <= 24;
   const text = made("span", {className: name === "error" ? "cell bad" : "cell", textContent: `${value}`});
-  return made("td", {className: long ? "long" : short ? "short" : ""}, text);
+  return made("td", {className: name === "row_id" ? "id" : long ? "long" : short ? "short" : ""}, text);
 }
 
 function showRows(rows) {
