@@ -6,7 +6,8 @@ Bayesian steady forecasting model", J. R. Stat. Soc. B 41, 1979, pp. 375-387). T
 under which the stretches so far were likeliest, each by the beta-binomial forecast from those before it. Where nothing
 drifts it is 1. A forecast over many stretches shrinks the counts further, so it becomes wide where the rate moves.
 
-A range of the rate is that of a normal distribution of its logit, with the variance 1/a + 1/b of a Beta(a, b).
+A range of the rate is that of a normal distribution of its logit, with the variance 1/a + 1/b of a Beta(a, b), and of
+a drift that did not show so far (`DRIFT`, a value of ours).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 FACTORS = (1.0, 0.95, 0.85, 0.7, 0.5, 0.3)
 FACTOR_EVIDENCE = 2.0  # by how much (natural logarithm) a smaller factor must be likelier: noise is no drift
+DRIFT = 0.15  # standard deviation of the logit as many rows ahead as were made: no drift so far is no promise
 Z = 1.64  # of both bounds: 5 % above, 5 % below
 SLACK = 0.015  # rows too many that a round may make, of all rows, when the rate is at its upper bound
 GROWTH = 1.0  # most rows of a round, in times of those made before: no forecast goes further
@@ -53,7 +55,8 @@ class Rate:
         middle."""
         left = self.factor ** (ahead / self.stretch / 2)  # halfway through them
         a, b = max(0.5, self.a * left), max(0.5, self.b * left)
-        logit = math.log(self.a / self.b) + z * math.sqrt(1 / a + 1 / b)
+        further = DRIFT * ahead / (self.a + self.b)
+        logit = math.log(self.a / self.b) + z * math.sqrt(1 / a + 1 / b + further**2)
         return max(LEAST_RATE, 1 / (1 + math.exp(-max(-50.0, min(50.0, logit)))))
 
 

@@ -95,4 +95,4 @@ def test_the_range_of_what_is_expected_is_wide_before_the_first_row_and_narrow_a
     assert 1000 <= low < 2000 and high > 10_000
     low, middle, high = rows_for(1000, Rate(2500, 7500))
     assert middle == pytest.approx(4000)
-    assert 3800 < low < middle < high < 4200
+    assert 3600 < low < middle < high < 4400
