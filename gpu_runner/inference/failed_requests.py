@@ -8,6 +8,7 @@ dataset. A judged row is tried again, or becomes a dead letter. What a denied re
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from gpu_runner.inference.policy import FeedPolicy
 from gpu_runner.inference.row_queue import Work
 from gpu_runner.inference.row_state import Item
 from gpu_runner.inference.windows.concurrency_window import Window
+
+MOST_BROKEN = 4096  # connections that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class FailedRequests:
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._undecided: deque[Failure] = deque()
+        self._broken: list[float] = []  # when connections broke, of late
         self.denials = Denials()
 
     def __bool__(self) -> bool:
@@ -108,6 +112,8 @@ class FailedRequests:
             if throttled and error.retry_after:
                 self._rest_until(now + min(error.retry_after, self._policy.retry.retry_after_max))
         if error.broken:
+            self._broken.append(now)
+            del self._broken[: max(0, len(self._broken) - MOST_BROKEN)]
             self._liveness.suspect()
 
     def denied(self, item: Item, error: RequestDenied, now: float, in_flight: int) -> None:
@@ -160,7 +166,7 @@ class FailedRequests:
                 failure.at,
                 failure.error,
                 voids=failure.item.voids,
-                outage=failure.at <= liveness.outage_at,
+                outage=failure.at <= liveness.outage_at or self._one_of_many(failure),
                 by_chance=self._window.refusals.by_chance(in_flight),
                 health_counts=liveness.canary_useless,
             )
@@ -172,6 +178,15 @@ class FailedRequests:
         if judged:
             self._loop.call_soon(self._wake)
         return Verdicts(dead)
+
+    def _one_of_many(self, failure: Failure) -> bool:
+        """Whether many connections broke when this one did."""
+        policy = self._policy.retry
+        if not failure.error.broken:
+            return False
+        first = bisect.bisect_left(self._broken, failure.at - policy.burst_seconds)
+        together = bisect.bisect_right(self._broken, failure.at + policy.burst_seconds) - first
+        return together >= max(policy.burst_rows, policy.burst_share * self._window.size)
 
     def _judge_denied(self, in_flight: int, dead: list[DeadRow]) -> bool:
         """Takes out the rows whose denial was their own. Returns whether there are any."""

@@ -26,6 +26,9 @@ class RetryPolicy:
     request was sent after the failure, or when it arrives `proof_lag` after it (an answer may sit in a buffer while the
     engine dies). Where nothing can prove life by success, an answering /health `proof_health` after the
     failure does. `max_voids` uncharged failures on living engines at most, so that every row ends.
+
+    Connections that break together, `burst_rows` and the share `burst_share` of the window within `burst_seconds`, are
+    the server's or the network's: a bad row breaks its own.
     """
 
     max_tries: int = 3
@@ -36,6 +39,9 @@ class RetryPolicy:
     proof_lag: float = 1.0
     proof_health: float = 6.0
     max_voids: int = 10
+    burst_seconds: float = 1.0
+    burst_rows: int = 8
+    burst_share: float = 0.25
 
 
 def backoff(policy: RetryPolicy, failures: int, retry_after: float | None, uniform: Callable[[], float]) -> float:

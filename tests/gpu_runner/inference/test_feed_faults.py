@@ -15,7 +15,7 @@ from support.fake_engine import ORIGIN, FakeEngine, Sink, batches
 from support.virtual_time import run
 
 from gpu_runner.client.engine_load import EngineLoad
-from gpu_runner.client.protocol import EngineLost, RowRejected, Transient
+from gpu_runner.client.protocol import Completion, EngineLost, RowRejected, Transient
 from gpu_runner.inference.feed import Feed, FeedPolicy
 from gpu_runner.reachability import Reachability
 from gpu_runner.rows import Batch, Outcome
@@ -357,6 +357,24 @@ def test_an_outage_that_passes_costs_one_window_of_requests_and_no_try(error: Tr
         assert sink.dead() == {}
         assert {outcome.tries for outcome in sink.outcomes().values()} == {1}
         assert feed.counts.requests <= 1.3 * 1000
+
+    run(main)
+
+
+def test_connections_that_break_together_on_an_engine_that_lives_charge_nobody() -> None:
+    class Starved(FakeEngine):
+        """It loses every connection for 25 of 40 seconds, and answers a canary all the time."""
+
+        async def generate(self, prompt: bytes, **more: Any) -> Completion:
+            found = await super().generate(prompt, **more)
+            if asyncio.get_running_loop().time() % 40 < 25:
+                raise RESET
+            return found
+
+    async def main() -> None:
+        sink, engine = Sink(), Starved({"r3": RESET}, seconds=1)
+        await make_feed(batches(600), sink).serve(engine, ORIGIN, 64)
+        assert sink.dead() == {"r3": "connection_lost"}
 
     run(main)
 
