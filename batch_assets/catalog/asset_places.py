@@ -66,14 +66,14 @@ def _files(named: str, place: str, ending: str) -> str:
         raise SourceError(f"{expected} a path or address without user, password or query, found one with it")
     scheme, found, rest = place.partition("://")
     kind = scheme.lower() if found else "file"
-    if kind not in ("file", "s3", "s3a"):
-        raise SourceError(f"{expected} a file or s3://bucket/key, found {scheme:.20}://…")
+    if kind not in ("file", "s3", "s3a", "gs"):
+        raise SourceError(f"{expected} a file, s3://bucket/key or gs://bucket/key, found {scheme:.20}://…")
     if kind == "file":
         path = unquote(urlsplit(place).path) if found else place
         if not Path(path).is_absolute():
             raise SourceError(f"{expected} a whole path, found {path!r:.200}; nobody knows where it starts")
     else:
-        path = f"s3://{rest}"
+        path = f"{'gs' if kind == 'gs' else 's3'}://{rest}"
     path = path.rstrip("/")
     if not is_folder(path):
         return path if kind == "file" else escaped(path)  # a local name that exists is meant as it is
@@ -85,5 +85,5 @@ def _files(named: str, place: str, ending: str) -> str:
 
 def escaped(path: str) -> str:
     """The path as a glob that means just this path."""
-    begin = "s3://" if path.startswith("s3://") else ""
+    begin = next((scheme for scheme in ("s3://", "gs://") if path.startswith(scheme)), "")
     return begin + glob.escape(path.removeprefix(begin))

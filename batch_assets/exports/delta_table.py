@@ -49,6 +49,8 @@ def write_delta(
     is added, with the version of the published table in the column `table_version`. Raises ExportError, CorruptObject.
     """
     deltalake, storage = _package(), _storage(place)
+    if place.root.startswith("gs://"):
+        raise ExportError(f"delta at {place.root}: expected a folder or s3://bucket/prefix as `to`, found gs://")
     with _errors(place):
         found = _opened(place, storage)
         app = _application(table, export, version, mode)

@@ -15,8 +15,10 @@ from batch_assets.snapshot.ingest import source_name
 from batch_assets.spec.discovery import Datasets, defs_folder
 from batch_assets.spec.models import GeneratedDatasetSpec
 from batch_assets.spec.source import GridColumn, SourceSpec, table_read_by
+from resources.objects.opening import bucket_address
 
 GROUP = "sources"
+_KINDS_OF_BUCKETS = {"s3": "s3", "gs": "gcs"}
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -80,10 +82,10 @@ def places(source: SourceSpec, folder: Path) -> Iterator[Place]:
 
 def _place(path: str, folder: Path, kinds: set[str]) -> Place:
     """A local file below the folder of the datasets is named as it lies there, any other by its whole path."""
-    if path.lower().startswith("s3://"):
-        bucket, _, key = path[len("s3://") :].partition("/")
+    if (address := bucket_address(path)) is not None:
+        scheme, bucket, key = address
         parts = _fixed([part for part in key.split("/") if part])
-        return Place(("s3", bucket, *parts), "/".join([f"s3://{bucket}", *parts]), frozenset(kinds))
+        return Place((scheme, bucket, *parts), "/".join([f"{scheme}://{bucket}", *parts]), frozenset(kinds))
     try:
         whole = Path(path).expanduser()
     except RuntimeError:  # no such home: the reader says so
@@ -101,7 +103,8 @@ def _fixed(parts: list[str]) -> list[str]:
 
 
 def _kinds(path: str, given: str | None) -> set[str]:
-    return {given or _ending(path)} | ({"s3"} if path.lower().startswith("s3://") else set())
+    address = bucket_address(path)
+    return {given or _ending(path)} | ({_KINDS_OF_BUCKETS[address[0]]} if address is not None else set())
 
 
 def _ending(path: str) -> str:

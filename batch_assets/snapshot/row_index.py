@@ -139,7 +139,7 @@ def snapshot_rows(
         if not mine:
             continue
         uri, copy = store.objects.uri(path), workdir / "previous-shard.parquet"
-        if uri.startswith("s3://"):  # one download instead of thousands of small ranges
+        if "://" in uri:  # one download instead of thousands of small ranges
             with store.objects.open(path) as remote, copy.open("wb") as local:
                 shutil.copyfileobj(remote, local, 1 << 23)
             uri = str(copy)

@@ -61,8 +61,8 @@ class ExportSpec(Strict):
     ] = Field(description="How records look, as `batch-assets export --format`; delta: a Delta table at `to`.")
     to: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_target)] | None = Field(
         default=None,
-        description="Folder (a relative one starts at that of the `defs.yaml`) or s3://bucket/prefix, of this export "
-        "alone. Default: the store, `NAME/exports/EXPORT`.",
+        description="Folder (a relative one starts at that of the `defs.yaml`), s3://bucket/prefix or "
+        "gs://bucket/prefix, of this export alone. Default: the store, `NAME/exports/EXPORT`.",
     )
     map: dict[Column, Column] = Field(
         default={}, max_length=10, description="Fields that are read from other columns: `{chosen: answers[best]}`."
@@ -130,6 +130,8 @@ class ExportSpec(Strict):
                 if getattr(self, key):
                     raise BadOption(key, "it beside format delta only", f"format {self.format}")
             return
+        if self.to is not None and self.to.startswith("gs://"):
+            raise BadOption("to", "a folder or s3://bucket/prefix for format delta", "gs://…")
         for key in ("push", "validation"):
             if getattr(self, key):
                 raise BadOption(key, "none beside format delta", "one")

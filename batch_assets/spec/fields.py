@@ -33,6 +33,7 @@ _SQL_CALL = re.compile(r"\b(\w+)\s*\(")
 _SQL_REPLACE = re.compile(r"\breplace\s*\([^()']*,\s*'((?:[^']|'')+)'\s*,\s*'((?:[^']|'')*)'\s*\)", re.IGNORECASE)
 _SWELLING = frozenset({"lpad", "rpad", "repeat", "replicate", "space", "explode", "unnest"})
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{2}")
+_NOT_READ = {"hf": "Copy it to disk: `hf download ORG/NAME --repo-type dataset --local-dir FOLDER`."}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,62}")
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CLASS = re.compile(rf"({_DOTTED}):({_DOTTED})", re.ASCII)
@@ -64,11 +65,11 @@ def _asset_name(value: str) -> str:
 
 def _source_path(value: str) -> str:
     scheme = _SCHEME.match(value)
-    if scheme and scheme[1].lower() != "s3":
+    if scheme and scheme[1].lower() not in ("s3", "gs"):
         raise Unusable(
-            "a local path or s3://bucket/key",
+            "a local path, s3://bucket/key or gs://bucket/key",
             f"the scheme {show(scheme[1])}",
-            "Copy the files to disk or S3, or mount their store.",
+            _NOT_READ.get(scheme[1].lower(), "Copy the files to disk or S3, or mount their store."),
         )
     return value
 

@@ -60,12 +60,12 @@ GridValues = Annotated[
 
 
 def may_hold_secret(path: str) -> bool:
-    """Whether an address names more than a place; the path is shown in the catalog. `?` is a wildcard in S3 keys."""
+    """Whether an address names more than a place; the path is shown in the catalog. `?` is a wildcard in keys."""
     scheme, found, rest = path.partition("://")
     if not found:
         return False
-    s3 = scheme.lower() == "s3"
-    return bool({"@", ":"} & set(rest.partition("/")[0])) if s3 else bool({"@", "?", "#"} & set(rest))
+    bucket = scheme.lower() in ("s3", "gs")
+    return bool({"@", ":"} & set(rest.partition("/")[0])) if bucket else bool({"@", "?", "#"} & set(rest))
 
 
 class SourceSpec(Strict):
@@ -73,7 +73,8 @@ class SourceSpec(Strict):
 
     path: SourcePath | None = Field(
         default=None,
-        description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet) or s3://bucket/key.",
+        description="Parquet, JSONL, JSON, CSV or TSV: a file, a glob (data/*.parquet), s3://bucket/key or "
+        "gs://bucket/key.",
     )
     asset: AssetName | None = Field(
         default=None,

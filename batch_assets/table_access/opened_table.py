@@ -139,6 +139,8 @@ def _filesystem(objects: Objects) -> tuple[FileSystem | None, str]:
     options: dict[str, Any] = objects.storage_options()
     if not options:
         return None, ""
+    if objects.root.startswith("gs://"):
+        raise TableError("expected a store in a folder or in S3 for Arrow and DuckDB, found one in gs://; use lazy()")
     endpoint = options.get("aws_endpoint_url")
     scheme, _, address = endpoint.partition("://") if endpoint else ("https", "", None)
     return (

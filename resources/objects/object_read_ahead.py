@@ -18,7 +18,7 @@ _LOCAL_THREADS, _REMOTE_THREADS = 4, 8
 
 def threads_for(objects: Objects) -> int:
     """How many readers of whole batches: parsing bounds them on a local disk, memory on S3 (about 30 MB a thread)."""
-    return _REMOTE_THREADS if objects.root.startswith("s3://") else _LOCAL_THREADS
+    return _REMOTE_THREADS if "://" in objects.root else _LOCAL_THREADS
 
 
 def read_ahead(

@@ -1,6 +1,7 @@
-"""Objects on a local folder or in S3: opened by an address, and tested before anything rests on them.
+"""Objects in a folder, in S3 or in Google Cloud Storage: opened by an address, and tested before anything rests on
+them.
 
-The interface is object_interface.py; local_objects.py is a folder, s3_objects.py a bucket.
+The interface is object_interface.py; local_objects.py is a folder, bucket_objects.py a bucket.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from resources.objects.gcs_objects import GcsObjects
 from resources.objects.local_objects import LocalObjects
 from resources.objects.object_interface import CorruptObject, ObjectInfo, Objects, StoreError
 from resources.objects.s3_objects import S3Objects
 
 __all__ = [
     "CorruptObject",
+    "GcsObjects",
     "LocalObjects",
     "ObjectInfo",
     "Objects",
     "S3Objects",
     "StoreError",
+    "bucket_address",
     "checked_root",
     "open_for_sensor",
     "open_objects",
@@ -31,33 +35,47 @@ __all__ = [
     "temporary_folder",
 ]
 
+_BUCKETS = {"s3": S3Objects, "gs": GcsObjects}
 # Of a sensor, whose tick must end within 60 s whatever the store does.
 SENSOR_RETRY_SECONDS, SENSOR_REQUEST_SECONDS = 5.0, 10.0
 
 
 def open_objects(root: str, *, retry_seconds: float = 180.0, request_seconds: float = 60.0) -> Objects:
-    """Objects below `root`: `s3://bucket/prefix`, `file:///folder` or a folder.
+    """Objects below `root`: `s3://bucket/prefix`, `gs://bucket/prefix`, `file:///folder` or a folder.
 
     `retry_seconds`: how long a request to S3 is tried again; `request_seconds`: how long one try may take. Short where
     somebody waits for an answer: a call ends after about the sum of both.
 
-    S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL; they are never part of the root.
+    S3 credentials and endpoint come from boto3's usual chain and AWS_ENDPOINT_URL, those of Google Cloud Storage from
+    GOOGLE_APPLICATION_CREDENTIALS; they are never part of the root.
     """
     try:
         parts = urlsplit(root)
     except ValueError:
         raise StoreError("store root: expected a folder or s3://bucket/prefix, found what cannot be read") from None
-    if parts.scheme == "s3":
+    if (bucket := _BUCKETS.get(parts.scheme)) is not None:
         if not parts.netloc or {"@", ":"} & set(parts.netloc) or "?" in root or "#" in root:
             raise StoreError(
-                f"store root: expected s3://bucket/prefix, found {parts.scheme}://…; keys belong in the environment"
+                f"store root: expected {parts.scheme}://bucket/prefix, found {parts.scheme}://…; keys belong in the "
+                "environment"
             )
-        return S3Objects(parts.netloc, parts.path.strip("/"), retry_seconds, request_seconds)
+        return bucket(parts.netloc, parts.path.strip("/"), retry_seconds, request_seconds)
     if parts.scheme == "file":
         return LocalObjects(Path(parts.path))
     if parts.scheme and len(parts.scheme) > 1:
-        raise StoreError(f"store root: expected a folder or s3://bucket/prefix, found scheme {parts.scheme!r}")
+        raise StoreError(
+            f"store root: expected a folder, s3://bucket/prefix or gs://bucket/prefix, found scheme {parts.scheme!r}"
+        )
     return LocalObjects(Path(root))
+
+
+def bucket_address(path: str) -> tuple[str, str, str] | None:
+    """Scheme, bucket and key of an address in a bucket, as `s3://bucket/key`; None for any other path."""
+    scheme, found, rest = path.partition("://")
+    if not found or scheme.lower() not in _BUCKETS:
+        return None
+    bucket, _, key = rest.partition("/")
+    return scheme.lower(), bucket, key
 
 
 def open_for_sensor(root: str) -> Objects:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from batch_assets.snapshot.source.errors import SourceError
-from resources.objects.opening import open_objects
+from resources.objects.opening import bucket_address, open_objects
 
 READ_BYTES = 1 << 20
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -150,8 +150,8 @@ def format_of(name: str, given: str | None) -> tuple[str, str]:
 
 def find_files(path: str, base: Path) -> list[SourceFile]:
     """The files a source path names, sorted by name. Raises SourceError when there are none."""
-    remote = path.lower().startswith("s3://")
-    files = _s3_files(path) if remote else _local_files(path, base)
+    remote = bucket_address(path) is not None
+    files = _bucket_files(path) if remote else _local_files(path, base)
     if not files:
         raise SourceError(
             f"{path}: no such file" + (f" below {base}" if not remote and not Path(path).is_absolute() else "")
@@ -160,15 +160,15 @@ def find_files(path: str, base: Path) -> list[SourceFile]:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a whole path, or an s3:// address, is a folder. Raises SourceError where the store cannot be read."""
-    if not path.startswith("s3://"):
+    """Whether a whole path, or an address in a bucket, is a folder. Raises SourceError where that cannot be read."""
+    if (address := bucket_address(path)) is None:
         try:
             return Path(path).is_dir()
         except OSError:  # too long, or not to be looked into: who reads it says so
             return False
-    bucket, _, key = path[len("s3://") :].partition("/")
+    scheme, bucket, key = address
     with _readable_store(path):
-        return next(iter(open_objects(f"s3://{bucket}").list(f"{key}/")), None) is not None
+        return next(iter(open_objects(f"{scheme}://{bucket}").list(f"{key}/")), None) is not None
 
 
 def _local_files(path: str, base: Path) -> list[SourceFile]:
@@ -243,11 +243,11 @@ def _local_file(file: Path, base: Path) -> SourceFile:
     return SourceFile(name, file.stat().st_size, lambda: file.open("rb"), stamp)
 
 
-def _s3_files(path: str) -> list[SourceFile]:
-    bucket, _, key = path[len("s3://") :].partition("/")
+def _bucket_files(path: str) -> list[SourceFile]:
+    scheme, bucket, key = bucket_address(path) or ("s3", "", "")
     if not bucket or not key:
-        raise SourceError(f"{path}: expected s3://bucket/key or s3://bucket/folder/*.parquet")
-    objects = open_objects(f"s3://{bucket}")
+        raise SourceError(f"{path}: expected {scheme}://bucket/key or {scheme}://bucket/folder/*.parquet")
+    objects = open_objects(f"{scheme}://{bucket}")
     wild = re.search(r"[*?\[]", key)
     folder = key[: wild.start() if wild else len(key)].rpartition("/")[0]
     matches = _glob_pattern(key).fullmatch if wild else key.__eq__
@@ -259,7 +259,7 @@ def _s3_files(path: str) -> list[SourceFile]:
             with objects.open(name) as stream:
                 return stream.seek(0, io.SEEK_END)
 
-        return SourceFile(f"s3://{bucket}/{name}", size, lambda: objects.open(name), stamp)
+        return SourceFile(f"{scheme}://{bucket}/{name}", size, lambda: objects.open(name), stamp)
 
     return [file(info.path, info.size) for info in found]
 

@@ -107,7 +107,7 @@ def test_an_asset_that_was_never_materialized_is_an_error_that_names_one_spelt_a
         ({"rows": 3}, "found neither; its metadata: rows"),
         ({"path": 3}, "found neither; its metadata: path"),
         ({"path": "table.csv"}, "expected the place of raw/questions as a whole path, found 'table.csv'"),
-        ({"uri": "gs://bucket/x.csv"}, "found gs://…"),
+        ({"uri": "az://bucket/x.csv"}, "found az://…"),
         ({"uri": "s3://user:word@bucket/x.csv"}, "without user, password or query"),
         ({"path": "/x.csv", "partition": "2026-01-01"}, "expected an asset without partitions"),
     ],

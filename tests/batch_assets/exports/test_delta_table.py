@@ -224,6 +224,7 @@ def test_without_the_package_it_says_so(
         ({"format": "parquet", "mode": "append"}, "exports.0.mode: expected it beside format delta only"),
         ({"format": "parquet", "partition_by": ["topic"]}, "exports.0.partition_by: expected it beside format delta"),
         ({"mode": "merge"}, "exports.0.mode"),
+        ({"to": "gs://bucket/x"}, "exports.0.to: expected a folder or s3://bucket/prefix for format delta"),
         ({"partition_by": ["wisdom"]}, "exports.0.partition_by: expected columns of the Delta table, found 'wisdom'"),
         ({"push": {"repo": "a/b"}}, "exports.0.push: expected none beside format delta"),
         ({"validation": 0.1}, "exports.0.validation: expected none beside format delta"),

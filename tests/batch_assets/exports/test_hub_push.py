@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+import polars as pl
 import pytest
 import yaml
 from support.local_hub import TOKEN, LocalHub, local_hub
@@ -23,6 +26,7 @@ from batch_assets.exports.declared_export import WrittenExport, export_declared,
 from batch_assets.exports.hub_push import Pushed, push
 from batch_assets.publishing.dataset_card import Card
 from batch_assets.publishing.publish import publish
+from batch_assets.publishing.published_table import published_table
 from batch_assets.spec.errors import SpecError
 from batch_assets.spec.export_options import ExportError
 from batch_assets.spec.exports import ExportSpec, PushSpec
@@ -52,11 +56,11 @@ def declared(**more: Any) -> GeneratedDatasetSpec:
     return load_spec(own | {"keep_columns": ["topic", "level"], "license": "cc-by-4.0"} | more, "defs.yaml")
 
 
-def published(objects: Objects, workdir: Path, rows: int = 50) -> DatasetStore:
+def published(objects: Objects, workdir: Path, rows: int = 50, batch_rows: int = 10) -> DatasetStore:
     store = DatasetStore(objects, "sums")
-    manifest = write_snapshot(store, questions(rows))
+    manifest = write_snapshot(store, questions(rows), batch_rows=batch_rows, batches_per_shard=30)
     commit(store, manifest, dead=["id-000003"])
-    publish(store, manifest, card=Card(), now=float(rows), workdir=workdir, part_rows=20)
+    publish(store, manifest, card=Card(), now=float(rows), workdir=workdir, part_rows=2 * batch_rows)
     return store
 
 
@@ -367,3 +371,73 @@ def test_a_wrong_repository_is_refused_when_the_file_is_read(push_to: dict[str, 
 def test_a_licence_has_the_hubs_name_for_it() -> None:
     with pytest.raises(SpecError, match="license: expected a licence as the Hugging Face hub names it"):
         declared(license="Apache 2")
+
+
+OUT = """
+import os, sys, time, warnings
+from pathlib import Path
+from huggingface_hub import HfApi
+from batch_assets.exports.declared_export import export_declared
+from batch_assets.spec.exports import ExportSpec
+from resources.objects.opening import open_objects
+from resources.store.dataset_store import DatasetStore
+store, spec, parts, sent = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+calls, upload = 0, HfApi.preupload_lfs_files
+def dying(*given, **named):
+    global calls
+    if calls == sent:
+        os.kill(os.getpid(), 9)
+    calls += 1
+    return upload(*given, **named)
+def told(record):
+    if record.parts == parts:
+        os.kill(os.getpid(), 9)
+HfApi.preupload_lfs_files = dying
+warnings.simplefilter("ignore")
+began = time.process_time()
+data = DatasetStore(open_objects(store), "sums")
+export_declared(data, ExportSpec.model_validate_json(spec), base=Path(store), told=told)
+(line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
+peak = int(line.split()[1]) // 1024
+print(f"{time.process_time() - began:.1f} s of CPU, {peak} MiB")
+"""
+
+BACK = """
+import hashlib, sys, datasets, orjson
+digest, rows = hashlib.sha256(), datasets.load_dataset(sys.argv[1], split="train")
+for one in rows:
+    digest.update(orjson.dumps(one["messages"]) + b"\\n")
+print(len(rows), digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_thousand_rows_come_back_byte_by_byte_after_two_kills(
+    local_objects: Objects, tmp_path: Path, hub: LocalHub
+) -> None:
+    """Killed in the export behind its third file, and in the push behind the fourth file that was sent."""
+    store, rows = published(local_objects, tmp_path, 100_000, 2000), 100_000
+    table = published_table(store)
+    assert table is not None
+    wanted = hashlib.sha256()
+    for row in pl.read_parquet(table.glob(local_objects)).filter(pl.col("output").is_not_null()).iter_rows(named=True):
+        prompt = [{"role": one["role"], "content": one["content"]} for one in row["prompt"]]
+        wanted.update(orjson.dumps([*prompt, {"role": "assistant", "content": row["output"]}]) + b"\n")
+    spec = ExportSpec.model_validate({**SFT, "part_rows": 10_000}).model_dump_json(exclude_unset=True)
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    assert run(OUT, local_objects.root, spec, "3", "-1").returncode == -9
+    assert run(OUT, local_objects.root, spec, "-1", "4").returncode == -9
+    assert hub.files(REPO) == {} and len(hub.uploaded) == 4
+    whole = run(OUT, local_objects.root, spec, "-1", "-1")
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    print(f"the last third: {whole.stdout}", end="")
+    assert hub.commits(REPO) == 1
+    assert len(hub.uploaded) == len(set(hub.uploaded)) == len(hub.files(REPO)) - 1 >= 5
+    back = run(BACK, REPO)
+    assert back.stdout.split() == [str(rows - 1), wanted.hexdigest()], back.stderr[-2000:]

@@ -254,10 +254,10 @@ def test_options_of_a_file_are_refused_where_they_mean_nothing(key: str, source:
     assert said in problem(source=source)
 
 
-@pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "gs://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])
+@pytest.mark.parametrize("path", ["hf://datasets/gsm8k", "az://bucket/a.csv", "https://host/a.csv", "file:///a.csv"])
 def test_a_source_that_cannot_be_read_is_refused_with_the_spec(path: str) -> None:
     scheme = path.partition(":")[0]
-    expected = f"expected a local path or s3://bucket/key, found the scheme '{scheme}'"
+    expected = f"expected a local path, s3://bucket/key or gs://bucket/key, found the scheme '{scheme}'"
     assert f"source.path: {expected}" in problem(source={"path": path})
     assert expected in problem(source={"grid": {"a": {"csv": path, "column": "c"}}})
 

@@ -112,7 +112,7 @@ def test_delete_takes_many_and_empty_folders_go(any_objects: Objects) -> None:
         assert [folder.name for folder in (any_objects.folder / "d").iterdir()] == ["4"]
 
 
-@pytest.mark.parametrize("root", ["gs://bucket/x", "s3://", "s3://key:secret@bucket/x", "http://host/x"])
+@pytest.mark.parametrize("root", ["az://bucket/x", "s3://", "s3://key:secret@bucket/x", "http://host/x"])
 def test_a_root_of_another_kind_is_refused_without_quoting_keys(root: str) -> None:
     with pytest.raises(StoreError, match="store root") as caught:
         open_objects(root)
