@@ -147,10 +147,7 @@ def run(
     rows: Annotated[
         int | None, typer.Option(min=1, help="A trial: only the first batches, which hold so many rows. They count.")
     ] = None,
-    simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Where no engine serves the model: made-up texts."),
-    ] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Where no engine serves it: made-up texts.")] = False,
     accept_gate: AcceptedGates = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Ask rows again that have answers; says the cost and asks first.")
