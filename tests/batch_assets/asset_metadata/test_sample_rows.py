@@ -27,6 +27,8 @@ from gpu_runner.rows import Row
 from resources.objects.opening import CorruptObject, Objects
 from resources.store.dataset_store import DatasetStore
 
+RATES = ("dead_rate", "cut_rate")
+
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
     "![a](http://evil.example/beacon.png)",
@@ -128,7 +130,7 @@ def test_a_damaged_file_is_named(store: DatasetStore, tmp_path: Path) -> None:
 def test_the_metadata_has_the_sample_only_when_it_may_be_shown(store: DatasetStore, tmp_path: Path) -> None:
     table = published(store, tmp_path, questions(40), answer=lambda row, number: f"zanzibar {number}")
     shown = shown_rows(store, table, samples=True)
-    assert list(shown) == ["first_rows", "sample_rows", "histograms"]  # as the page shows them
+    assert list(shown) == ["first_rows", "sample_rows", "histograms", *RATES]  # as the page shows them
     first = str(shown["first_rows"].value)
     # The page is too narrow for a second column: an output stands below its prompt.
     assert lines_of(first)[2:4] == [r"| What is 1 plus 1? |", "| → zanzibar 1 |"]
@@ -136,7 +138,7 @@ def test_the_metadata_has_the_sample_only_when_it_may_be_shown(store: DatasetSto
     assert isinstance(shown["sample_rows"], dg.MarkdownMetadataValue)
     assert "zanzibar" in str(shown["sample_rows"].value)
     hidden = shown_rows(store, table, samples=False)
-    assert set(hidden) == {"histograms"}
+    assert set(hidden) == {"histograms", *RATES}
     assert "zanzibar" not in str(hidden)
 
 
