@@ -10,8 +10,6 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -172,7 +170,6 @@ def run(
         endpoint, of_environment = usable_endpoint(endpoint, limits, price)
         check_model(model)
         from batch_assets.cli.dataset_commands.run import Request
-        from batch_assets.cli.dataset_commands.run_summary import carry_out
         from batch_assets.spec.request_options import tags_of
 
         request_options = tags_of(deadline, budget_usd, objective, max_instances, accept_gate or ())
@@ -181,14 +178,16 @@ def run(
             asked = _regenerating(asked, where, endpoint or of_environment, yes=yes)
         elif where is not None or yes:
             raise CommandError("--where and --yes: expected with --regenerate")
-        steps = chain_to(name) if upstream else round_from(name)
-        whole = upstream or (len(steps) > 1 and rows is None and not regenerate)
-        end = partial(_in_row, steps) if whole else carry_out
-        raise typer.Exit(end(asked, as_json=as_json, progress=progress))
+        raise typer.Exit(_carried_out(asked, upstream=upstream, as_json=as_json, progress=progress))
 
 
-def _in_row(steps: Sequence[str], asked: Request, *, as_json: bool, progress: bool) -> int:
-    """Run datasets one after the other; returns the exit status."""
+def _carried_out(asked: Request, *, upstream: bool, as_json: bool, progress: bool) -> int:
+    """Run one dataset or, where it is asked for or rows are judged below, several in a row; returns the exit status."""
+    steps = chain_to(asked.dataset) if upstream else round_from(asked.dataset)
+    if not upstream and (len(steps) < 2 or asked.rows is not None or asked.regenerate is not None):
+        from batch_assets.cli.dataset_commands.run_summary import carry_out
+
+        return carry_out(asked, as_json=as_json, progress=progress)
     if asked.rows is not None or asked.regenerate is not None or asked.model is not None:
         raise CommandError("--upstream: expected without --rows, --regenerate and --model: they are of one dataset")
     from batch_assets.cli.dataset_commands.run_chain import carry_out_chain
