@@ -64,7 +64,7 @@ def open_objects(root: str, *, retry_seconds: float = 180.0, request_seconds: fl
         return LocalObjects(Path(parts.path))
     if parts.scheme and len(parts.scheme) > 1:
         raise StoreError(
-            f"store root: expected a folder, s3://bucket/prefix or gs://bucket/prefix, found scheme {parts.scheme!r}"
+            f"store root: expected a folder or s3://bucket/prefix (gs:// too), found scheme {parts.scheme!r}"
         )
     return LocalObjects(Path(root))
 
