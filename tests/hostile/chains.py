@@ -219,7 +219,11 @@ PLACES = cases(
     ("no place", {"rows": 3}, "found neither; its metadata: rows"),
     ("a key in the address", {"path": "s3://id:secret@bucket/k"}, "without user, password or query"),
     ("a query", {"dagster/uri": "https://x/y?token=secret"}, "without user, password or query"),
-    ("another scheme", {"dagster/uri": "gs://bucket/secret"}, "a file or s3://bucket/key, found gs://"),
+    (
+        "another scheme",
+        {"dagster/uri": "ftp://bucket/secret"},
+        "a file, s3://bucket/key or gs://bucket/key, found ftp://",
+    ),
     ("a relative path", {"path": "data/q.parquet"}, "a whole path"),
     ("a place that is a number", {"path": 7}, "found neither"),
     ("nothing", {"path": ""}, "found neither"),

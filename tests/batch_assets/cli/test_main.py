@@ -156,7 +156,7 @@ def test_verify_of_a_dataset_that_was_never_run_says_what_to_do(home: Path):
 
 def test_a_store_root_that_cannot_be_is_an_error_of_the_user(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BATCH_ASSETS_STORE", "ftp://somewhere")
-    assert "expected a folder, s3://bucket/prefix or gs://bucket/prefix" in refused(ask("status"))
+    assert "expected a folder or s3://bucket/prefix" in refused(ask("status"))
 
 
 def test_the_figures_fit_one_line():
