@@ -105,7 +105,7 @@ def make_runs(instance: dg.DagsterInstance, home: Path, count: int) -> None:
             None,
             run_id=ids[0],
             job_name="j",
-        )  # type: ignore[call-arg]
+        )
     file = home / "history" / "runs" / f"{ids[0]}.db"
     for run_id in ids[1:] if file.exists() else ():
         shutil.copyfile(file, file.with_name(f"{run_id}.db"))

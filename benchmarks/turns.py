@@ -192,7 +192,7 @@ def digests_of(store: DatasetStore) -> list[str]:
         for number, turn in enumerate(turns, 1):
             found.append(hashlib.sha256(prompt).hexdigest())
             if number < len(turns):
-                prompt = next_request(prompt, turn.output, row.turns[number])
+                prompt = next_request(prompt, turn.output or "", row.turns[number])
     return found
 
 

@@ -200,10 +200,12 @@ def look(page: Page, url: str, word: str, process: psutil.Process) -> Iterator[t
     page.wait_for_timeout(1500)
     yield "filter by a histogram", _seconds(lambda: pressed("length: ", r"^[\d,]{5,7} of"))
     page.wait_for_timeout(1500)
-    yield (
-        "row",
-        _seconds(lambda: (page.locator("tbody tr").nth(3).click(), expect(page.locator("#detail")).to_be_visible())),
-    )
+
+    def row_shown() -> None:
+        page.locator("tbody tr").nth(3).click()
+        expect(page.locator("#detail")).to_be_visible()
+
+    yield "row", _seconds(row_shown)
     page.wait_for_timeout(1500)
     page.keyboard.press("Escape")
     yield "sort", _seconds(lambda: pressed("completion_tokens", r"^[\d,]{5,7} of"))
