@@ -44,6 +44,7 @@ def done(site: CommandProject, *words: str) -> Any:
     return json.loads(output) if "--json" in words else output
 
 
+@pytest.mark.soak("dagster")
 def test_a_chain_reads_the_rows_that_pass_and_a_changed_rule_asks_for_no_row(site: CommandProject) -> None:
     declare(site, "tone = 'warm'")
     done(site, "run", "answers", "--upstream", "--json")

@@ -82,6 +82,7 @@ def check_counts(site: CommandProject) -> None:
     assert passed == [row["row_id"] for row in judged if row["score"] is not None and row["score"] >= 3]
 
 
+@pytest.mark.soak("dagster")
 def test_a_chain_with_a_judge_from_plan_to_training_files(site: CommandProject) -> None:
     declare(site, ANSWERS, SCORES, DUELS)
     plan = done(site, "plan", "scores", "--upstream")

@@ -29,7 +29,7 @@ ROWS, BATCH_ROWS = 3000, 50
 PRICES = {"input": 100.0, "output": 1000.0}
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.soak("losses"))])
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder, defs = tmp_path / "home", tmp_path / "defs" / "d"
     folder.mkdir()

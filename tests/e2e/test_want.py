@@ -85,6 +85,7 @@ def test_rounds_go_on_until_enough_rows_are_accepted_also_after_a_kill(site: Com
     assert site.ask("export", NAME, "--passed", "--format", "jsonl", "--to", str(tmp_path / "out"))[0] == 0
 
 
+@pytest.mark.soak("dagster")
 def test_rows_are_wanted_that_a_dataset_below_accepts(site: CommandProject) -> None:
     declare(site, want={"rows": 150, "accepted_by": "scores"}, filter=None)
     own = site.folder / "defs" / NAME / "defs.yaml"
