@@ -93,17 +93,17 @@ def _of_dataset(
     if snapshot is None:
         return
     wanted = {entry.key: entry.data_version for entry in store.entries(snapshot)}
-    missing = set(wanted)
+    committed: dict[str, float | None] = dict.fromkeys(wanted)
 
     def listed() -> Iterator[tuple[BatchObject, ObjectInfo]]:
         for batch, info in store.batch_infos():
             if wanted.get(batch.key) == batch.data_version:
-                missing.discard(batch.key)
+                committed[batch.key] = max(info.modified_at, committed[batch.key] or 0.0)
             yield batch, info
 
     yield from superseded_batches(listed(), wanted, grace)
     prefix = f"{store.dataset}/journal/"
-    yield from journals(store.objects.list(prefix), prefix, missing, grace)
+    yield from journals(store.objects.list(prefix), prefix, committed, grace)
     yield from old_versions(_snapshots(store), 1, {snapshot}, grace, Kind.OLD_SNAPSHOT)
     for tables in (store, PassedStore(store)):
         seen = tables.current_published()

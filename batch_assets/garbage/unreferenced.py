@@ -3,11 +3,13 @@
 What is kept, whatever its age: the current snapshot; of each of its batches the newest object at its data version, and
 where there is none every object of the batch, as a run takes rows over from them; the published versions that are
 newest, that readers see, or that the snapshot of another dataset was made of; journals of batches that are not
-committed. Anything else goes once it is older than a grace time, as somebody may still read it.
+committed, or that a regenerate or a redrive has not made anew. Anything else goes once it is older than a grace time,
+as somebody may still read it.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -117,11 +119,18 @@ def _all_of(version: Version, kind: Kind) -> Iterator[Garbage]:
         yield Garbage(kind, info.path, info.size)
 
 
-def journals(listed: Iterable[ObjectInfo], prefix: str, missing: Collection[str], grace: Grace) -> Iterator[Garbage]:
-    """Segments whose whole range is committed. `missing`: keys of the current snapshot's batches that are not."""
-    open_keys = sorted(missing)
+def journals(
+    listed: Iterable[ObjectInfo], prefix: str, committed: Mapping[str, float | None], grace: Grace
+) -> Iterator[Garbage]:
+    """Segments of which every batch is committed. Those of a regenerate or a redrive, which has a journal of its own
+    below its run id, hold answers to batches that are committed already: every batch must have been committed later.
+
+    `committed`: when the object of each batch of the current snapshot was written (Unix seconds); None: it has none.
+    """
+    keys = sorted(committed)
     for info in listed:
-        first, _, rest = info.path[len(prefix) :].partition("/")[0].partition("-")
-        last = rest.partition("-")[0]
-        if grace.over(info) and not any(first <= key <= last for key in open_keys):
+        first, last, purpose = (*info.path[len(prefix) :].partition("/")[0].split("-", 2), "", "")[:3]
+        inside = [committed[key] for key in keys[bisect.bisect_left(keys, first) : bisect.bisect_right(keys, last)]]
+        needed = any(at is None or (purpose and at <= info.modified_at) for at in inside)
+        if grace.over(info) and not needed:
             yield Garbage(Kind.JOURNAL, info.path, info.size)

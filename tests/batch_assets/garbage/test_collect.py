@@ -61,7 +61,7 @@ class History:
             wanted = [KEYS[one] for one in keys]
             commit(self.store, self.store.manifest(snapshot), keys=wanted, generation=generation)
 
-    def journal(self, first: int, last: int) -> None:
+    def journal(self, first: int, last: int, purpose: str = "") -> None:
         if snapshot := self.store.current_snapshot():
             manifest = self.store.manifest(snapshot)
             found = {
@@ -70,7 +70,8 @@ class History:
                 if KEYS[first] <= entry.key <= KEYS[last]
             }
             if found:
-                self.store.journal.append((KEYS[first], KEYS[last]), "", ORIGIN.run_id, int(self.now), found, "chat")
+                keys = (KEYS[first], KEYS[last])
+                self.store.journal.append(keys, purpose, ORIGIN.run_id, int(self.now), found, "chat")
                 self.now += 1
 
     def publish(self) -> None:
@@ -177,6 +178,16 @@ def test_what_goes_and_what_stays(history: History) -> None:
     assert found.objects[Kind.JOURNAL] == 1
     assert left(history.store, "published") == set(history.published[-2:])
     assert history.store.current_snapshot() in left(history.store, "snapshots")
+
+
+def test_what_a_regenerate_has_paid_for_stays_until_its_batches_are_made_anew(history: History) -> None:
+    history.journal(0, 1, purpose="a-run-of-a-regenerate-that-is-paused")
+    found = look([history.store])
+    assert found.objects[Kind.JOURNAL] == 1  # of the ordinary work
+    history.commit({0}, 1)
+    assert not look([history.store]).objects[Kind.JOURNAL]
+    history.commit({1}, 1)
+    assert look([history.store]).objects[Kind.JOURNAL] == 1
 
 
 def test_a_version_that_another_dataset_was_made_of_stays(history: History) -> None:
